@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from mola.app.cli import app
 from mola.compare.store import Store
 from mola.errors import DataError, OptionError
-from mola.lab.data.clinc150 import load_clinc150
-from mola.lab.data.sentences import WIDTH, embed
+from mola.lab.data.clinc150 import WIDTH, embed, load_clinc150
 from mola.lab.suite import DataOptions
 from mola.lab.suites.clinc import CLINC
 from tests.closeness import assert_close
@@ -118,7 +117,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(data):
     with pytest.raises(OptionError, match="is for images"):
         CLINC.make_sources(DataOptions(directory=data, normalisation="cifar10"))
     path.write_text(json.dumps(document | {"test": [["a b", "unheard_of"]]}))
-    with pytest.raises(DataError, match="test has intents that train does not have: unheard_of"):
+    with pytest.raises(DataError, match="lacks: unheard_of"):
         load_clinc150(data)
     path.write_text(json.dumps({name: one for name, one in document.items() if name != "oos_val"}))
     with pytest.raises(DataError, match=r"is not CLINC150's file .*oos_val"):
@@ -127,5 +126,5 @@ def test_files_that_are_not_there_or_not_whole_are_named(data):
     with pytest.raises(DataError, match="intents"):
         load_clinc150(data)
     path.unlink()
-    with pytest.raises(DataError, match="Put there:"):
+    with pytest.raises(DataError, match="Provide:"):
         load_clinc150(data)

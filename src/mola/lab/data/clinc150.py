@@ -1,11 +1,24 @@
-"""CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and requests that fit none of them."""
+"""CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and requests out of scope; sentences as feature rows.
+
+A sentence becomes the mean of its tokens' rows in the table of the package `wordllama`. The package's files are read directly:
+nothing of it is imported, and nothing is downloaded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
-from mola.errors import DataError, StorageError
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mola.errors import DataError, MissingExtraError, StorageError
 from mola.lab.data.catalogue import data_directory
 from mola.saving.schema import check, parse
 
@@ -16,34 +29,36 @@ PAGE = "https://github.com/clinc/oos-eval (data/data_full.json, CC BY 3.0)"
 PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
 """In scope to train, validate and test on; the same out of scope."""
 
+WIDTH = 256
+"""Features of a sentence."""
+
+TABLE, TOKENS = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
+
 
 @dataclass(frozen=True)
 class Requests:
-    """Sentences, with the places of their intents among all of them; -1 is out of scope."""
+    """Sentences with the indices of their intents; -1 is out of scope."""
 
     sentences: tuple[str, ...]
     labels: tuple[int, ...]
 
 
 def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...], dict[str, Requests]]:
-    """Read the published file.
+    """Read the published file: the intents in alphabetical order, and the requests by part, as in `PARTS`.
 
     Args:
-        directory: the data directory; otherwise `MOLA_DATA` names it.
-
-    Returns:
-        The intents in alphabetical order, and the requests by part, as in `PARTS`.
+        directory: the data directory; None uses `MOLA_DATA`.
     """
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:
-        raise DataError(f"CLINC150 is not in {root}. Put there:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
+        raise DataError(f"CLINC150 is not in {root}. Provide:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
     try:
         document = parse(path.read_bytes(), path)
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
-        raise DataError(f"{path} is not CLINC150's file ({error}): fetch it again from {PAGE}.") from error
+        raise DataError(f"{path} is not CLINC150's file ({error}): download it again from {PAGE}.") from error
     intents = tuple(sorted({intent for _, intent in pairs["train"]}))
     places = {intent: place for place, intent in enumerate(intents)}
     found = {}
@@ -51,7 +66,36 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
         outside = part.startswith("oos")
         unknown = sorted({intent for _, intent in given if intent not in places})
         if unknown and not outside:
-            raise DataError(f"{path}: {part} has intents that train does not have: {', '.join(unknown[:3])}.")
+            raise DataError(f"{path}: {part} has intents that train lacks: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else places[intent] for _, intent in given)
         found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
     return intents, found
+
+
+def embed(sentences: Sequence[str]) -> Tensor:
+    """Return a row for each sentence, (n, WIDTH) in float32; `DataError` if a sentence has no words."""
+    table, tokenizer = _package()
+    rows = torch.empty(len(sentences), WIDTH)
+    for index, encoded in enumerate(tokenizer.encode_batch(list(sentences), add_special_tokens=False)):
+        if not encoded.ids:
+            raise DataError(f"sentence {index} is empty ({sentences[index]!r}): leave it out.")
+        rows[index] = table[encoded.ids].mean(0)
+    return rows
+
+
+@cache
+def _package() -> tuple[Tensor, Any]:
+    try:
+        from tokenizers import Tokenizer
+
+        folder = Path(str(distribution("wordllama").locate_file("wordllama")))
+    except (ImportError, PackageNotFoundError) as error:
+        raise MissingExtraError(feature="features of sentences", package="wordllama", extra="text") from error
+    try:
+        table = load_file(folder / TABLE)["embedding.weight"].float()
+        tokenizer = Tokenizer.from_file(str(folder / TOKENS))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DataError(
+            f"wordllama's files in {folder} cannot be read ({error}): install it again, version 0.4."
+        ) from error
+    return table, tokenizer

@@ -1,13 +1,13 @@
 """Data sets that need no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
-The digits are 1797 grey images of 8 x 8 pixels; each pixel counts the inked dots of a 4 x 4 block of a scanned digit, 0 to 16, here
-divided by 16. The moons are two interleaved half circles in the plane. Inputs that are not digits have the digits' size and value
-range, so that neither gives them away.
+The digits are 1797 grey images of 8 x 8 pixels between 0 and 1. Inputs that are not digits have the same size and value range, so
+that neither gives them away.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,21 @@ from mola.lab.training.recipe import Labelled
 
 SIDE = 8
 CLASSES = 10
+MOONS_CENTRE = (0.5, 0.25)
+
+LEAST_CONTRAST = 0.1
+"""Patches of clear sky, whose brightness varies less than this, are left out: stretched, they are camera noise."""
+
+LARGEST_ZOOM = 8
+"""Patches are squares of 8 to 64 pixels, averaged down: from texture to whole petals and roofs."""
+
+
+def _sklearn(feature: str) -> Any:
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise MissingExtraError(feature=feature, package="scikit-learn", extra="bench") from error
+    return datasets
 
 
 @dataclass(frozen=True)
@@ -30,21 +45,14 @@ class Digits:
 
 
 def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
-    """The digits, split at random: what is neither for training nor for validation is for testing.
+    """Split the digits at random into training, validation and test data.
 
     Args:
-        seed: of the split.
+        seed: seed of the split.
         train: number of training data.
-        val: number of validation data.
-
-    Returns:
-        The three parts.
+        val: number of validation data; the remaining digits are test data.
     """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise MissingExtraError(feature="the handwritten digits", package="scikit-learn", extra="bench") from error
-    pixels, target = datasets.load_digits(return_X_y=True)
+    pixels, target = _sklearn("the handwritten digits").load_digits(return_X_y=True)
     if train < 1 or val < 1 or train + val >= len(target):
         raise OptionError(
             f"train and val must be at least 1 and leave some of {len(target)} digits for testing, got {train} and {val}."
@@ -52,59 +60,34 @@ def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
     inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(target).long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    parts = [Labelled(inputs[rows], labels[rows]) for rows in order.tensor_split([train, train + val])]
-    return Digits(*parts)
-
-
-CENTRE = (0.5, 0.25)
+    return Digits(*(Labelled(inputs[rows], labels[rows]) for rows in order.tensor_split([train, train + val])))
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points of two half circles around the origin.
+    """Draw points (count, 2) in float32 of two interleaved half circles around the origin, with their classes.
 
     Args:
         count: number of points, half of each class.
         noise: standard deviation of the scatter about the circles, whose radius is 1.
-        seed: of the draw.
-
-    Returns:
-        Points (count, 2) in float32 and their classes.
+        seed: seed of the draw.
     """
-    try:
-        from sklearn.datasets import make_moons
-    except ImportError as error:
-        raise MissingExtraError(feature="the two moons", package="scikit-learn", extra="bench") from error
-    points, labels = make_moons(count, noise=noise, random_state=seed)
-    centred = torch.from_numpy(points).float() - torch.tensor(CENTRE, dtype=torch.float32)
+    points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
+    centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
     return Labelled(centred, torch.from_numpy(labels).long())
 
 
-LEAST_CONTRAST = 0.1
-"""Patches of clear sky, whose brightness varies less than this, are passed over: stretched, they are camera noise."""
-
-LARGEST_ZOOM = 8
-"""Patches are squares of 8 to 64 pixels, averaged down: from texture to whole petals and roofs."""
-
-
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Patches of scikit-learn's two sample photographs, each stretched to fill the range from 0 to 1.
+    """Draw patches (count, 1, side, side) of scikit-learn's two sample photographs, each stretched to the range from 0 to 1.
 
     Args:
         count: number of patches.
         side: height and width.
-        seed: of their places and sizes.
-
-    Returns:
-        Images (count, 1, side, side) in float32.
+        seed: seed of their places and sizes.
     """
     try:
-        from sklearn import datasets
-
-        photographs = datasets.load_sample_images().images
-    except ImportError as error:
-        raise MissingExtraError(
-            feature="natural-image patches", package="scikit-learn with pillow", extra="bench"
-        ) from error
+        photographs = _sklearn("natural-image patches").load_sample_images().images
+    except ImportError as error:  # of Pillow, in scikit-learn
+        raise MissingExtraError(feature="natural-image patches", package="pillow", extra="bench") from error
     grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)
 
@@ -124,6 +107,6 @@ def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
 
 
 def uniform_noise(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Images (count, 1, side, side) in float32 whose pixels are independent and uniform between 0 and 1."""
+    """Draw images (count, 1, side, side) in float32 with independent pixels, uniform between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)

@@ -1,21 +1,21 @@
 """Folders of image files, decoded batch by batch: ImageNet, ImageNet-C and a user's own.
 
-The subfolders of a folder are its classes, numbered in the order of their names; the images of a class are all that lie in
-its subfolder, at any depth, in the order of their paths. Pillow decodes them.
+The subfolders of a folder are its classes, numbered in alphabetical order; the images of a class are all image files in its
+subfolder, at any depth, in the order of their paths. Pillow decodes them.
 
-ImageNet lies in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets; ImageNet-C in
-`imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. The
-number of a class is the place of its synset in alphabetical order, as for all published networks. Where not all 1000 are
-there, a file `synsets.txt` beside `val`, one name on each line, says which number they have.
+ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets; ImageNet-C in
+`imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class
+numbers follow the alphabetical order of the synsets, as for all published networks. If some of the 1000 are missing, a file
+`synsets.txt` beside `val`, with one name on each line, gives the numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -86,13 +86,13 @@ def _margin(spare: int) -> int:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Image files with their labels; nothing is decoded before it is asked for.
+    """Image files with their labels, decoded when they are read.
 
     Attributes:
-        paths: of the files.
+        paths: the files.
         labels: their classes, (n,) in int64.
-        classes: the classes' names.
-        prepare: from a decoded image to pixels.
+        classes: names of the classes.
+        prepare: turns a decoded image into pixels.
     """
 
     paths: tuple[Path, ...]
@@ -103,43 +103,35 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def prepared(self, prepare: Preparation) -> ImageFolder:
-        """The same files, to be brought to another size."""
-        return replace(self, prepare=prepare)
-
     def part(self, indices: Tensor | Sequence[int]) -> ImageFolder:
-        """The images at these places, in this order."""
+        """Return the images at these places, in this order."""
         places = torch.as_tensor(indices).long()
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
     def evenly(self, count: int) -> ImageFolder:
-        """At most `count` of them, evenly spaced from the first to the last: they are in order of classes."""
+        """Return at most `count` images, evenly spaced from the first to the last: they are in the order of classes."""
         return self if len(self) <= count else self.part(even_places(len(self), count))
 
-    def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 0) -> FolderBatches:
-        """The images in their order as a loader for `mola.fit`, `tune` and `predict`.
+    def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 1) -> FolderBatches:
+        """Return a loader of the images in their order, for `mola.fit`, `tune` and `predict`.
 
         Args:
-            size: images in a batch; no more than two batches are in memory.
-            normalise: makes network inputs from bytes; without it, batches are bytes.
-            workers: threads that decode ahead of the reader; 0 decodes when a batch is asked for.
-
-        Returns:
-            An iterable of (pixels or inputs, labels) that can be read again and again.
+            size: images in a batch; at most two batches are in memory.
+            normalise: turns bytes into network inputs; None leaves bytes.
+            workers: threads that decode the next batch meanwhile.
         """
-        if size < 1 or workers < 0:
-            raise OptionError(f"size must be at least 1 and workers at least 0, got {size} and {workers}.")
+        if size < 1 or workers < 1:
+            raise OptionError(f"size and workers must be at least 1, got {size} and {workers}.")
         return FolderBatches(self, size, normalise, workers)
 
-    def load(self, workers: int = 0) -> Images:
-        """All of them in memory."""
-        batches = list(self.batches(256, workers=workers))
-        return Images(torch.cat([pixels for pixels, _ in batches]), self.labels)
+    def load(self) -> Images:
+        """Read all images into memory."""
+        return Images(torch.cat([pixels for pixels, _ in self.batches(256)]), self.labels)
 
 
 @dataclass(frozen=True)
 class FolderBatches:
-    """An image folder's images, batch by batch; see `ImageFolder.batches`."""
+    """A loader of an image folder, which can be read several times; see `ImageFolder.batches`."""
 
     folder: ImageFolder
     size: int
@@ -150,34 +142,27 @@ class FolderBatches:
         return -(-len(self.folder) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        starts = range(0, len(self.folder), self.size)
-        if self.workers == 0:
-            for start in starts:
-                paths = self.folder.paths[start : start + self.size]
-                yield self._batch(start, [_decode(path, self.folder.prepare) for path in paths])
-            return
         with ThreadPoolExecutor(self.workers) as pool:
 
-            def ask(start: int) -> list[Any]:
+            def submit(start: int) -> list[Future[Tensor]]:
                 paths = self.folder.paths[start : start + self.size]
                 return [pool.submit(_decode, path, self.folder.prepare) for path in paths]
 
-            ahead = ask(0)
+            following = submit(0)
             try:
-                for start in starts:
-                    current = ahead
-                    ahead = ask(start + self.size)
+                for start in range(0, len(self.folder), self.size):
+                    current, following = following, submit(start + self.size)
                     yield self._batch(start, [future.result() for future in current])
             finally:
-                for future in ahead:
+                for future in following:
                     future.cancel()
 
     def _batch(self, start: int, images: list[Tensor]) -> tuple[Tensor, Tensor]:
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
             raise DataError(
-                f"images from {self.folder.paths[start]} on have the shapes {sorted(shapes)}: resize and crop them to one "
-                "with a Preparation."
+                f"images from {self.folder.paths[start]} on have different shapes {sorted(shapes)}: resize and crop them with a "
+                f"Preparation."
             )
         pixels = torch.stack(images)
         labels = self.folder.labels[start : start + self.size]
@@ -185,7 +170,7 @@ class FolderBatches:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The image files in a folder at any depth, in the order of their paths; hidden files are none."""
+    """List the image files of a folder at any depth, sorted by path, without hidden files."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and not path.name.startswith("."))
     return sorted(path for path in found if path.is_file())
 
@@ -197,30 +182,30 @@ def open_folder(
     classes: Sequence[str] | None = None,
     without: frozenset[str] = frozenset(),
 ) -> ImageFolder:
-    """List a folder of images; a folder without subfolders is one class.
+    """List a folder of images, one subfolder for each class; a folder without subfolders is one class.
 
     Args:
         root: the folder.
-        prepare: how images are brought to one size.
-        classes: the names of all classes in the order of their numbers, where not all of them have a subfolder here.
-        without: names of files to pass over.
+        prepare: brings images to one size.
+        classes: names of all classes in the order of their numbers, if some have no subfolder here.
+        without: names of files to leave out.
 
-    Returns:
-        The images, none of them decoded yet.
+    Raises:
+        DataError: there is no such folder, or it holds no images.
     """
     try:
-        import PIL.Image  # noqa: F401 - here, before a long computation gets as far as the first image
+        import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image
     except ImportError as error:
         raise MissingExtraError(feature="reading image files", package="pillow", extra="bench") from error
     root = Path(root)
     if not root.is_dir():
-        raise DataError(f"{root} is not a folder: expected one with a subfolder of images for each class.")
-    subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        raise DataError(f"{root} is not a folder: expected a folder with a subfolder of images for each class.")
+    subfolders = _subfolders(root)
     names = tuple(classes) if classes is not None else tuple(path.name for path in subfolders) or (root.name,)
     unknown = [path.name for path in subfolders if path.name not in names]
     if unknown:
         raise DataError(
-            f"{root} has the subfolder {unknown[0]}, which is none of the {len(names)} classes ({names[0]}, ...)."
+            f"{root} has the subfolder {unknown[0]}, expected one of {len(names)} classes ({names[0]}, ...)."
         )
     number = {name: index for index, name in enumerate(names)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
@@ -233,105 +218,71 @@ def open_folder(
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
 
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def _decode(path: Path, prepare: Preparation) -> Tensor:
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             return prepare(image)
-    # Pillow's decoders raise any of these for files that are cut off or no images.
+    # Pillow's decoders raise any of these for truncated files and for files that are no images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
-            f"{path} ({size:,} bytes) cannot be decoded: {error}. Fetch it again, or take it out of the folder."
+            f"{path} ({size:,} bytes) cannot be decoded: {error}. Replace it, or remove it from the folder."
         ) from error
 
 
 CLASSES = 1000
 CENTRE_224 = Preparation(resize=256, crop=224)
-"""As the paper: the shorter side to 256 pixels, then the middle 224 x 224."""
+"""The paper's: the shorter side to 256 pixels, then the central 224 x 224."""
 SYNSETS = "synsets.txt"
 PLACES = ("imagenet", "ImageNet", "ILSVRC2012", "")
 PLACES_C = ("imagenet-c", "ImageNet-C", "imagenet_c", "Imagenet-C", "")
 
 
-def open_imagenet(
-    directory: Path, split: str = "val", *, prepare: Preparation = CENTRE_224, synsets: Sequence[str] | None = None
-) -> ImageFolder:
-    """ImageNet's images of a split.
-
-    Args:
-        directory: the data directory.
-        split: "val" or "train"; "test" means "val", since the real test set has no labels.
-        prepare: how images are brought to one size.
-        synsets: the names of all classes in the order of their numbers, instead of a file or all the folders.
-
-    Returns:
-        The images, decoded when they are asked for.
-    """
-    if split not in ("train", "val", "test"):
-        raise OptionError(f"ImageNet has the splits train and val, got {split!r}.")
-    name = "train" if split == "train" else "val"
-    for place in PLACES:
-        folder = directory / place / name
+def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation = CENTRE_224) -> ImageFolder:
+    """Open ImageNet's images of a split, "train" or "val"; `DataError` if they are not in the data directory."""
+    for folder in (directory / place / split for place in PLACES):
         if folder.is_dir():
-            return open_folder(folder, prepare, classes=synsets or _synsets(folder, (folder.parent, directory)))
+            return open_folder(folder, prepare, classes=_synsets(folder, (folder.parent, directory)))
     raise DataError(
-        f"ImageNet ({name}) is not in {directory}. Put there:\n  {directory / PLACES[0] / name}/<synset>/*.JPEG\n"
-        "  from https://image-net.org, which asks for registration; the validation images sorted into synset folders."
+        f"ImageNet ({split}) is not in {directory}. Provide:\n  {directory / PLACES[0] / split}/<synset>/*.JPEG\n"
+        "  from https://image-net.org, after registration; sort the validation images into synset folders."
     )
 
 
 def open_imagenet_c(
-    corruption: str,
-    severity: int,
-    directory: Path,
-    *,
-    prepare: Preparation = CENTRE_224,
-    synsets: Sequence[str] | None = None,
+    corruption: str, severity: int, directory: Path, *, prepare: Preparation = CENTRE_224
 ) -> ImageFolder:
-    """ImageNet-C's images of one corruption at one severity.
-
-    Args:
-        corruption: such as "gaussian_noise".
-        severity: 1 to 5.
-        directory: the data directory.
-        prepare: how images are brought to one size.
-        synsets: the names of all classes in the order of their numbers, instead of a file or all the folders.
-
-    Returns:
-        The images, decoded when they are asked for.
-    """
-    if severity not in range(1, 6):
-        raise OptionError(f"severity must be 1 to 5, got {severity}.")
+    """Open ImageNet-C's images of one corruption at severity 1 to 5; `DataError` if they are not in the data directory."""
     roots = [directory / place for place in PLACES_C if (directory / place).is_dir()]
     for root in roots:
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
                 beside = (root, *(directory / place for place in PLACES))
-                return open_folder(folder, prepare, classes=synsets or _synsets(folder, beside))
+                return open_folder(folder, prepare, classes=_synsets(folder, beside))
     raise DataError(
-        f"ImageNet-C's {corruption} at severity {severity} is not in {directory}. Put there:\n"
+        f"ImageNet-C's {corruption} at severity {severity} is not in {directory}. Provide:\n"
         f"  {directory / PLACES_C[0] / corruption / str(severity)}/<synset>/*.JPEG\n"
         "  from https://zenodo.org/records/2235448"
     )
 
 
 def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
-    present = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
+    present = tuple(path.name for path in _subfolders(folder))
     if len(present) == CLASSES:
         return present
-    for place in beside:
-        if (place / SYNSETS).is_file():
-            names = tuple(line.split()[0] for line in (place / SYNSETS).read_text().splitlines() if line.strip())
+    for path in (place / SYNSETS for place in beside):
+        if path.is_file():
+            names = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
             if len(set(names)) != len(names):
-                raise DataError(f"{place / SYNSETS} names a synset twice among its {len(names)} lines.")
+                raise DataError(f"{path} lists a synset twice among its {len(names)} lines.")
             return names
-    if len(present) > CLASSES:
-        raise DataError(
-            f"{folder} has {len(present)} subfolders, where ImageNet has {CLASSES} synsets: take out what is not one of them."
-        )
     raise DataError(
-        f"{folder} has {len(present)} of {CLASSES} synset folders, so the classes' numbers are not known: complete it, or "
-        f"put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
+        f"{folder} has {len(present)} subfolders, expected ImageNet's {CLASSES} synsets, which determine the class numbers: complete "
+        f"it, or put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
     )

@@ -1,8 +1,8 @@
-"""Labelled images in memory as bytes, and their normalisation: x / 255, less a mean, over a standard deviation, by channel.
+"""Labelled images in memory as bytes, and their normalisation: x / 255, minus a mean, over a standard deviation, by channel.
 
-Out-of-distribution inputs are normalised like the network's own training data, since a deployed network does not know where
-an input comes from. Names that end in `-own` are the other convention, of the paper's authors: each set with statistics of its
-own, which alone tells some sets apart.
+Out-of-distribution inputs are normalised like the network's training data, since a deployed network cannot tell where an input
+comes from. Names that end in `-own` are the convention of the paper's authors: statistics of each set, which alone separate some
+sets.
 """
 
 from __future__ import annotations
@@ -37,41 +37,36 @@ class Images:
         return len(self.labels)
 
     def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
-        """The images at these places, in this order."""
-        if not isinstance(indices, slice):
-            indices = torch.as_tensor(indices)
-            # An empty list has no type of its own.
-            indices = indices if indices.dtype == torch.bool else indices.long()
+        """Return the images at these places, in this order."""
+        if not isinstance(indices, slice | Tensor):
+            indices = torch.tensor(indices, dtype=torch.int64)
         return Images(self.pixels[indices], self.labels[indices])
 
-    def evenly(self, count: int) -> Images:
-        """At most `count` of them, evenly spaced from the first to the last: files may be in order of classes."""
-        return self if len(self) <= count else self.part(even_places(len(self), count))
+    def evenly(self, count: int | None) -> Images:
+        """Return at most `count` images, evenly spaced, since files may be in the order of classes; None returns all."""
+        return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
 
 def even_places(total: int, count: int) -> Tensor:
-    """`count` places among `total`, evenly spaced from the first to the last."""
+    """Return `count` places among `total`, evenly spaced from the first to the last."""
     if count < 1:
         raise OptionError(f"count must be at least 1, got {count}.")
-    # In whole numbers, so that the choice does not depend on the default floating-point type.
+    # In integers, so that the choice does not depend on the default floating-point type.
     return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
 
 def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:
-    """Divide a test set at random into a part to tune on and a part to report on, as the paper's experiments do.
-
-    The division is that of `torch.utils.data.random_split` with a generator of this seed.
+    """Divide a test set at random into images to tune on and images to report on, as the paper's experiments do.
 
     Args:
         images: the test set.
-        validation: how many are to tune on.
-        seed: of the division.
-
-    Returns:
-        The validation images and the remaining test images.
+        validation: number of images to tune on.
+        seed: seed of `torch.utils.data.random_split`.
     """
     if not 0 < validation < len(images):
-        raise OptionError(f"validation must leave some of {len(images)} images on either side, got {validation}.")
+        raise OptionError(
+            f"validation must be between 1 and {len(images) - 1} of {len(images)} images, got {validation}."
+        )
     sizes = [validation, len(images) - validation]
     places: Sequence[int] = range(len(images))
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +76,7 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Mean and standard deviation, one for each channel or one for all; of pixels between 0 and 1."""
+    """Mean and standard deviation of pixels between 0 and 1, one for each channel or one for all channels."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -93,11 +88,9 @@ class Normalisation:
             )
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """(x / 255 - mean) / std in float32."""
+        """Return (x / 255 - mean) / std in float32."""
         if pixels.dtype != torch.uint8:
-            raise DataError(
-                f"expected pixels in uint8, as they lie on disk, got {pixels.dtype}: are they normalised already?"
-            )
+            raise DataError(f"expected pixels in uint8, got {pixels.dtype}: are they normalised already?")
         if len(self.mean) not in (1, pixels.shape[-3]):
             raise DataError(
                 f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
@@ -106,18 +99,13 @@ class Normalisation:
             torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
             for values in (self.mean, self.std)
         )
-        # Divided first, as everybody does: another order would change the last bits of a network's inputs.
+        # Divided first, as is usual: another order would change the last bits of a network's inputs.
         return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
-
-    def inverse(self, inputs: Tensor) -> Tensor:
-        """Pixels in uint8 from normalised inputs: rounded, and clipped to what a byte holds."""
-        mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (self.mean, self.std))
-        return ((inputs * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
     {
-        # x / 255 and nothing else: what the paper does with MNIST and its outliers, and the authors with LSUN.
+        # x / 255 alone: the paper's for MNIST and its outliers, and the authors' for LSUN.
         "none": Normalisation(),
         # The paper's: (125.3, 123.0, 113.9) / 255 and (63.0, 62.1, 66.7) / 255.
         "cifar10": Normalisation(
@@ -125,16 +113,15 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
             (63.0 / 255, 62.1 / 255, 66.7 / 255),
         ),
         "imagenet": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        # What the authors give each set of outliers, and the corrupted images, instead of the above.
+        # The authors', for each set of outliers and for the corrupted images.
         "svhn-own": Normalisation((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
         "cifar100-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
         "cifar10-c-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         "lsun-own": Normalisation(),
     }
 )
-"""By name. `lsun-own` is none at all."""
 
 
 def normalisation(name: str) -> Normalisation:
-    """The normalisation of this name; `OptionError` if there is none."""
+    """Return the normalisation of this name; `OptionError` if there is none."""
     return NORMALISATIONS[one_of(name, NORMALISATIONS, "normalise")]

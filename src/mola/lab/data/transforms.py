@@ -1,4 +1,4 @@
-"""Transformations of images: random flips and shifts for training, rotations as a gradual shift, grey images as colour ones."""
+"""Transformations of images: random flips and shifts for training, rotations as a gradual shift, grey images as colour images."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
+FRACTION_BITS = 16
+"""Of the fixed-point numbers in which Pillow computes places."""
+
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
     """Mirror every image with probability one half, and shift it by up to `padding` pixels each way, filling with 0.
 
-    A shift is a crop of the original size, at a place drawn uniformly, from the image with `padding` zeros on every side.
-    Give it bytes, before normalisation, and the border is black, as in the paper's recipe.
+    Pass bytes, before normalisation, for a black border as in the paper's recipe.
 
     Args:
         images: (n, channels, height, width) of any type.
-        generator: where the draws come from; three for each image, whatever they decide.
-        padding: the largest shift.
-
-    Returns:
-        Images of the same shape and type.
+        generator: source of the draws, three for each image.
+        padding: largest shift.
     """
     if images.ndim != 4:
         raise DataError(f"expected images (n, channels, height, width), got shape {tuple(images.shape)}.")
@@ -44,24 +43,16 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
     return padded.flatten(2).gather(2, index).view_as(images)
 
 
-FRACTION_BITS = 16
-"""Of the fixed-point numbers in which Pillow computes places."""
-
-
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
-    """Turn images counter-clockwise about their centre, filling with 0.
+    """Rotate images counter-clockwise about their centre, filling with 0.
 
-    `"nearest"` is the paper's rotated MNIST: what `torchvision.transforms.functional.rotate` does to an image by default,
-    which is what Pillow does, to the pixel. `"bilinear"` is for very small images: at 8 x 8 pixels the nearest pixel tears
-    strokes apart, which would test tearing rather than turning.
+    `"nearest"` is the paper's rotated MNIST: the default of `torchvision.transforms.functional.rotate`, which is Pillow's rotation,
+    to the pixel. `"bilinear"` is for very small images: at 8 x 8 pixels the nearest pixel tears strokes apart.
 
     Args:
         images: (n, channels, height, width); floating-point numbers, or any numbers for "nearest".
-        degrees: the angle; 0 returns the images themselves.
+        degrees: angle; 0 returns the images themselves.
         interpolation: "bilinear" or "nearest".
-
-    Returns:
-        Images of the same shape; `OptionError` if the interpolation is another.
     """
     one_of(interpolation, ("bilinear", "nearest"), "interpolation")
     if degrees % 360 == 0:
@@ -99,16 +90,13 @@ def _nearest(images: Tensor, degrees: float) -> Tensor:
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:
-    """Images as a network for square colour images takes them: grey ones repeated in three channels, others resized.
+    """Return square colour images (n, 3, side, side) in uint8: grey channels repeated, other sizes resized.
 
     Resized as by Pillow's bilinear filter, first along rows and then along columns, rounded to bytes after each.
 
     Args:
         pixels: (n, 1 or 3, height, width) in uint8.
-        side: of the result, in pixels.
-
-    Returns:
-        (n, 3, side, side) in uint8; images that have this shape are returned as they are.
+        side: height and width of the result, in pixels.
     """
     if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.dtype != torch.uint8:
         raise DataError(

@@ -9,8 +9,7 @@ import torch
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.catalogue import load_images
-from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c
-from mola.lab.data.cifar10h import load_cifar10h
+from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c, load_cifar10h
 from mola.lab.data.images import Images, split_validation
 from mola.lab.data.transforms import in_colour
 from mola.lab.measures import HumanLabels, Measure

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mola.compare.record import Role
 from mola.errors import OptionError
-from mola.lab.data.clinc150 import Requests, load_clinc150
+from mola.lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from mola.lab.data.images import even_places
-from mola.lab.data.sentences import WIDTH, embed
 from mola.lab.measures import Measure, Rejection
 from mola.lab.suite import Batches, Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData, checksum
 from mola.lab.training import Labelled, Recipe, mlp
