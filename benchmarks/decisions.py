@@ -40,9 +40,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import mola
-from mola.decisions.abstain import threshold_of
+from mola.decisions.abstain import abstain_threshold
 from mola.decisions.calibration import Calibration
-from mola.decisions.sets import sets_of
+from mola.decisions.sets import prediction_sets
 from mola.errors import DataError, MolaWarning
 
 CERTAINTY, COMPONENTS = 0.95, 5
@@ -279,7 +279,7 @@ def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict
     violations = without = 0
     for rows in splits.drawn():
         try:
-            threshold = threshold_of(known.rows(rows), rate, CERTAINTY, score=score)
+            threshold = abstain_threshold(known.rows(rows), None, rate, CERTAINTY, score=score)
         except DataError:
             without += 1
             continue
@@ -287,7 +287,7 @@ def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict
     realised, share, exceeded, none = [], [], 0, 0
     for rows, rest in splits.plain():
         try:
-            threshold = threshold_of(known.rows(rows), rate, CERTAINTY, score=score)
+            threshold = abstain_threshold(known.rows(rows), None, rate, CERTAINTY, score=score)
         except DataError:
             none += 1
             continue
@@ -325,7 +325,7 @@ def sets(
     for place, (rows, rest) in enumerate(splits.plain()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            made = sets_of(known.rows(rows), coverage, method, by=by, **options)
+            made = prediction_sets(known.rows(rows), None, coverage, method, by=by, **options)
         limit = made.threshold[known.label[rest]] if by else made.threshold
         inside = (scores[rest] <= limit).double()
         held.append(float(inside.mean()))
@@ -368,13 +368,13 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
         known, new = mine.calibration(), other.calibration()
         assert mine.score is not None
         assert other.score is not None
-        limit = sets_of(known, 0.9).threshold
+        limit = prediction_sets(known, None, 0.9).threshold
         realised["coverage"].append(float((-new.true_probability <= limit).double().mean()))
         alarm = mola.alarm_threshold(mine.score, 0.05)
         realised["false alarms"].append(float((other.score > alarm).double().mean()))
         for rate in case.error_rates:
             try:
-                threshold = float(threshold_of(known, rate, CERTAINTY))
+                threshold = float(abstain_threshold(known, None, rate, CERTAINTY))
             except DataError:
                 continue
             side = new.confidence > threshold
@@ -404,11 +404,11 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
     for rows, rest in Splits(len(known), case.calibration, count).plain():
         mine = known.rows(rows)
         alarm = mola.alarm_threshold(test.score[rows], 0.05)
-        made = sets_of(mine, 0.9)
+        made = prediction_sets(mine, None, 0.9)
         gated_score = torch.where(test.score[rows] > alarm, -math.inf, mine.confidence)
         try:
-            plain = float(threshold_of(mine, rate, CERTAINTY))
-            gated = float(threshold_of(mine, rate, CERTAINTY, score=gated_score))
+            plain = float(abstain_threshold(mine, None, rate, CERTAINTY))
+            gated = float(abstain_threshold(mine, None, rate, CERTAINTY, score=gated_score))
         except DataError:
             continue
         unseen = Outputs(test.probs[rest], known.label[rest], test.score[rest])

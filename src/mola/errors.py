@@ -40,10 +40,6 @@ class ExportError(MolaError, RuntimeError):
     """A network or a posterior cannot be written as a graph, or the graph gives other numbers."""
 
 
-class DistributedError(MolaError, RuntimeError):
-    """A process of a team was lost or failed, or the processes are not doing the same work."""
-
-
 class StorageError(MolaError, ValueError):
     """A file is truncated, foreign, newer than this library, or belongs to another network."""
 

@@ -9,30 +9,29 @@ on the same data vary less than these errors suggest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from html import escape
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mola import metrics, normal_mixtures
 from mola.distributed import Team
 from mola.errors import DataError, MissingExtraError, OptionError
 from mola.likelihoods import Gaussian, Likelihood
 from mola.likelihoods.gaussian import NormalMixture
-from mola.mixture import Mixture, named_batches
+from mola.mixture import Mixture
 from mola.network import (
     IGNORE_INDEX,
     Layout,
-    as_batch,
     batch_count,
+    batches,
     check_loader,
     check_positions,
     drawn_positions,
     evaluating,
-    peek,
 )
 from mola.outliers import max_probability_score
 from mola.prediction import Prediction, RegressionPrediction
@@ -90,33 +89,21 @@ class Evaluation:
         ]
         return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
 
-    def _tables(self) -> list[list[list[str]]]:
-        # One table of texts for labelled data and one for outliers, with the header first.
+    def __repr__(self) -> str:
+        # One table for labelled data and one for outliers, with the header first.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
         for place, row in self.rows.items():
             table = tables.setdefault(tuple(row), [["predictor", "data", "count", *row]])
             table.append([*place, f"{self.counts[place]:,}", *map(str, row.values())])
-        return list(tables.values())
-
-    def __repr__(self) -> str:
         texts = []
-        for table in self._tables():
+        for table in tables.values():
             widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            for row in table:
-                names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-                cells = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-                texts.append("  ".join([*names, *cells]).rstrip())
+            for cells in table:
+                names = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
+                numbers = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+                texts.append("  ".join([*names, *numbers]).rstrip())
             texts.append("")
         return "\n".join(texts[:-1])
-
-    def _repr_html_(self) -> str:
-        def line(row: list[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-        return "".join(
-            f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
-            for head, *rows in self._tables()
-        )
 
 
 def evaluate(
@@ -155,7 +142,8 @@ def evaluate(
             f"predictors: expected one predictor or a dict of names to predictors, such as {{'a': a, 'b': b}}; got "
             f"{type(predictors).__name__}."
         )
-    named = dict(predictors) if isinstance(predictors, Mapping) else {_name_of(predictors): predictors}
+    name = getattr(predictors, "__name__", type(predictors).__name__)
+    named = dict(predictors) if isinstance(predictors, Mapping) else {name: predictors}
     moved, outliers = _by_name(shifted, "shifted", "blur"), _by_name(ood, "ood", "noise")
     labelled = {"test": test_loader, **moved}
     if not named or "test" in moved or labelled.keys() & outliers.keys():
@@ -164,10 +152,6 @@ def evaluate(
             f"predictors {list(named)} and the data {[*moved, *outliers]}."
         )
     for name, loader in {**labelled, **outliers}.items():
-        if name in outliers and isinstance(loader, Tensor):
-            raise DataError(
-                f"the {name} loader: expected an iterable of batches, got Tensor. Pass a single batch in a list: [x]."
-            )
         check_loader(loader, f"{name} loader")
     check_positions(positions)
     reader = _Reader(positions, ignore_index, progress, Team.single() if team is None else team)
@@ -198,10 +182,6 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
             f"{argument}: expected a dict of names to loaders, such as {{{example!r}: loader}}, got {type(loaders).__name__}."
         )
     return dict(loaders or {})
-
-
-def _name_of(predictor: Any) -> str:
-    return getattr(predictor, "__name__", type(predictor).__name__)
 
 
 class _Callable(Mixture):
@@ -243,23 +223,20 @@ class _Reader:
     team: Team
 
     def read(self, mixture: Any, loader: Iterable[Any], where: str, *, labelled: bool) -> _Read:
-        labels: list[Tensor | None] = []
         scores: list[dict[str, Tensor]] = []
         outliers: list[dict[str, Tensor]] = []
         count = 0
         empty = self.team.size > 1 and batch_count(loader) == 0  # the shard of this process
-        recorded = () if empty else named_batches(_recorded(loader, where, labels), where, progress=self.progress)
-        for index, (place, batch) in enumerate(recorded):
-            prediction = mixture._predict_batch(batch, None, place).cpu()
-            own = labels[index]
-            if labelled and own is None:
-                raise DataError(
-                    f"batch {index} of the {where} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
-                )
-            scored, found = self._batch(prediction, own if labelled else None, count, f"batch {index} of the {where}")
+        shown = {"desc": where, "total": batch_count(loader), "disable": None if self.progress else True}
+        for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
+            place = f"batch {index} of the {where}"
+            if labelled and batch.labels is None:
+                raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
+            prediction = mixture._predict_batch(batch.inputs, None, place).cpu()
+            scored, found = self._batch(prediction, batch.labels if labelled else None, count, place)
             scores.append(scored)
             outliers.append(found)
-            count, labels[index] = count + len(prediction), None
+            count += len(prediction)
         counts = self.team.collect(count)
         before = sum(counts[: self.team.rank])
         scored = self._joined(scores, before) if labelled else {"inputs": torch.zeros(0)}
@@ -307,9 +284,8 @@ class _Reader:
         found["spread"] = max_probability_score(probs, likelihood)
         if labels is None:
             return {}, found
-        checked = (
-            likelihood.check_labels(labels, probs, place) if len(labels) else labels
-        )  # a batch may be ignored altogether
+        # A batch may be ignored altogether.
+        checked = likelihood.check_labels(labels, probs, place) if len(labels) else labels
         predictive = likelihood.distribution(probs)
         if not likelihood.mutually_exclusive:  # one score for each known question
             numbers = numbers[:, None].expand_as(checked)[~checked.isnan()]
@@ -327,13 +303,6 @@ class _Reader:
         if isinstance(self.positions, int):
             rows = [own[drawn_positions(len(own), self.positions, first + index)] for index, own in enumerate(rows)]
         return torch.cat([own + index * layout.count for index, own in enumerate(rows)])
-
-
-def _recorded(loader: Iterable[Any], where: str, labels: list[Tensor | None]) -> Iterator[Any]:
-    # The batches of a loader, whose labels are put in a list on the way.
-    for index, raw in enumerate(peek(loader, where)[1]):
-        labels.append(as_batch(raw, f"batch {index} of the {where}").labels)
-        yield raw
 
 
 def _without(labels: Tensor, ignore_index: int, layout: Layout | None) -> Tensor:

@@ -81,74 +81,23 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
-def maximum_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Largest |confidence - accuracy| of any bin (MCE); an empty bin counts as 0. Few predictions make it noisy."""
-    return largest_gap(bin_confidences(probs, labels, bins))
-
-
 def largest_gap(binned: Tensor) -> float:
     """Largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """As `bin_sums` of confidences (n,), with bins closed on the left and without the last bin's predictions."""
+    """As `bin_sums` of confidences (n,), with the bins of the authors' scripts, for comparison with published figures.
+
+    Bins are closed on the left, and predictions in the last bin are left out: a network that is sure and always wrong
+    there looks calibrated.
+    """
     # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
     index = torch.bucketize(confidence, edges, right=True) - 1
     values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
     kept = index < bins - 1
     return values.new_zeros(bins, 3).index_add_(0, index[kept], values[kept])
-
-
-def _bin_legacy(probs: Tensor, labels: Tensor, bins: int) -> Tensor:
-    confidence, predicted = probs.double().max(1)
-    return bin_sums_legacy(confidence, predicted == labels, bins)
-
-
-def expected_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
-    """ECE as the authors' scripts compute it, for comparison with published figures only; it is wrong.
-
-    Predictions in the last bin (confidence >= 0.99 with 100 bins) are left out, and the weights are those among the
-    rest: a network that is 99.5 % sure and always wrong there looks calibrated. Use `expected_calibration_error`.
-
-    Args:
-        probs: (n, C).
-        labels: (n,).
-        bins: equal-width bins, closed on the left.
-
-    Returns:
-        The error among predictions below the last bin; nan if there are none.
-    """
-    binned = _bin_legacy(probs, labels, bins)
-    return calibration_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
-
-
-def maximum_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
-    """MCE as the authors' scripts compute it: predictions with confidence >= 0.99 left out (see the legacy ECE)."""
-    binned = _bin_legacy(probs, labels, bins)
-    return largest_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
-
-
-def adaptive_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """ECE over bins of equal counts (to within one) instead of equal widths: no bin is empty, none holds nearly all.
-
-    Predictions of equal confidence share their mean accuracy, so where a bin's edge falls among them does not matter.
-    """
-    confidence, predicted = probs.double().max(1)
-    confidence, correct = _tied(confidence, (predicted == labels).double())
-    gaps = [part.sum().abs() for part in torch.tensor_split(confidence - correct, bins)]
-    return float(torch.stack(gaps).sum() / len(confidence))
-
-
-def classwise_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Mean over classes of the ECE of that class's probability, most probable or not (Kull et al., 2019)."""
-    exact = probs.double()
-    hits = torch.nn.functional.one_hot(labels, probs.shape[1])
-    index = (torch.ceil(exact * bins).long() - 1).clamp(0, bins - 1)
-    index = index + bins * torch.arange(probs.shape[1], device=probs.device)
-    gaps = exact.new_zeros(bins * probs.shape[1]).index_add_(0, index.flatten(), (exact - hits).flatten())
-    return float(gaps.abs().sum() / exact.numel())
 
 
 def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,26 +127,6 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     _, wrong = _tied(uncertainty.double(), 1 - correct.double())
     accepted = torch.arange(1, len(wrong) + 1, device=wrong.device, dtype=torch.float64)
     return accepted / len(wrong), wrong.cumsum(0) / accepted
-
-
-def selective_risk(uncertainty: Tensor, correct: Tensor, coverage: float = 0.8) -> float:
-    """Error rate among the least uncertain share of the predictions; see `risk_coverage_curve`.
-
-    Args:
-        uncertainty: (n,), higher is refused first.
-        correct: (n,), whether each prediction is right.
-        coverage: share of the predictions that must be made, above 0 and at most 1; rounded up to whole predictions.
-
-    Returns:
-        Between 0 and 1.
-    """
-    if not 0 < coverage <= 1:
-        raise OptionError(
-            f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
-        )
-    covered, risk = risk_coverage_curve(uncertainty, correct)
-    # The tolerance keeps 7 * 0.1, which is 0.7000000000000001, at 7 predictions of 10.
-    return float(risk[int((covered < coverage - 1e-12).sum())])
 
 
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:

@@ -193,17 +193,11 @@ def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[
         raise DataError(
             "expected a tensor, got a NumPy array: use predict_proba(array), or predict(torch.from_numpy(array))."
         )
-    yield from named_batches(inputs, "prediction loader", progress=progress, required=required)
-
-
-def named_batches(
-    inputs: Iterable[Any], where: str, *, progress: bool, required: bool = True
-) -> Iterator[tuple[str, Inputs]]:
-    """The batches of a loader without their labels, each after its name for messages."""
-    inputs_again = peek(inputs, where)[1] if required else iter(inputs)
-    bar = tqdm(inputs_again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
+    # A shard of several processes may be empty.
+    again = peek(inputs, "prediction loader")[1] if required else iter(inputs)
+    bar = tqdm(again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
     for index, raw in enumerate(bar):
-        place = f"batch {index} of the {where}"
+        place = f"batch {index} of the prediction loader"
         yield place, as_batch(raw, place).inputs
 
 

@@ -331,14 +331,16 @@ def test_results_are_the_metrics_of_all_data_at_once():
         "nll": metrics.negative_log_likelihood,
         "brier": metrics.brier,
         "ece": metrics.expected_calibration_error,
-        "ece_legacy": metrics.expected_calibration_error_legacy,
-        "mce": metrics.maximum_calibration_error,
-        "mce_legacy": metrics.maximum_calibration_error_legacy,
     }
     assert {name: found.metrics[name] for name in direct} == {
         name: metric(own.probs, labels) for name, metric in direct.items()
     }
     assert found.metrics["ece100"] == metrics.expected_calibration_error(own.probs, labels, bins=100)
+    assert found.metrics["mce"] == metrics.largest_gap(metrics.bin_confidences(own.probs, labels))
+    confidence, predicted = own.probs.double().max(1)
+    legacy = metrics.bin_sums_legacy(confidence, predicted == labels, 100)
+    assert found.metrics["ece_legacy"] == metrics.calibration_gap(legacy)
+    assert found.metrics["mce_legacy"] == metrics.largest_gap(legacy)
     wrong = 1 - own.probs.max(1).values
     assert found.metrics["aurc"] == metrics.area_under_risk_coverage(wrong, own.probs.argmax(1) == labels)
     assert (found.count, found.level, sum(found.histogram)) == (300, 30.0, 300)

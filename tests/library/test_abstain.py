@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mola
-from mola.decisions.abstain import _starts, binomial_tail, threshold_of
+from mola.decisions.abstain import _starts, abstain_threshold, binomial_tail
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, OptionError
 
@@ -228,7 +228,9 @@ def test_errors_name_the_remedy():
         mola.abstain_threshold(probs, labels, 0.11)
     told = int(str(caught.value).split("about ")[1].split(" labelled")[0].replace(",", ""))
     more = [column.repeat(2 * told // 1000) for column in Calibration.of(probs, labels).columns().values()]
-    assert threshold_of(Calibration(*more, classes=2), 0.11).share > 0.1  # twice as many, since level is divided
+    assert (
+        abstain_threshold(Calibration(*more, classes=2), None, 0.11).share > 0.1
+    )  # twice as many, since level is divided
 
 
 def test_what_cannot_be_used_is_refused():

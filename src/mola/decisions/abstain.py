@@ -140,8 +140,9 @@ def abstain_threshold(
     a small violation, measured in docs/decisions.md.
 
     Args:
-        prediction: of labelled data like those to come; a `mola.Prediction`, or probabilities (n, C).
-        labels: (n,).
+        prediction: of labelled data like those to come; a `mola.Prediction`, or probabilities (n, C). Or a
+            `mola.decisions.Calibration`, which has its labels.
+        labels: (n,); None for a `Calibration`.
         error_rate: epsilon, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
         score: "confidence", "entropy", or scores of your own (n,), higher for more certain predictions and minus
@@ -151,13 +152,7 @@ def abstain_threshold(
         The threshold as a number: answer where the confidence (or your own score) is above it, or the entropy below it.
         `DataError` if no threshold has the guarantee, with the number of data that would be enough.
     """
-    return threshold_of(Calibration.of(prediction, labels), error_rate, certainty, score=score)
-
-
-def threshold_of(
-    calibration: Calibration, error_rate: float, certainty: float = 0.95, *, score: str | Any = "confidence"
-) -> AnswerThreshold:
-    """`abstain_threshold` from calibration data that were kept."""
+    calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
     certain = check_share(certainty, "certainty", "95 % is 0.95.")
     name, scores = _read_score(calibration, score)

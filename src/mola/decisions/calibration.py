@@ -85,7 +85,9 @@ class Calibration:
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Calibration data from a `mola.Prediction`, or probabilities (n, C), and labels (n,)."""
+        """Calibration data from a `mola.Prediction`, or probabilities (n, C), and labels (n,); a `Calibration` is kept."""
+        if isinstance(prediction, Calibration):
+            return prediction
         probs = probs_of(prediction)
         known = labels_of(labels, *probs.shape)
         above, rank = ranked(probs)

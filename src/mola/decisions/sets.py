@@ -129,8 +129,9 @@ def prediction_sets(
     proof: `mola.decisions.sets`.
 
     Args:
-        prediction: of labelled data; a `mola.Prediction`, or probabilities (n, C).
-        labels: (n,).
+        prediction: of labelled data; a `mola.Prediction`, or probabilities (n, C). Or a `mola.decisions.Calibration`,
+            which has its labels.
+        labels: (n,); None for a `Calibration`.
         coverage: such as 0.9.
         method: "lac", "aps" or "raps".
         by: "class" guarantees the coverage for each class; None on average over classes.
@@ -145,34 +146,7 @@ def prediction_sets(
     Returns:
         A callable from predictions to masks (n, C). `DataError` if there are too few data for the coverage.
     """
-    return sets_of(
-        Calibration.of(prediction, labels),
-        coverage,
-        method,
-        by=by,
-        groups=groups,
-        randomised=randomised,
-        penalty=penalty,
-        free=free,
-        at_least_one=at_least_one,
-        generator=generator,
-    )
-
-
-def sets_of(
-    calibration: Calibration,
-    coverage: float = 0.9,
-    method: str = "lac",
-    *,
-    by: str | None = None,
-    groups: Any = None,
-    randomised: bool = False,
-    penalty: float = 0.01,
-    free: int = 5,
-    at_least_one: bool = False,
-    generator: torch.Generator | None = None,
-) -> PredictionSets:
-    """`prediction_sets` from calibration data that were kept."""
+    calibration = Calibration.of(prediction, labels)
     share = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")
     if by is not None:

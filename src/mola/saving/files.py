@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,7 +26,6 @@ from mola.saving.schema import check, check_seal, parse, sealed
 FORMAT = "mola"
 VERSION = 1
 DOCUMENT = "posterior.json"
-ABANDONED = 24 * 3600  # seconds after which files without a document are taken for those of a writer that was killed
 
 LOADERS = {
     "posterior": "mola.load",
@@ -94,17 +92,9 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
         raise StorageError(f"{folder}: nothing was saved, since the document is not finite JSON ({error}).") from error
     write_atomically(folder / name, content)
     write_atomically(folder / DOCUMENT, text.encode())
-    _remove_stale(folder, name, None if old is None else old["tensors"]["file"])
+    if old is not None and old["tensors"]["file"] != name:
+        (folder / Path(old["tensors"]["file"]).name).unlink(missing_ok=True)
     return folder
-
-
-def _remove_stale(folder: Path, current: str, old: str | None) -> None:
-    # Younger files may belong to another writer at work, whose document will name them.
-    files = [*folder.glob(f"tensors-{'[0-9a-f]' * 16}.safetensors"), *folder.glob(".*.partial")]
-    for path in files:
-        with suppress(FileNotFoundError):  # another writer removed it
-            if path.name != current and (path.name == old or time.time() - path.stat().st_mtime > ABANDONED):
-                path.unlink()
 
 
 def read_folder(

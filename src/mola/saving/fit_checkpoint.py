@@ -84,7 +84,7 @@ class FitCheckpoint:
         if not (self.place / DOCUMENT).exists():
             return None
         document, tensors = read_folder(self.place, KIND, SCHEMA)
-        words = difference(document["identity"], identity)
+        words = _difference(document["identity"], identity)
         if words is not None:
             raise StorageError(
                 f"{self.folder} is the checkpoint of another fit: {words}. Pass the networks and options of that fit, or delete the "
@@ -179,18 +179,14 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield torch.as_tensor(batch, device="cpu")
 
 
-def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str | None:
-    """The first difference between the identities of two fits, in words, or None if they are equal."""
+def _difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str | None:
+    # The first difference between the identities of two fits, in words.
     for name in {**expected, **got}:
         first, second = expected.get(name), got.get(name)
-        if first == second:
-            continue
-        if name not in ("networks", "heads") or not isinstance(first, list) or not isinstance(second, list):
+        if name == "networks" and isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+            changed = [index for index, one in enumerate(first) if one != second[index]]
+            if changed:
+                return f"networks {changed} have other weights"
+        if first != second:
             return f"{name}: expected {first}, got {second}"
-        if len(first) != len(second):
-            return f"expected {len(first)} networks, got {len(second)}"
-        index = next(index for index, (one, other) in enumerate(zip(first, second, strict=True)) if one != other)
-        if name == "networks":
-            return f"networks[{index}] is another network: its weights differ"
-        return f"the head of networks[{index}]: expected {first[index]}, got {second[index]}"
     return None

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mola.app.jobs.folder import PosteriorFolder, alarm, read_scores
 from mola.app.jobs.numbers import regression_prediction
-from mola.decisions.abstain import AnswerThreshold, threshold_of
+from mola.decisions.abstain import AnswerThreshold, abstain_threshold
 from mola.decisions.calibration import Calibration
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
-from mola.decisions.sets import PredictionSets, sets_of
+from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.errors import DataError, OptionError, StorageError
 from mola.prediction import RegressionPrediction
 
@@ -213,7 +213,7 @@ def gated_threshold(
     """
     # What rings is never answered, so it is neither an answer nor an error.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
-    answer = threshold_of(known, error_rate, certainty, score=quiet)
+    answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
     # Minus infinity answers all that is quiet. Every confidence is above 0, which can be written to a file.
     return AnswerThreshold(0.0, *answer.__getnewargs__()[1:]) if answer < 0 else answer
 
@@ -268,7 +268,7 @@ def make_decisions(
     if coverage is not None:
         known, _ = kept_calibration(fitted, "--coverage")
         try:
-            sets = sets_of(known, coverage, by="class" if by_class else None)
+            sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
         except DataError as error:
             raise OptionError(f"--coverage: {error}") from error
     return Decisions(limit, answer, sets)

@@ -47,7 +47,7 @@ from mola.compare.results import (
     risk_curve,
     set_result,
 )
-from mola.decisions.sets import PredictionSets, sets_of
+from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
 from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Gaussian
@@ -387,7 +387,7 @@ def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
         return None
     try:
         known, _ = kept_calibration(fitted, "decisions")
-        return sets_of(known, COVERAGE)
+        return prediction_sets(known, None, COVERAGE)
     except (OptionError, DataError):
         return None
 
