@@ -5,7 +5,7 @@
 
 CACHE is the folder of activations that `mola bench mnist` and `mola bench cifar10` leave (their flag --cache). Five networks are
 fitted, and tuned on the validation set of the suite. The predictions of the test set are then divided at random, many times: one part
-calibrates, the other shows what became of the guarantees. CLINC150 is embedded and trained on as docs/howto/text-features.md does it.
+calibrates, the other shows what became of the guarantees. CLINC150 is embedded by means of token vectors.
 --quick uses scikit-learn's digits and small networks, and writes no file.
 
 - `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee is about the true error rate above the threshold,
@@ -207,7 +207,7 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
 
 
 def from_sentences(path: Path) -> Ready:
-    """CLINC150, by the recipe of docs/howto/text-features.md."""
+    """CLINC150: each request is the mean of the vectors of its tokens."""
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 

@@ -51,14 +51,8 @@ def run_command(line, monkeypatch):
     assert not stop.value.code, line
 
 
-SLOW = ("docs/howto/other-engines.md",)
-"""Pages that write an ONNX file, as docs/export.md does, which takes longer than most pages do."""
-
-
 @pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (name_of(page) in SLOW), id=name_of(page)) for page in PAGES]
-)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

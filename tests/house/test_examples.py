@@ -1,13 +1,8 @@
 """Every example runs as it stands, says nothing on stderr, and shows what it claims to show."""
 
-import csv
-import importlib.util
-import json
 import os
 import re
 import runpy
-import shlex
-import shutil
 import subprocess
 import sys
 import warnings
@@ -17,10 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mola.__main__ import main
 from tests.closeness import assert_close
-from tests.conftest import require_shared
-from tests.house.test_docs import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +56,7 @@ def drawn(folder, name):
 def test_examples_say_how_to_run_them(path):
     text = path.read_text()
     assert re.match(r'"""[^\n]+\n\n    python examples/' + path.name, text), "what it shows, and the command"
-    assert f"examples/{path.name}" in (ROOT / "docs" / "howto" / "index.md").read_text()
+    assert f"examples/{path.name}" in (ROOT / "docs" / "start" / "index.md").read_text()
 
 
 def test_segmentation(run, tmp_path):
@@ -202,130 +194,3 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():
         assert_close(together[name], tensor, name=name)
-
-
-SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.M | re.S)
-SNIPPET = re.compile(r"^```python\n(?!# \w+\.py)(.*?)^```", re.M | re.S)
-HOWTO = ROOT / "docs" / "howto"
-
-
-@pytest.fixture
-def at_desk(tmp_path, monkeypatch):
-    """A reader in an empty folder: draws the images of the page on own images, and enters the commands of any page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    torch.set_default_dtype(torch.float32)
-    exec(compile(SNIPPET.search((HOWTO / "own-images.md").read_text()).group(1), "own-images.md", "exec"), {})
-
-    def enter(page):
-        text, ran = page.read_text(), []
-        for name, script in SCRIPT.findall(text):
-            Path(name).write_text(script)
-        for line in "".join(COMMANDS.findall(text)).replace("\\\n", " ").splitlines():
-            words = [
-                one
-                for word in shlex.split(line)
-                for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
-            ]
-            monkeypatch.setattr("sys.argv", words)
-            if words[0] == "python":
-                runpy.run_path(words[1], run_name="__main__")
-            elif words[0] == "mola":
-                with pytest.raises(SystemExit) as stop:
-                    main()
-                assert not stop.value.code, line
-            ran.append(" ".join(words[:2]))
-        return ran
-
-    yield enter
-    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
-        del sys.modules[name]
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_commands_for_hugging_face_folders_run(at_desk):
-    transformers = pytest.importorskip("transformers")
-    names = dict(enumerate(("circle", "square", "triangle")))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    prepare = {"do_resize": True, "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    for seed in range(2):
-        torch.manual_seed(seed)
-        config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3, id2label=names)
-        transformers.ViTForImageClassification(config).save_pretrained(f"vit-seed-{seed}")
-        Path(f"vit-seed-{seed}", "preprocessor_config.json").write_text(json.dumps(prepare))
-    Path("images/strange").rename("images/new")
-    assert at_desk(HOWTO / "hugging-face.md") == ["mola fit", "mola predict"]
-    assert len(Path("predictions.csv").read_text().splitlines()) == 61
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(at_desk):
-    """Its first snippet draws the images, its script trains the networks, its commands do the rest."""
-    ran = at_desk(HOWTO / "own-images.md")
-    install = ["make setup", "source .venv/bin/activate"]
-    assert ran == [*install, "python shapes.py", "mola fit", "mola evaluate", "mola predict", "python same.py"]
-    assert Path("posterior-in-python").is_dir()
-    methods = json.loads(Path("report/numbers.json").read_text())["methods"]
-    one, mixture = (methods[name] for name in ("MAP", "MoLA"))
-    assert mixture["scores"]["accuracy"] > 0.85
-    assert mixture["scores"]["nll"] < one["scores"]["nll"]
-    sure, told_apart = (
-        {name: find(methods[name]["outside"]["images/strange"]) for name in ("MAP", "MoLA")}
-        for find in (lambda one: one["confidence"], lambda one: one["scores"]["max probability"]["auroc"])
-    )
-    assert sure["MoLA"] < sure["MAP"] - 0.1
-    assert told_apart["MoLA"] > told_apart["MAP"]
-    lines = Path("predictions.csv").read_text().splitlines()
-    assert len(lines) == 61
-    assert sum(",true," in line for line in lines) > 20  # of 60 scribbles, where 3 would be chance
-
-
-def require_wordllama():
-    """Skips loudly where it is missing, and fails in CI: it comes with the extra `dev`."""
-    if importlib.util.find_spec("wordllama") is None:
-        message = "NO WORDLLAMA: install what the page on texts asks for, pip install 'wordllama>=0.4,<0.5'."
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-
-
-@pytest.mark.real_data
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_page_on_texts_leads_from_sentences_to_a_report(at_desk):
-    """All of it on CLINC150, and what the page tells of it is what comes out."""
-    shutil.copy(require_shared("clinc150/data_full.json"), "data_full.json")
-    require_wordllama()
-    page = HOWTO / "text-features.md"
-    ran = at_desk(page)
-    install = ["make setup", "source .venv/bin/activate", "pip install"]
-    made = ["python embed.py", "python intents.py", "mola fit", "mola evaluate", "mola predict"]
-    assert ran == [*install, *made, "python new.py", "mola predict"]
-
-    text = page.read_text()
-    methods = json.loads(Path("report/numbers.json").read_text())["methods"]
-    for name in ("MAP", "DE", "DE-T", "LLLA", "MoLA"):
-        scores, outside = methods[name]["scores"], methods[name]["outside"]["out-of-scope.npz"]
-        accuracy, loss, confidence, *told_apart = table_row(text, name)
-        # Another processor sums in another order, and training carries that on.
-        assert accuracy == pytest.approx(100 * scores["accuracy"], abs=0.5), name
-        assert loss == pytest.approx(scores["nll"], abs=0.01), name
-        assert confidence == pytest.approx(100 * outside["confidence"], abs=1), name
-        shown = [one for one in ("max probability", "entropy", "ood score") if one in outside["scores"]]
-        found = [100 * outside["scores"][one]["auroc"] for one in shown]
-        assert told_apart == pytest.approx(found, abs=0.5), name
-
-    with open("predictions.csv", newline="") as file:
-        alarms = [row["outlying"] == "true" for row in csv.DictReader(file)]
-    assert len(alarms) == 1000
-    told = float(re.search(r"Of these sentences (\d+) % are marked", text).group(1))
-    assert told == pytest.approx(100 * sum(alarms) / len(alarms), abs=2)
-    with open("new.csv", newline="") as file:
-        known, strange = csv.DictReader(file)
-    assert (known["class"], known["outlying"], strange["outlying"]) == ("transfer", "false", "true")
-
-
-def table_row(text, name):
-    """The numbers of the row that begins with this cell."""
-    cells = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.M).group(1).split("|")
-    return [float(cell) for cell in cells if cell.strip()]

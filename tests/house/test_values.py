@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FILLED = [page for page in PAGES if re.search("<!-- (= |table:)", page.read_text(encoding="utf-8"))]
-MEASURED = [DOCS / f"{name}.md" for name in ("default", "index", "laplace-torch", "method", "outliers")]
+MEASURED = [DOCS / f"{name}.md" for name in ("default", "index", "laplace-torch", "links", "method", "outliers")]
 """Pages on which every decimal and every percentage must come from a record."""
 
 
@@ -91,33 +91,6 @@ def test_the_table_of_readme_is_that_of_the_record():
     assert (
         "one network stays at {MAP:.0f} %, the ensemble at {DE:.0f} %, MoLA falls to {MoLA:.0f} %".format(**far) in text
     )
-
-
-def test_the_table_of_exports_is_that_of_the_record():
-    page = (DOCS / "export.md").read_text(encoding="utf-8")
-    outputs = ("probabilities", "confidence", "entropy", "mutual_information", "ood_score")
-    for precision, found in _record("export_agreement")["summary"].items():
-        cells = [f"{found[name]:.1e}".replace("e-0", "e-") for name in outputs]
-        row = [precision, f"{found['tolerance']:g}", *cells, f"{found['labels']} of {found['rows']}"]
-        assert f"| {' | '.join(row)} |" in page
-
-
-def test_the_constants_of_scale_are_those_of_the_record():
-    page = (DOCS / "scale.md").read_text(encoding="utf-8")
-    found = _record("scale_out")
-    arithmetic, sums = found["arithmetic"], found["sums"]
-    rate = arithmetic["operations_a_second"]
-    for words in (
-        f"{1e3 * arithmetic['seconds_for_each_datum']:.2f} ms a datum and network: r = {rate / 1e9:.1f} · 10⁹",
-        f"{rate / arithmetic['float64_product_operations_a_second']:.0%}".replace("%", " % of this core's"),
-        f"{sums['sum_bytes'] / 1e6:.1f} MB a network",
-        f"{sums['all_reduce_seconds']:.2f} s a network through gloo",
-        f"{arithmetic['eigenproblem_seconds']:.1f} s a network |",
-        f"1/{found['speed_up_cpu']:.2f} of the CPU time",
-        f"({found['speed_up_cpu_least']:.2f} to {found['speed_up_cpu_most']:.2f} in five turns",
-        f"({found['speed_up']:.2f}, from {found['speed_up_least']:.2f} to {found['speed_up_most']:.2f})",
-    ):
-        assert words in page
 
 
 def _records(suite):
