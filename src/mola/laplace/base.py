@@ -204,7 +204,11 @@ class LastLayerSpread:
     def variance(self, *, centred: bool = False) -> Tensor:
         """Variance (..., n, C) of each logit."""
         square = None if self.divisor is None else self.divisor.square()
-        return self._divided(self.curvature.variance(self.phi, self.precision, centred=centred), square)
+        if not isinstance(self.precision, Tensor) or self.precision.dim() == 0:
+            return self._divided(self.curvature.variance(self.phi, self.precision, centred=centred), square)
+        # A search tries many temperatures at each prior precision: with 1000 classes the variances take most of its time.
+        precisions, places = self.precision.unique(return_inverse=True)
+        return self._divided(self.curvature.variance(self.phi, precisions, centred=centred)[places], square)
 
     def covariance(self, *, centred: bool = False) -> Tensor:
         """Covariance (n, C, C) of the logits."""

@@ -54,7 +54,7 @@ class Bernoulli(DiscreteLikelihood):
     """Yes or no for each of C labels, by a sigmoid of one logit each."""
 
     name = "bernoulli"
-    default_rule = "threshold"
+    default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), from (n,), (n, 1) or (n, C)."""

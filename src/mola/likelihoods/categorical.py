@@ -45,7 +45,7 @@ class Categorical(DiscreteLikelihood):
 
     name = "categorical"
     mutually_exclusive = True
-    default_rule = "threshold"
+    default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), or `HeadError`."""

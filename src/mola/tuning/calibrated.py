@@ -1,10 +1,13 @@
-r"""The rule that gains in distribution by pooling, and spends half of the gain on caution far from the training data.
+r"""The default rule: gain log loss in distribution, and spend part of the gain on caution far from the training data.
 
-1. Prior precision, pooling c and temperature T by validation log loss. Pooling is kept only if its paired gain over c = 1 exceeds two
-   standard errors.
-2. The largest distance exponent, with T tuned again for it, whose validation log loss stays within a budget: half of the gain over the
-   temperature-scaled ensemble, or `price` times the log loss if that is more. The distance counts from the 90 % quantile of the
-   validation data on.
+1. Prior precision, pooling c and temperature T are chosen by validation log loss. Pooling is kept only if its paired gain over c = 1
+   exceeds two standard errors.
+2. The distance exponent is the largest, with T tuned again for it, whose validation log loss stays within a budget: the best log loss
+   plus half of the gain over the temperature-scaled ensemble, or plus `price` times the log loss if that is more. Distance counts
+   from the 90 % quantile of the validation data.
+
+The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
+price.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from mola.likelihoods import Likelihood
 from mola.options import is_real
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import Candidates, paired, scores
+from mola.tuning.search import require_classes, require_data
 from mola.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -31,15 +35,15 @@ if TYPE_CHECKING:
 NO_COVARIANCE = 1e12
 """A prior precision at which the posterior is the plain ensemble."""
 
-PRECISIONS = (NO_COVARIANCE, 1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3)
-POOLINGS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
-EXPONENTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
+POOLINGS = (0.75, 0.5, 0.25, 0.0)
+EXPONENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures that are tried: on data without any error the log loss falls for ever as logits are sharpened."""
+"""Temperatures that are tried: on data without any error the log loss falls without end as logits are sharpened."""
 
 ONSET = 0.9
-"""Quantile of the validation data's distances from which the distance counts."""
+"""Quantile of the validation data's distances from which distance counts."""
 
 SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that the distance may spend."""
@@ -50,12 +54,12 @@ CLEAR = 2.0
 
 @dataclass(frozen=True)
 class Setting:
-    """One candidate and its log loss on each validation datum."""
+    """Prior precision, pooling and distance exponent at a temperature, and the log loss of each validation datum."""
 
     precision: float
-    temperature: float
     pooling: float
     exponent: float
+    temperature: float
     losses: Tensor
 
     @property
@@ -65,84 +69,103 @@ class Setting:
 
 
 class Search:
-    """Candidates of one mixture, scored on validation data by their log loss at the best temperature."""
+    """Settings of one mixture, scored by their log loss on validation data at the best temperature."""
 
     def __init__(self, posterior: MoLA, data: HeldOut, onset: float) -> None:
         self.posterior, self.data, self.onset = posterior, data, onset
-        self.curve: list[tuple[float, ...]] = []
+        self.tried: list[Setting] = []
 
-    def best_temperatures(
+    def scored(self, settings: Sequence[tuple[float, float, float]], temperatures: np.ndarray) -> Tensor:
+        """Log losses (S, t, n) of S settings (precision, pooling, exponent) at temperatures (S, t)."""
+        precision, pooling, exponent = (np.repeat(one, temperatures.shape[1]) for one in zip(*settings, strict=True))
+        candidates = Candidates.of(
+            self.posterior,
+            precision=precision.tolist(),
+            temperature=temperatures.flatten().tolist(),
+            pooling=pooling.tolist(),
+            exponent=exponent.tolist(),
+            onset=self.onset,
+        )
+        return scores(self.posterior, self.data, candidates)["nll"].unflatten(0, temperatures.shape)
+
+    def at_best_temperature(
         self, settings: Sequence[tuple[float, float, float]], around: float, width: float = 1.0
     ) -> list[Setting]:
-        """Each (precision, pooling, exponent) at its best temperature within a factor of `e^width` of `around`."""
-        low, high = [math.log(around) - width] * len(settings), [math.log(around) + width] * len(settings)
-        found: list[Setting] = []
-        points = 7
-        for _ in range(4):  # narrower around the best temperature, or moved on where that is at an end
-            grids = [np.exp(np.linspace(one, two, points)) for one, two in zip(low, high, strict=True)]
-            rows = [(*setting, float(t)) for setting, grid in zip(settings, grids, strict=True) for t in grid]
-            precision, pooling, exponent, temperature = zip(*rows, strict=True)
-            candidates = Candidates.of(
-                self.posterior,
-                precision=precision,
-                temperature=temperature,
-                pooling=pooling,
-                exponent=exponent,
-                onset=self.onset,
-            )
-            losses = scores(self.posterior, self.data, candidates)["nll"].view(len(settings), points, -1)
-            places = losses.mean(2).argmin(1)
-            found = []
-            for index, (setting, grid, place) in enumerate(zip(settings, grids, places.tolist(), strict=True)):
-                one, two, three = setting
-                found.append(Setting(one, float(grid[place]), two, three, losses[index, place].clone()))
-                if place in (0, points - 1):
-                    half = (high[index] - low[index]) / 2
-                    low[index] = max(math.log(grid[place]) - half, math.log(COLDEST))
-                    high[index] = min(math.log(grid[place]) + half, math.log(HOTTEST))
-                else:
-                    low[index], high[index] = math.log(grid[place - 1]), math.log(grid[place + 1])
-        self.curve += [(one.precision, one.temperature, one.pooling, one.exponent, one.loss) for one in found]
+        """Each (precision, pooling, exponent) at its best temperature, searched first within a factor of `e^width` of `around`."""
+        low, high = math.log(COLDEST), math.log(HOTTEST)
+        centres, rows = np.full(len(settings), math.log(around)), np.arange(len(settings))
+        for step in (width / 2, width / 6, width / 18):  # five temperatures at a time, closer around the best
+            logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
+            losses = self.scored(settings, np.exp(logs))
+            places = losses.mean(2).argmin(1).numpy()
+            centres = logs[rows, places]
+        best = losses[torch.as_tensor(rows), torch.as_tensor(places)]
+        found = [
+            Setting(*setting, float(np.exp(log)), each)
+            for setting, log, each in zip(settings, centres, best, strict=True)
+        ]
+        self.tried += found
         return found
 
 
-def choose(posterior: MoLA, data: HeldOut, price: float) -> tuple[Setting, Setting, Setting, Search]:
-    """The chosen setting, the best one without distance, the temperature-scaled ensemble, and all that was tried."""
-    search = Search(posterior, data, _onset(posterior, data) if posterior.has_distances else 1.0)
-    (scaled,) = search.best_temperatures([(NO_COVARIANCE, 1.0, 0.0)], 1.0, 2.0)
-    poolings = POOLINGS if len(posterior.components) > 1 else (1.0,)
-    tried = search.best_temperatures([(one, c, 0.0) for one in PRECISIONS for c in poolings], scaled.temperature)
-    scaled = min([scaled, tried[0]], key=lambda one: one.loss)
-    best = min(tried, key=lambda one: one.loss)
-    if best.pooling != 1:
-        step = 0.5 * (best.pooling - POOLINGS[POOLINGS.index(best.pooling) + 1]) if best.pooling > 0 else 0.05
-        near = [(best.precision, min(1.0, max(0.0, best.pooling + one * step)), 0.0) for one in (-1, 1)]
-        best = min([best, *search.best_temperatures(near, best.temperature, 0.3)], key=lambda one: one.loss)
-        mixed = min((one for one in tried if one.pooling == 1), key=lambda one: one.loss)
-        gain, error = paired(mixed.losses, best.losses, data)
+@dataclass(frozen=True)
+class Choice:
+    """The chosen setting, the best one without distance, and both ensembles that it is compared with."""
+
+    chosen: Setting
+    best: Setting
+    scaled: Setting
+    """The temperature-scaled ensemble."""
+    plain: Setting
+    """The ensemble at temperature 1."""
+
+
+def choose(search: Search, price: float) -> Choice:
+    """Choose prior precision, pooling and temperature, then the distance exponent."""
+    posterior, data = search.posterior, search.data
+    ensemble = (NO_COVARIANCE, 1.0, 0.0)
+    plain = Setting(*ensemble, 1.0, search.scored([ensemble], np.ones((1, 1)))[0, 0])
+    (scaled,) = search.at_best_temperature([ensemble], 1.0, 2.0)
+    around = scaled.temperature
+    mixed = [scaled, *search.at_best_temperature([(one, 1.0, 0.0) for one in PRECISIONS], around)]
+    unpooled = best = min(mixed, key=lambda one: one.loss)
+    if len(posterior.components) > 1:
+        pooled = search.at_best_temperature([(NO_COVARIANCE, c, 0.0) for c in POOLINGS], around)
+        c = min(pooled, key=lambda one: one.loss).pooling
+        pooled += search.at_best_temperature([(one, c, 0.0) for one in PRECISIONS], around)
+        best = min(pooled, key=lambda one: one.loss)
+        near = [one for one in (c - 0.125, c + 0.125) if 0 <= one < 1]
+        pooled += search.at_best_temperature([(best.precision, one, 0.0) for one in near], best.temperature, 0.5)
+        best = min(pooled, key=lambda one: one.loss)
+        gain, error = paired(unpooled.losses, best.losses, data)
         if gain <= CLEAR * error:
-            best = mixed
-    if not posterior.has_distances:
-        return best, best, scaled, search
-    most = best.loss + max(SHARE * (scaled.loss - best.loss), price * best.loss)
-    chosen, exponents = best, list(EXPONENTS[1:])
-    for _ in range(3):
-        rows = search.best_temperatures(
-            [(best.precision, best.pooling, one) for one in exponents], best.temperature, 0.7
-        )
-        above = math.inf
-        for one in rows:
+            best = unpooled
+    chosen = best
+    if posterior.has_distances:
+        most = best.loss + max(SHARE * (scaled.loss - best.loss), price * best.loss)
+        chosen = _most_cautious(search, best, most)
+    return Choice(chosen, best, scaled, plain)
+
+
+def _most_cautious(search: Search, best: Setting, most: float) -> Setting:
+    # The largest distance exponent up to which the log loss stays below `most`: on a coarse grid, then on a finer one.
+    chosen, exponents = best, list(EXPONENTS)
+    for _ in range(2):
+        settings = [(best.precision, best.pooling, one) for one in exponents]
+        above = None
+        for one in search.at_best_temperature(settings, best.temperature, 0.7):
             if one.loss > most:
                 above = one.exponent
                 break
             chosen = one
-        if above == math.inf:
+        if above is None:
             break
         exponents = [chosen.exponent + (above - chosen.exponent) * part / 6 for part in range(1, 6)]
-    return chosen, best, scaled, search
+    return chosen
 
 
-def _onset(posterior: MoLA, data: HeldOut) -> float:
+def distance_onset(posterior: MoLA, data: HeldOut) -> float:
+    """The distance, relative to the median of the validation data, from which distance counts."""
     parts = [
         posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
         for rows, _ in data.chunks(4096)
@@ -150,28 +173,24 @@ def _onset(posterior: MoLA, data: HeldOut) -> float:
     return math.exp(float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET)))
 
 
-def check_price(price: float) -> float:
-    """Return a price, or raise `OptionError` unless it is a number from 0 to 1."""
-    if not (is_real(price) and 0 <= price <= 1):
-        raise OptionError(
-            f"price must be a number between 0 and 1, got {price!r}. At most 1 % more validation log loss is 0.01."
-        )
-    return float(price)
-
-
 @dataclass(frozen=True)
 class Calibrated:
-    """Gain in distribution by pooling, and spend at most half of the gain on caution far from the training data.
+    """The default: gain log loss by pooling, and spend part of the gain on caution far from the training data.
+
+    Chooses prior precision, temperature, pooling and distance exponent on one pass over the validation data.
 
     Args:
-        price: share of the validation log loss that the distance may cost beyond what pooling gained.
+        price: share of the validation log loss that caution may cost where pooling gained less than twice as much.
     """
 
     price: float = 0.01
     needs_data = True
 
     def __post_init__(self) -> None:
-        check_price(self.price)
+        if not (is_real(self.price) and 0 <= self.price <= 1):
+            raise OptionError(
+                f"price must be a number between 0 and 1, got {self.price!r}. At most 1 % more validation log loss is 0.01."
+            )
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
@@ -179,34 +198,51 @@ class Calibrated:
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose prior precision, temperature, pooling and distance exponent."""
-        if not posterior.likelihood.discrete:
-            raise OptionError("Calibrated is about probabilities and does not apply to regression: use rule='nll'.")
-        if data is None:
-            raise OptionError("Calibrated needs validation data: posterior.tune(val_loader, rule='calibrated').")
-        chosen, best, scaled, search = choose(posterior, data, self.price)
-        names = ("prior_precision", "temperature", "pooling", "distance_exponent", "nll")
+        require_classes(posterior, self)
+        data = require_data(data, self)
+        onset = distance_onset(posterior, data) if posterior.has_distances else 1.0
+        search = Search(posterior, data, onset)
+        choice = choose(search, self.price)
+        chosen = choice.chosen
         return Tuning(
             f"Calibrated(price={self.price:g})",
             (chosen.precision,) * len(posterior.components),
-            _summary(chosen, best, scaled, data),
-            curve=dict(zip(names, map(tuple, zip(*search.curve, strict=True)), strict=True)),
+            _summary(choice, data),
+            curve={
+                "prior_precision": tuple(one.precision for one in search.tried),
+                "temperature": tuple(one.temperature for one in search.tried),
+                "pooling": tuple(one.pooling for one in search.tried),
+                "distance_exponent": tuple(one.exponent for one in search.tried),
+                "nll": tuple(one.loss for one in search.tried),
+            },
             temperature=chosen.temperature,
             pooling=chosen.pooling,
             distance_exponent=chosen.exponent,
-            onset=search.onset,
+            onset=onset,
         )
 
 
-def _summary(chosen: Setting, best: Setting, scaled: Setting, data: HeldOut) -> str:
-    gain, error = paired(scaled.losses, chosen.losses, data)
-    if chosen.pooling == 1 and chosen.exponent == 0 and chosen.precision == NO_COVARIANCE:
+def _summary(choice: Choice, data: HeldOut) -> str:
+    chosen, best, scaled, plain = choice.chosen, choice.best, choice.scaled, choice.plain
+    several = len(data.outputs) > 1
+    ensemble = "ensemble" if several else "network"
+    if (chosen.precision, chosen.pooling, chosen.exponent) == (scaled.precision, scaled.pooling, scaled.exponent):
         return (
-            f"Nothing could be gained on the validation data: the posterior equals the temperature-scaled ensemble here (log loss "
-            f"{scaled.loss:.4g}, temperature {chosen.temperature:.3g})."
+            f"The posterior equals the temperature-scaled {ensemble} here: nothing more could be gained on the validation data "
+            f"(temperature {chosen.temperature:.3g}, log loss {scaled.loss:.4g}, "
+            f"{_against(plain, scaled, data, f'plain {ensemble}')})."
         )
-    change = f"{abs(gain):.2g} +- {error:.1g} {'lower' if gain >= 0 else 'higher'}"
-    spent = f", of which the distance spends {chosen.loss - best.loss:.2g}" if chosen.exponent else ""
-    return (
-        f"On the validation data the log loss is {chosen.loss:.4g}, {change} than the temperature-scaled "
-        f"ensemble's {scaled.loss:.4g}: pooling and prior precision gain {scaled.loss - best.loss:.2g}{spent}."
-    )
+    gains = [
+        _against(scaled, chosen, data, f"temperature-scaled {ensemble}"),
+        _against(plain, chosen, data, f"plain {ensemble}"),
+    ]
+    sources = "Pooling and covariance" if best.pooling < 1 else "Covariance"
+    parts = [f"{sources} gained {scaled.loss - best.loss:.2g}"] if best.loss < scaled.loss else []
+    if chosen.exponent > 0:
+        parts.append(f"{'c' if parts else 'C'}aution far from the training data spent {chosen.loss - best.loss:.2g}")
+    return f"Log loss on the validation data: {chosen.loss:.4g}, {' and '.join(gains)}. {', '.join(parts)}."
+
+
+def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
+    gain, error = paired(other.losses, own.losses, data)
+    return f"{abs(gain):.2g} ± {error:.1g} {'below' if gain >= 0 else 'above'} the {name}"

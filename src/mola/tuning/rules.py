@@ -145,8 +145,8 @@ class Threshold:
             f"target of {target:.2%}, and covariance only lowers it. "
         )
         end = (
-            f" The prior precision is set to {precision:.3g}, nearly the plain ensemble. Use rule='nll', which also sharpens "
-            "logits."
+            f" The prior precision is set to {precision:.3g}, nearly the plain ensemble. Use the default rule, "
+            "'calibrated'."
         )
         if data.labels is None:
             return start.rstrip() + end
