@@ -1,7 +1,7 @@
 r"""The default rule: gain log loss in distribution, and spend part of the gain on caution far from the training data.
 
-1. Prior precision, pooling c and temperature T are chosen by validation log loss. Pooling is kept only if its paired gain over c = 1
-   exceeds two standard errors.
+1. From the temperature-scaled ensemble, pooling c and then the prior precision are chosen by validation log loss, with the temperature
+   T tuned for each candidate. Each is kept only if its paired gain exceeds two standard errors.
 2. The distance exponent is the largest, with T tuned again for it, whose validation log loss stays within a budget: the best log loss
    plus half of the gain over the temperature-scaled ensemble, or plus `price` times the log loss if that is more. Distance counts
    from the 90 % quantile of the validation data.
@@ -49,7 +49,7 @@ SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that the distance may spend."""
 
 CLEAR = 2.0
-"""Standard errors by which pooling must gain."""
+"""Standard errors by which pooling, and the covariance, must gain."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ class Search:
         self.tried += found
         return found
 
+    def clearly_better(self, settings: Sequence[Setting], current: Setting) -> Setting:
+        """The best of some settings if its paired gain over the current one is clear; otherwise the current one."""
+        best = min(settings, key=_loss)
+        gain, error = paired(current.losses, best.losses, self.data)
+        return best if gain > CLEAR * error else current
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -121,30 +127,29 @@ class Choice:
 
 
 def choose(search: Search, price: float) -> Choice:
-    """Choose prior precision, pooling and temperature, then the distance exponent."""
-    posterior, data = search.posterior, search.data
-    ensemble = (NO_COVARIANCE, 1.0, 0.0)
+    """Choose pooling, prior precision and temperature, then the distance exponent."""
+    posterior, ensemble = search.posterior, (NO_COVARIANCE, 1.0, 0.0)
     plain = Setting(*ensemble, 1.0, search.scored([ensemble], np.ones((1, 1)))[0, 0])
-    (scaled,) = search.at_best_temperature([ensemble], 1.0, 2.0)
-    around = scaled.temperature
-    mixed = [scaled, *search.at_best_temperature([(one, 1.0, 0.0) for one in PRECISIONS], around)]
-    unpooled = best = min(mixed, key=lambda one: one.loss)
+    (rough,) = search.at_best_temperature([ensemble], 1.0, 2.0)
+    (scaled,) = search.at_best_temperature([ensemble], rough.temperature, 0.3)
+    best = scaled
     if len(posterior.components) > 1:
-        pooled = search.at_best_temperature([(NO_COVARIANCE, c, 0.0) for c in POOLINGS], around)
-        c = min(pooled, key=lambda one: one.loss).pooling
-        pooled += search.at_best_temperature([(one, c, 0.0) for one in PRECISIONS], around)
-        best = min(pooled, key=lambda one: one.loss)
-        near = [one for one in (c - 0.125, c + 0.125) if 0 <= one < 1]
-        pooled += search.at_best_temperature([(best.precision, one, 0.0) for one in near], best.temperature, 0.5)
-        best = min(pooled, key=lambda one: one.loss)
-        gain, error = paired(unpooled.losses, best.losses, data)
-        if gain <= CLEAR * error:
-            best = unpooled
+        pooled = search.at_best_temperature([(NO_COVARIANCE, c, 0.0) for c in POOLINGS], best.temperature)
+        c = min(pooled, key=_loss).pooling
+        near = [(NO_COVARIANCE, one, 0.0) for one in (c - 0.125, c + 0.125) if 0 <= one < 1]
+        pooled += search.at_best_temperature(near, best.temperature)
+        best = search.clearly_better(pooled, best)
+    covariances = [(one, best.pooling, 0.0) for one in PRECISIONS]
+    best = search.clearly_better(search.at_best_temperature(covariances, best.temperature), best)
     chosen = best
     if posterior.has_distances:
         most = best.loss + max(SHARE * (scaled.loss - best.loss), price * best.loss)
         chosen = _most_cautious(search, best, most)
     return Choice(chosen, best, scaled, plain)
+
+
+def _loss(setting: Setting) -> float:
+    return setting.loss
 
 
 def _most_cautious(search: Search, best: Setting, most: float) -> Setting:
