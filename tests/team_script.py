@@ -133,8 +133,11 @@ def laws(team):
         prediction = careful.predict(batches(held[division]), team=team)
         for name in ("probs", "mutual_information", "ood_score", "far_field", "distance"):
             found[f"{division}/distance/{name}"] = getattr(prediction, name)
-        threshold = posterior.tune(batches(held[division]), progress=False, team=team)
+        threshold = posterior.tune(batches(held[division]), rule="threshold", progress=False, team=team)
         found[f"{division}/threshold"] = torch.tensor(threshold.prior_precision)
+        default = posterior.tune(batches(held[division]), progress=False, team=team)
+        found[f"{division}/calibrated"] = torch.tensor(default.tuning.curve["nll"])
+        found[f"{division}/calibrated/probs"] = default(inputs())
         found[f"{division}/by evidence"] = torch.tensor(
             posterior.tune(rule=mola.rules.Evidence(), progress=False, team=team).prior_precision
         )

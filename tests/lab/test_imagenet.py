@@ -342,7 +342,7 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
         {(record.method, record.run): record for record in Store(tmp_path / name / "results").records("imagenet")}
         for name in ("one", "two")
     )
-    assert len(one) == 18
+    assert len(one) == 24
     assert one.keys() == two.keys()
     for name, record in one.items():
         other = two[name]

@@ -156,7 +156,9 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
             predictor = (
                 mola.ensemble(models)
                 if method in ("MAP", "DE")
-                else mola.fit(models, loader(plan, "train"), loader(plan, "validation"), progress=False)
+                else mola.fit(
+                    models, loader(plan, "train"), loader(plan, "validation"), rule="threshold", progress=False
+                )
             )
         record = records[method, index]
         test, strange = loader(plan, "test"), [inputs for inputs, _ in loader(plan, "strange")]
@@ -229,7 +231,7 @@ def test_records_made_before_count_without_new_sets_and_numbers(plan, copied, mo
     with monkeypatch.context() as patched:
         patched.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
         with pytest.warns(
-            mola.errors.MolaWarning, match="18 of 18 records .* were made without Further, FPR95 .*, results by type"
+            mola.errors.MolaWarning, match="24 of 24 records .* were made without Further, FPR95 .*, results by type"
         ):
             run(more, copied)
     assert {path: path.read_bytes() for path in before} == before
@@ -293,7 +295,7 @@ def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
 def test_a_finished_run_needs_no_activations(plan, copied, monkeypatch):
     shutil.rmtree(copied / "activations")
     monkeypatch.setattr(Activations, "_run", lambda *_: pytest.fail("ran a network again"))
-    assert len(run(plan, copied)) == 18
+    assert len(run(plan, copied)) == 24
     assert not list((copied / "activations").rglob("*.safetensors"))
 
 
@@ -460,7 +462,7 @@ def test_a_full_disk_loses_the_record_under_way_alone(plan, tmp_path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         run(plan, tmp_path)
     kept = {record.method for record in Store(tmp_path / "results").records("blobs")}
-    assert kept == {"MAP", "MAP-T", "DE", "DE-T"}
+    assert kept == {"MAP", "MAP-T", "DE", "DE-T", "DE-L"}
     assert not list(tmp_path.rglob("*.partial")), "a part of a record was left behind"
 
 
@@ -637,7 +639,7 @@ def test_several_processes_make_the_records_of_one(tmp_path):
         }
         for name in ("one", "two")
     )
-    assert len(one) == 9
+    assert len(one) == 12
     assert two == one
     for path in find_networks(tmp_path / "one" / "networks"):
         assert same_weights(path, tmp_path / "two" / "networks" / path.name)

@@ -91,6 +91,7 @@ def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet,
     store = Store(tmp_path / "results")
     records = {record.method: record for record in store.records("imagenet")}
     methods = {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "LLLA (distance)", "MoLA", "MoLA (NLL)", "MoLA (distance)"}
+    methods |= {"DE-L", "LLLA (calibrated)", "MoLA (calibrated)"}
     assert set(records) == methods
     mola_record = records["MoLA"]
     assert list(mola_record.labelled) == ["test", *(f"severity {severity}" for severity in range(1, 6))]

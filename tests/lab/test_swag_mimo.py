@@ -86,7 +86,7 @@ def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
     test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))
     found = records["MIMO", 1].labelled["test"].metrics["nll"]
     assert_close(found, negative_log_likelihood(mimo.predict(test).probs, labels), scale=1.0)
-    posterior = mimo_mola(mimo, train, val, progress=False)
+    posterior = mimo_mola(mimo, train, val, rule="threshold", progress=False)
     record = records["MIMO-MoLA", 1]
     assert record.chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
     expected = negative_log_likelihood(posterior.predict(test).probs, labels)
@@ -161,7 +161,7 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
     labels = torch.cat([labels for _, labels in test])
     for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 303})):
-        posterior = mola.whole.fit(models, train, val, progress=False, **options)
+        posterior = mola.whole.fit(models, train, val, rule="threshold", progress=False, **options)
         expected = negative_log_likelihood(posterior.predict(test).probs, labels)
         assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
         assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)

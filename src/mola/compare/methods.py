@@ -258,7 +258,7 @@ class LastLayer:
         if posterior.tuning is not None:
             chosen["rule"] = posterior.tuning.rule
         # Only where logits are cooled or sharpened: what other methods chose stays as it was.
-        for name, without in (("temperature", 1.0), ("distance_exponent", 0.0)):
+        for name, without in (("temperature", 1.0), ("pooling", 1.0), ("distance_exponent", 0.0)):
             if (value := float(getattr(posterior, name, without))) != without:
                 chosen[name] = value
         return chosen

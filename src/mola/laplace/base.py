@@ -207,7 +207,7 @@ class LastLayerSpread:
         if not isinstance(self.precision, Tensor) or self.precision.dim() == 0:
             return self._divided(self.curvature.variance(self.phi, self.precision, centred=centred), square)
         # A search tries many temperatures at each prior precision: with 1000 classes the variances take most of its time.
-        precisions, places = self.precision.unique(return_inverse=True)
+        precisions, places = torch.unique(self.precision, return_inverse=True)
         return self._divided(self.curvature.variance(self.phi, precisions, centred=centred)[places], square)
 
     def covariance(self, *, centred: bool = False) -> Tensor:

@@ -5,6 +5,8 @@ r"""The default rule: gain log loss in distribution, and spend part of the gain 
 2. The distance exponent is the largest, with T tuned again for it, whose validation log loss stays within a budget: the best log loss
    plus half of the gain over the temperature-scaled ensemble, or plus `price` times the log loss if that is more. Distance counts
    from the 90 % quantile of the validation data.
+3. Where the covariance did not gain, the prior precision is the smallest that costs at most 0.1 % of the log loss: it only lowers
+   confidence then, and each network keeps an uncertainty of its own.
 
 The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
 price.
@@ -36,6 +38,7 @@ NO_COVARIANCE = 1e12
 """A prior precision at which the posterior is the plain ensemble."""
 
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
+FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
 EXPONENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -47,6 +50,9 @@ ONSET = 0.9
 
 SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that the distance may spend."""
+
+NOTHING = 1e-3
+"""Share of the log loss that counts as nothing."""
 
 CLEAR = 2.0
 """Standard errors by which pooling, and the covariance, must gain."""
@@ -86,7 +92,8 @@ class Search:
             exponent=exponent.tolist(),
             onset=self.onset,
         )
-        return scores(self.posterior, self.data, candidates)["nll"].unflatten(0, temperatures.shape)
+        losses = scores(self.posterior, self.data, candidates)["nll"]
+        return losses.view(*temperatures.shape, -1)
 
     def at_best_temperature(
         self, settings: Sequence[tuple[float, float, float]], around: float, width: float = 1.0
@@ -145,6 +152,8 @@ def choose(search: Search, price: float) -> Choice:
     if posterior.has_distances:
         most = best.loss + max(SHARE * (scaled.loss - best.loss), price * best.loss)
         chosen = _most_cautious(search, best, most)
+    if chosen.precision == NO_COVARIANCE:
+        chosen = _free_covariance(search, chosen)
     return Choice(chosen, best, scaled, plain)
 
 
@@ -167,6 +176,15 @@ def _most_cautious(search: Search, best: Setting, most: float) -> Setting:
             break
         exponents = [chosen.exponent + (above - chosen.exponent) * part / 6 for part in range(1, 6)]
     return chosen
+
+
+def _free_covariance(search: Search, chosen: Setting) -> Setting:
+    # The smallest prior precision that costs next to nothing, so that components keep an uncertainty of their own.
+    settings = [(one, chosen.pooling, chosen.exponent) for one in FREE_PRECISIONS]
+    losses = search.scored(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
+    found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]
+    search.tried += found
+    return next((one for one in found if one.loss <= (1 + NOTHING) * chosen.loss), chosen)
 
 
 def distance_onset(posterior: MoLA, data: HeldOut) -> float:
@@ -229,23 +247,27 @@ class Calibrated:
 
 def _summary(choice: Choice, data: HeldOut) -> str:
     chosen, best, scaled, plain = choice.chosen, choice.best, choice.scaled, choice.plain
-    several = len(data.outputs) > 1
-    ensemble = "ensemble" if several else "network"
-    if (chosen.precision, chosen.pooling, chosen.exponent) == (scaled.precision, scaled.pooling, scaled.exponent):
+    ensemble = "ensemble" if len(data.outputs) > 1 else "network"
+    if best is scaled and chosen.exponent == 0:
         return (
             f"The posterior equals the temperature-scaled {ensemble} here: nothing more could be gained on the validation data "
             f"(temperature {chosen.temperature:.3g}, log loss {scaled.loss:.4g}, "
             f"{_against(plain, scaled, data, f'plain {ensemble}')})."
         )
-    gains = [
-        _against(scaled, chosen, data, f"temperature-scaled {ensemble}"),
-        _against(plain, chosen, data, f"plain {ensemble}"),
-    ]
-    sources = "Pooling and covariance" if best.pooling < 1 else "Covariance"
-    parts = [f"{sources} gained {scaled.loss - best.loss:.2g}"] if best.loss < scaled.loss else []
+    compared = (
+        f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')} and "
+        f"{_against(plain, chosen, data, f'plain {ensemble}')}"
+    )
+    gained = [name for name, used in _gains(best).items() if used]
+    parts = [f"{' and '.join(gained)} gained {scaled.loss - best.loss:.2g}"] if gained else []
     if chosen.exponent > 0:
-        parts.append(f"{'c' if parts else 'C'}aution far from the training data spent {chosen.loss - best.loss:.2g}")
-    return f"Log loss on the validation data: {chosen.loss:.4g}, {' and '.join(gains)}. {', '.join(parts)}."
+        parts.append(f"caution far from the training data spent {chosen.loss - best.loss:.2g}")
+    told = "; ".join(parts)
+    return f"Log loss on the validation data: {chosen.loss:.4g}, {compared}. {told[0].upper()}{told[1:]}."
+
+
+def _gains(best: Setting) -> dict[str, bool]:
+    return {"pooling": best.pooling < 1, "covariance": best.precision < NO_COVARIANCE}
 
 
 def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:

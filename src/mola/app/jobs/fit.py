@@ -52,7 +52,7 @@ from mola.prediction import RegressionPrediction
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
 from mola.tuning import RULES as NAMED_RULES
-from mola.tuning import Distance, Outliers, Rule, Threshold, as_rule
+from mola.tuning import Calibrated, Distance, Outliers, Rule, Threshold, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
 
 RULES = (*NAMED_RULES, "outliers", "none")
@@ -99,8 +99,8 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
     one_of(job.rule, RULES, "rule")
     if job.threshold is not None and job.rule != "threshold":
         raise OptionError(f"--threshold is for the rule 'threshold', got the rule {job.rule!r}.")
-    if job.price is not None and job.rule != "distance":
-        raise OptionError(f"--price is for the rule 'distance', got the rule {job.rule!r}.")
+    if job.price is not None and job.rule not in ("calibrated", "distance"):
+        raise OptionError(f"--price is for the rules 'calibrated' and 'distance', got the rule {job.rule!r}.")
     if job.rule == "distance" and not job.distances:
         raise OptionError(
             "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
@@ -111,6 +111,8 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         return None
     if job.rule == "threshold":
         return Threshold(confidence=job.threshold)
+    if job.rule == "calibrated" and job.price is not None:
+        return Calibrated(price=job.price)  # type: ignore[arg-type]
     if job.rule == "distance":
         return Distance(price=job.price)
     if job.rule == "outliers":

@@ -111,7 +111,7 @@ class Job:
     link: str = "probit"
     mixing: str = "uniform"
     prior_precision: float = 1.0
-    rule: str = "threshold"
+    rule: str = "calibrated"
     threshold: float | None = None
     price: float | Literal["loss"] | None = None
     distances: bool = True
