@@ -5,8 +5,8 @@ r"""The default rule: gain log loss in distribution, and spend part of the gain 
 2. The distance exponent is the largest, with T tuned again for it, whose validation log loss stays within a budget: the best log loss
    plus half of the gain over the temperature-scaled ensemble, or plus `price` times the log loss if that is more. Distance counts
    from the 90 % quantile of the validation data.
-3. Where the covariance did not gain, the prior precision is the smallest that costs at most 0.1 % of the log loss: it only lowers
-   confidence then, and each network keeps an uncertainty of its own.
+3. Where the covariance did not gain, the prior precision is the smallest that costs at most 0.5 % of the log loss, with one standard
+   error to spare: it only lowers confidence then, and each network keeps an uncertainty of its own.
 
 The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
 price.
@@ -51,8 +51,8 @@ ONSET = 0.9
 SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that the distance may spend."""
 
-NOTHING = 1e-3
-"""Share of the log loss that counts as nothing."""
+NOTHING = 0.005
+"""Share of the log loss that covariance may cost where it does not gain, with one standard error to spare."""
 
 CLEAR = 2.0
 """Standard errors by which pooling, and the covariance, must gain."""
@@ -184,7 +184,11 @@ def _free_covariance(search: Search, chosen: Setting) -> Setting:
     losses = search.scored(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
     found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]
     search.tried += found
-    return next((one for one in found if one.loss <= (1 + NOTHING) * chosen.loss), chosen)
+    for one in found:
+        cost, error = paired(one.losses, chosen.losses, search.data)
+        if cost + error <= NOTHING * chosen.loss:
+            return one
+    return chosen
 
 
 def distance_onset(posterior: MoLA, data: HeldOut) -> float:
