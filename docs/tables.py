@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
+from mola.compare.record import Record
 from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import ARROWS, Column, Table, as_markdown
+from mola.compare.store import Store
 from mola.lab.uci import METHODS, read_records
 from mola.lab.uci_tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
 
@@ -365,10 +370,96 @@ def _speed(name: str) -> str:
     return markdown(["record", "machine", "load at the start"], rows, 2)
 
 
+DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
+
+
+def _default(name: str) -> str:
+    """`cifar10 labelled`, `cifar10 outliers` or `cifar10 accuracy`: the default rule beside temperature-scaled ensembles."""
+    suite, kind = name.split()
+    runs = _runs(suite)
+    if kind == "accuracy":
+        return _accuracy_estimates(runs)
+    first = runs[DEFAULT][0]
+    if kind == "outliers":
+        header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
+        rows = [[place, *_compared(runs, partial(_auroc, place), 100, 2, higher=True)] for place in first.outliers]
+        return markdown(header, rows)
+    columns = {"NLL": ("nll", 1, 4), "ECE %": ("ece", 100, 2), "AURC x 1000": ("aurc", 1000, 2)}
+    header = ["", *(f"{title} {word}" for title in columns for word in (*RIVALS, "default", "difference"))]
+    rows = []
+    for place in first.labelled:
+        row = [place]
+        for metric, factor, digits in columns.values():
+            row += _compared(runs, partial(_metric, place, metric), factor, digits, higher=False)[:-1]
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def _runs(suite: str) -> dict[str, list[Record]]:
+    records = sorted((one for one in Store(RESULTS).records(suite) if one.group == "main"), key=lambda one: one.run)
+    return {method: [one for one in records if one.method == method] for method in (DEFAULT, *RIVALS, "DE")}
+
+
+def _metric(place: str, metric: str, record: Record) -> float:
+    return record.labelled[place].metrics[metric]
+
+
+def _auroc(place: str, record: Record) -> float:
+    return record.outliers[place].scores["max probability"]["auroc"]
+
+
+def _compared(
+    runs: dict[str, list[Record]], quantity: Callable[[Record], float], factor: float, digits: int, *, higher: bool
+) -> list[str]:
+    """Means of both rivals and of the default, its difference from the first with a standard error, and the runs that it leads."""
+    values = {method: factor * np.array([quantity(one) for one in runs[method]]) for method in (*RIVALS, DEFAULT)}
+    gap, overlap = values[DEFAULT] - values[RIVALS[0]], runs[DEFAULT][0].overlap
+    error = gap.std(ddof=1) * np.sqrt(1 / len(gap) + overlap) if len(gap) > 1 else np.nan
+    ahead = int(((gap if higher else -gap) >= 0).sum())
+    means = [f"{one.mean():.{digits}f}" for one in values.values()]
+    return [*means, f"{gap.mean():+.{digits}f} ± {error:.{digits}f}", f"{ahead} of {len(gap)}"]
+
+
+def _accuracy_estimates(runs: dict[str, list[Record]]) -> str:
+    """Mean absolute error, in points, of accuracies estimated without labels."""
+    methods = {"DE": "ensemble", "DE-T": "DE-T", "DE-L": "DE-L", DEFAULT: "default"}
+    found = {method: [one.measures["estimated accuracy"] for one in runs[method]] for method in methods}
+    sets = list(dict.fromkeys(key.partition(", ")[0] for key in found[DEFAULT][0]))
+    estimators = {
+        "confidence": "mean confidence",
+        "DoC": "DoC",
+        "ATC, confidence": "ATC",
+        "ATC, negative entropy": "ATC, entropy",
+    }
+    rows = []
+    for method, shown in methods.items():
+        for estimator, title in estimators.items():
+            cells = [100 * np.mean([one[f"{place}, {estimator}"] for one in found[method]]) for place in sets]
+            rows.append([f"{title} of {shown}", *(f"{cell:.1f}" for cell in (*cells, np.mean(cells)))])
+    return markdown(["estimate", *sets, "mean"], rows)
+
+
+def _default_rule(_: str) -> str:
+    frame = pd.DataFrame(record("default_rule")["rows"])
+    keys = ["suite", "half", "networks", "validation"]
+    means = frame.groupby([*keys, "method"], sort=False)[["test_nll", "test_ece", "shifted_nll", "auroc"]].mean()
+    rows = []
+    for key in means.index.droplevel("method").unique():
+        ours, theirs = means.loc[(*key, "default")], means.loc[(*key, "DE-T")]
+        gap = ours - theirs
+        numbers = f"{ours.test_nll:.4f} ({gap.test_nll:+.4f})", f"{100 * ours.test_ece:.2f} ({100 * gap.test_ece:+.2f})"
+        rest = f"{ours.shifted_nll:.3f} ({gap.shifted_nll:+.3f})", f"{100 * ours.auroc:.1f} ({100 * gap.auroc:+.1f})"
+        rows.append([*(str(one) for one in key), *numbers, *rest])
+    header = [*keys, "test NLL", "test ECE %", "mean shifted NLL", "mean AUROC"]
+    return markdown(header, rows, left=2)
+
+
 SOURCES: dict[str, Callable[[str], str]] = {
     "closed-forms": _closed_forms,
     "crash": _crash,
     "decisions": _decisions,
+    "default": _default,
+    "default-rule": _default_rule,
     "export": _export,
     "five-networks": _five,
     "labels": _labels,

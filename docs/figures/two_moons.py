@@ -1,7 +1,7 @@
 """The first picture of README and of the front page: `python docs/figures/two_moons.py`, in seconds.
 
-Five small networks learn two moons. Drawn is how sure one network (MAP), the ensemble (DE), MoLA by the paper's rule and MoLA with
-caution by distance are, everywhere in the plane. The last two have the same mean confidence on validation data. What the pages say in
+Five small networks learn two moons. Drawn is how sure one network (MAP), the ensemble (DE), MoLA by the paper's rule and MoLA by
+the default rule are, everywhere in the plane. What the pages say in
 numbers goes to `benchmarks/results/two_moons.json`.
 """
 
@@ -31,7 +31,7 @@ TITLES = {
     "MAP": "one network",
     "DE": "ensemble",
     "MoLA": "MoLA, the paper's rule",
-    "MoLA (distance)": "MoLA, by distance",
+    "MoLA (calibrated)": "MoLA, the default",
 }
 
 
@@ -88,7 +88,7 @@ def main() -> None:
             "MAP": mola.ensemble(networks[0]),
             "DE": mola.ensemble(networks),
             "MoLA": posterior.tune(validation, rule="threshold", progress=False),
-            "MoLA (distance)": posterior.tune(validation, rule="distance", progress=False),
+            "MoLA (calibrated)": posterior.tune(validation, progress=False),
         }
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float32)
     plane = torch.cartesian_prod(axis, axis).flip(1)
@@ -98,14 +98,14 @@ def main() -> None:
         for shape, ending in ((WIDE, ""), (NARROW, "-narrow")):
             (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(shape, maps, data)))
     said = {name: one(held_out.inputs) for name, one in predictors.items()}
-    cooled = predictors["MoLA (distance)"]
+    cooled = predictors["MoLA (calibrated)"]
     numbers = {
         "points": POINTS,
         "far": FAR,
         "mean_far_confidence": {name: float(values[far].mean()) for name, values in maps.items()},
         "mean_validation_confidence": {name: mean_confidence(probs) for name, probs in said.items()},
         "validation_nll": {name: negative_log_likelihood(probs, held_out.labels) for name, probs in said.items()},
-        "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("MoLA", "MoLA (distance)")},
+        "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("MoLA", "MoLA (calibrated)")},
         "temperature": cooled.temperature,
         "distance_exponent": cooled.distance_exponent,
     }

@@ -1,0 +1,144 @@
+"""Was the default rule chosen on some networks and confirmed on others? `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
+
+Its constants were settled on the first two groups of five networks of MNIST and CIFAR-10 and the suites' split of the test images into
+validation and test data. Here the rule is compared with temperature-scaled ensembles on these, and on the other groups with another
+split, with 1, 2, 3 and 5 networks and with 200, 500 and 2000 validation images. Activations are those of `mola bench` (`--cache`),
+computed where they are missing. Writes `benchmarks/results/default_rule.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mola
+from mola.baselines.temperature import fit_temperature
+from mola.lab.activations import Activations, open_networks
+from mola.lab.suite import DataOptions
+from mola.lab.suites.registry import find_suite
+from mola.metrics import auroc, expected_calibration_error, negative_log_likelihood
+from mola.tuning import HeldOut
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUP, HALF, SEED = 5, 2, 7
+"""Networks of a group, groups that the rule was chosen on, and the seed of the other split."""
+
+SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
+"""Numbers of networks and of validation images."""
+
+
+def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
+    """Some rows of held-out data."""
+    assert data.labels is not None
+    return replace(
+        data,
+        phi=[one[places] for one in data.phi],
+        outputs=[one[places] for one in data.outputs],
+        labels=data.labels[places],
+    )
+
+
+def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut, HeldOut]:
+    """The suite's own split, or as large parts of the same images at random."""
+    if seed is None:
+        return validation, test
+    assert validation.labels is not None
+    assert test.labels is not None
+    both = replace(
+        validation,
+        phi=[torch.cat(pair) for pair in zip(validation.phi, test.phi, strict=True)],
+        outputs=[torch.cat(pair) for pair in zip(validation.outputs, test.outputs, strict=True)],
+        labels=torch.cat([validation.labels, test.labels]),
+    )
+    order = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
+    return rows_of(both, order[: len(validation)]), rows_of(both, order[len(validation) :])
+
+
+def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
+    """Of all rows."""
+    return torch.cat([posterior.predictive(rows).point() for rows, _ in data.chunks(4000)])
+
+
+def measured(
+    posterior: mola.MoLA, sets: dict[str, HeldOut], shifted: Sequence[str], outliers: Sequence[str]
+) -> dict[str, float]:
+    """Log loss and calibration on test data, mean log loss under shift and mean AUROC by confidence on outliers."""
+    probs = {name: probabilities(posterior, data) for name, data in sets.items()}
+    losses = {name: negative_log_likelihood(probs[name], sets[name].labels) for name in ("test", *shifted)}  # type: ignore[arg-type]
+    inside = -probs["test"].amax(1)
+    return {
+        "test_nll": losses["test"],
+        "test_ece": expected_calibration_error(probs["test"], sets["test"].labels),  # type: ignore[arg-type]
+        "shifted_nll": sum(losses[name] for name in shifted) / len(shifted),
+        "auroc": sum(auroc(inside, -probs[name].amax(1)) for name in outliers) / len(outliers),
+    }
+
+
+def compare(
+    suite_name: str, networks: Path, options: DataOptions, cache: Path, architecture: str | None
+) -> list[dict[str, Any]]:
+    """All groups of networks of one suite."""
+    suite = find_suite(suite_name)
+    name, build = suite.builder(architecture)
+    sources = suite.make_sources(options)
+    members = open_networks(sorted(networks.glob("*.safetensors")), build, name)
+    activations, found = Activations(cache), []
+    activations.compute(members, list(sources.values()), lambda doing, done: None)
+    for group in range(len(members) // GROUP):
+        seed = None if group < HALF else SEED
+        for count, images in SETTINGS:
+            own = tuple(members[GROUP * group : GROUP * group + count])
+            stored = {place: activations.read(own, source) for place, source in sources.items()}
+            heads = stored["validation"].heads
+            posterior = mola.fit(heads, stored["train"], progress=False)
+            roles = {place: source.role for place, source in sources.items()}
+            read = {
+                place: posterior.read(
+                    one if roles[place] != "outlier" else [batch[0] for batch in one], place, labelled=None
+                )
+                for place, one in stored.items()
+                if place != "train"
+            }
+            validation, read["test"] = split(read.pop("validation"), read["test"], seed)
+            validation = rows_of(validation, torch.arange(images))
+            logits = torch.stack(list(validation.outputs))
+            assert validation.labels is not None
+            ensemble = mola.fit(heads, stored["train"], progress=False, distances=False).with_prior_precision(1e12)
+            methods = {
+                "DE-T": ensemble.with_temperature(fit_temperature(logits, validation.labels)),
+                "DE-L": ensemble.with_pooling(0).with_temperature(fit_temperature(logits.mean(0), validation.labels)),
+                "default": posterior.tune(validation, progress=False),
+            }
+            shifted = [place for place, role in roles.items() if role == "shift"]
+            outliers = [place for place, role in roles.items() if role == "outlier"]
+            where = {"suite": suite_name, "half": "chosen" if seed is None else "confirmed", "group": group}
+            for method, one in methods.items():
+                numbers = measured(one, read, shifted, outliers)
+                found.append({**where, "networks": count, "validation": images, "method": method, **numbers})
+    return found
+
+
+def main() -> None:
+    """Compare on both suites."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
+    parser.add_argument("--cifar10", type=Path, required=True, help="folder of ResNet-20s")
+    parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
+    given = parser.parse_args()
+    rows = compare("mnist", ROOT / "networks" / "mnist", DataOptions(given.data), given.cache, None)
+    rows += compare(
+        "cifar10", given.cifar10, DataOptions(given.data, normalisation="imagenet"), given.cache, "resnet-20"
+    )
+    path = ROOT / "benchmarks" / "results" / "default_rule.json"
+    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
