@@ -87,6 +87,27 @@ def test_without_distances_it_chooses_the_rest(problem):
     assert tuned.distance_exponent == 0
 
 
+def test_validation_data_without_errors_do_not_sharpen_logits_without_end(problem):
+    _, posterior, (inputs, labels), _ = problem
+    predicted = posterior(inputs).argmax(1)
+    right = (predicted == labels).nonzero().flatten()[:50]
+    tuned = posterior.tune([(inputs[right], labels[right])], rule="calibrated", progress=False)
+    assert 0.1 < tuned.temperature < 1
+    many = posterior.tune([(inputs[right].repeat(40, 1), labels[right].repeat(40))], rule="calibrated", progress=False)
+    assert many.temperature < tuned.temperature  # two thousand data are stronger evidence
+
+
+def test_a_covariance_that_does_not_gain_only_lowers_confidence(problem):
+    _, posterior, validation, test = problem
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    assert max(tuned.prior_precision) < NO_COVARIANCE
+    bare = tuned.with_prior_precision(NO_COVARIANCE)
+    bare = bare.with_temperature(tuned.temperature).with_pooling(tuned.pooling)
+    assert bool((tuned(test[0]).amax(1) <= bare(test[0]).amax(1) + 1e-9).all())
+    assert log_loss(tuned, validation).mean() <= 1.005 * log_loss(bare, validation).mean()
+    assert bool((tuned.predict(test[0]).epistemic > 0).all())
+
+
 @pytest.mark.parametrize("price", [-0.1, 2, "low", None])
 def test_wrong_prices_are_refused(price):
     with pytest.raises(mola.errors.OptionError, match="price"):
