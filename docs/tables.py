@@ -289,7 +289,8 @@ def _export(name: str) -> str:
         ]
         for precision, row in record("export_agreement")["summary"].items()
     ]
-    return markdown(["", "allowed", *outputs, "labels that differ"], rows)
+    names = {"probabilities": "probs", "mutual_information": "epistemic"}  # as exported files name them
+    return markdown(["", "allowed", *[names.get(one, one) for one in outputs], "labels that differ"], rows)
 
 
 def _crash(name: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.app.kinds import Kind, make_kind
 from tests.own_work import Desk, fit_at, make_desk
 
 
@@ -24,3 +26,23 @@ def _at_the_desk(desk, monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def fitted(desk, tmp_path_factory) -> Path:
     return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+
+
+@pytest.fixture(scope="session")
+def made_kinds(tmp_path_factory) -> dict[str, Kind]:
+    return {}
+
+
+@pytest.fixture
+def kind(request, made_kinds, tmp_path_factory, monkeypatch) -> Kind:
+    """The kind of outputs that a test names by `indirect`, fitted once, with its folder as the current one."""
+    name: str = request.param
+    torch.set_default_dtype(torch.float32)  # put back after each test
+    if name not in made_kinds:
+        made_kinds[name] = make_kind(name, tmp_path_factory.mktemp(name))
+    found = made_kinds[name]
+    monkeypatch.chdir(found.root)
+    monkeypatch.syspath_prepend(str(found.root))
+    if not found.posterior.exists():
+        found.fit()
+    return found

@@ -64,7 +64,7 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
     close = {"atol": 1e-5} if form == "onnx" else {"atol": 0, "rtol": 0}
     for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
         np.testing.assert_allclose(found[name], getattr(plain, name).double().numpy(), err_msg=name, **close)
-    np.testing.assert_allclose(np.stack(found["probabilities"]), plain.probs.double().numpy(), **close)
+    np.testing.assert_allclose(np.stack(found["probs"]), plain.probs.double().numpy(), **close)
     assert found["class"].tolist() == [CLASSES[label] for label in plain.label.tolist()]
     assert found["id"].tolist() == frame["id"].tolist()
     assert ("outlying" in found) == (form != "hub")
@@ -85,10 +85,10 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
 
     empty = predictor(frame.head(0))
     assert list(empty.columns) == list(found.columns)
-    assert (empty.drop(columns="probabilities").dtypes == found.drop(columns="probabilities").dtypes).all()
+    assert (empty.drop(columns="probs").dtypes == found.drop(columns="probs").dtypes).all()
     schema = predictor.spark_schema({"id": "long"})
     assert [part.split()[0] for part in schema.split(", ")] == list(found.columns)
-    assert schema.endswith("probabilities array<double>")
+    assert schema.endswith("probs array<double>")
 
 
 def test_what_cannot_be_predicted_is_told(desk, source_of, tmp_path):

@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import mola
-from mola import metrics
 from mola.app.jobs import folder as folders
 from mola.app.jobs import pictures
 from mola.app.jobs.evaluate import run_evaluate
@@ -33,11 +32,7 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import read_job, to_toml
 from mola.app.jobs.predict import run_predict
-from mola.app.jobs.preparation import Intake
-from mola.app.jobs.sets import open_set, overlap
-from mola.compare import SCORES, Answer, Tally, area_between
-from mola.compare.evaluation import evaluation_document
-from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.errors import DataError, OptionError, StorageError
 from mola.saving.weights import load_weights, save_weights
 from tests.own_work import CLASSES, build, job_for, with_job
 
@@ -501,20 +496,6 @@ def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path
     assert not list(ours.iterdir())
 
 
-@pytest.mark.parametrize("rule", ["threshold", "nll", "evidence"])
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, rule):
-    run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
-    opened, read = [], pictures.read_pixels
-    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
-    found = evaluation_document(run_evaluate(open_posterior(tmp_path / "posterior"), "test.npz"))["chosen"]
-    assert len(opened) == len(set(opened)) == 18
-    # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
-    if rule != "evidence":
-        alone = mola.fit(desk.networks(1), [desk.inputs("train")], [desk.inputs("val")], rule=rule, progress=False)
-        assert found["prior precision of LLLA"] == pytest.approx(alone.prior_precision[0], rel=0.02)
-
-
 def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
     """What `mola predict` and `mola export` take is what a program would have found with `mola.alarm_threshold`."""
     inputs, _ = desk.inputs("val")
@@ -560,198 +541,11 @@ def test_a_posterior_that_is_replaced_leaves_no_scores_behind(desk, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("role", ["test", "val"])
-def test_an_evaluation_notices_another_order_as_well(desk, fitted, tmp_path, role):
-    stored = np.load(desk.root / "test.npz")
-    np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
-    names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
-    with pytest.raises(DataError, match=r"turned\.npz.* another order"):
-        run_evaluate(fitted, names["test"], val=names["val"])
-
-
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
     with pytest.raises(DataError, match=r"2 classes .a, b. for a network with 3 outputs"):
         run_fit(job_for(desk, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
     with pytest.raises(DataError, match="'cat', which is none of the 3 classes"):
         run_fit(job_for(desk, classes=("a", "b", "c")), tmp_path / "posterior")
-
-
-# --- scores and comparisons ---------------------------------------------------------------------------------------------
-
-
-def test_a_tally_over_batches_is_the_metric_of_all():
-    probs, labels = torch.softmax(3 * torch.randn(101, 4), 1), torch.randint(4, (101,))
-    tally = Tally()
-    for part, some in zip(probs.split(13), labels.split(13), strict=True):
-        tally.add(Answer(part), some)
-    assert tally.labelled() == pytest.approx(
-        {
-            "accuracy": metrics.accuracy(probs, labels),
-            "nll": metrics.negative_log_likelihood(probs, labels),
-            "brier": metrics.brier(probs, labels),
-            "ece": metrics.expected_calibration_error(probs, labels),
-            "confidence": metrics.mean_confidence(probs),
-        }
-    )
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count):
-    run_fit(job_for(desk, weights=tuple(desk.weights(count))), tmp_path / "posterior")
-    result = run_evaluate(open_posterior(tmp_path / "posterior"), "test.csv", ["strange"])
-    train, val = ([desk.inputs(split)] for split in ("train", "val"))
-    networks = desk.networks(count)
-    methods = {
-        "MAP": mola.ensemble(networks[0]),
-        "MAP-T": mola.baselines.temperature_scaled(networks[0], val, progress=False),
-        "DE": mola.ensemble(networks),
-        "DE-T": mola.baselines.temperature_scaled(networks, val, progress=False),
-        "LLLA": mola.fit(networks[0], train, val, progress=False),
-        "MoLA": mola.fit(networks, train, val, progress=False),
-    }
-    expected = list(methods) if count > 1 else ["MAP", "MAP-T", "LLLA"]
-    assert list(result.methods) == expected
-    strange = next(iter(open_set("strange", INTAKE_ALL, labelled=False))).inputs
-    test, labels = desk.inputs("test")
-    for name in expected:
-        inside, outside = methods[name].predict(test), methods[name].predict(strange)
-        found, out = result.methods[name].labelled["test.csv"], result.methods[name].outliers["strange"]
-        assert found.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
-        assert found.metrics["ece"] == pytest.approx(metrics.expected_calibration_error(inside.probs, labels), rel=1e-4)
-        assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
-        # Every score that the method has what it takes for, and no other; by the method's own logits, temperature and all.
-        direct = {}
-        for which, one in (("inside", inside), ("outside", outside)):
-            scale = result.methods[name].chosen.get("temperature", 1.0)
-            members = (
-                one.logit_mean
-                if one.logit_mean is not None
-                else methods[name[:-2]].predict(test if which == "inside" else strange).logit_mean
-            )
-            direct[which] = {
-                "max probability": -one.confidence.double(),
-                "entropy": one.entropy.double(),
-                "energy": -torch.logsumexp(members.double() / scale, -1).mean(0),
-                "maximum logit": -members.double().amax(-1).mean(0) / scale,
-            } | ({"ood score": one.ood_score.double()} if name in ("LLLA", "MoLA") else {})
-        assert list(out.scores) == list(direct["inside"]) == list(SCORES[: 5 if name in ("LLLA", "MoLA") else 4])
-        for score, detection in out.scores.items():
-            pair = direct["inside"][score], direct["outside"][score]
-            histogram = out.score_histograms[score]
-            assert detection["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
-            assert out.errors[score]["auroc"] == pytest.approx(area_between(*pair).error, abs=2e-3), score
-            assert detection["fpr95"] == pytest.approx(metrics.fpr_at_tpr(*pair), abs=0.1), score
-            assert sum(histogram.inside) == pytest.approx(1)
-            assert sum(histogram.outside) == pytest.approx(1)
-        assert sum(one.count for one in found.classes.values()) == len(labels)
-        right = sum(one.count * one.accuracy for one in found.classes.values())
-        assert right / len(labels) == pytest.approx(found.metrics["accuracy"])
-        assert sum(found.histogram) == len(labels)
-    json.dumps(evaluation_document(result))
-
-
-@pytest.mark.parametrize("mixing", ["stacking", "evidence"])
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixing):
-    run_fit(job_for(desk, weights=tuple(desk.weights(3)), mixing=mixing), tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
-    weights = opened.posterior.weights.tolist()
-    assert max(weights) > min(weights) + 0.01
-    result = run_evaluate(opened, "test")
-    (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
-    plain = mola.ensemble(desk.networks(3)).with_weights(weights)
-    scaled = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
-    for name, one in (("DE", plain), ("DE-T", scaled)):
-        expected = metrics.negative_log_likelihood(one(test), labels)
-        assert result.methods[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4), name
-    assert any("same weights in DE, DE-T and MoLA" in note for note in result.notes)
-    held = opened.document["result"]["validation"]["networks"]
-    assert held["nll"] == pytest.approx(metrics.negative_log_likelihood(plain(val[0][0]), val[0][1]), rel=1e-4)
-
-
-INTAKE_ALL = Intake(mode="RGB", shape=(3, 6, 6))
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_an_evaluation_without_validation_data_or_on_data_seen_before_says_so(desk, fitted, tmp_path):
-    run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
-    alone = run_evaluate(opened, "test.npz")
-    assert list(alone.methods) == ["MAP", "DE", "LLLA", "MoLA"]
-    assert any("no temperatures" in note for note in alone.notes)
-    assert "MAP-T" in run_evaluate(opened, "test.npz", val="val.npz").methods
-    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
-        assert any("are the validation data" in note for note in run_evaluate(fitted, name).notes)
-    with pytest.raises(OptionError, match="each set can be named once"):
-        run_evaluate(fitted, "test", ["strange", "strange"])
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "shared"),
-    [
-        ("mnist:val", "mnist:test", True),
-        ("mnist:test", "mnist:report", True),
-        ("mnist", "mnist:test", True),
-        ("mnist:val", "mnist:report", False),
-        ("mnist:val", "mnist:train", False),
-        ("mnist:test", "fashion-mnist:test", False),
-        ("digits:val", "digits:test", False),
-        ("digits:report", "digits:test", True),
-        ("own:test", "own:report", False),
-    ],
-)
-def test_which_built_in_sets_share_images(one, other, shared):
-    assert overlap(one, other) is overlap(other, one) is shared
-
-
-# --- predicting ---------------------------------------------------------------------------------------------------------
-
-
-def test_mappings_go_all_the_way(desk, tmp_path):
-    """Networks that take their inputs by name."""
-    job = job_for(desk, train=f"{desk.module}:mappings", val=f"{desk.module}:mappings")
-    with pytest.warns(MolaWarning, match="the validation data are the training data"):
-        run_fit(job, tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
-    assert opened.example["input"].shape == (2, 3, 6, 6)
-    result = run_predict(opened, f"{desk.module}:mappings", tmp_path / "out.npz", probabilities=True)
-    stored = np.load(tmp_path / "out.npz")
-    expected = opened.posterior.predict(desk.inputs("train")[0])
-    assert result.count == 36
-    assert np.allclose(stored["probabilities"], expected.probs, atol=1e-6)
-    evaluated = run_evaluate(opened, f"{desk.module}:mappings")
-    assert evaluated.test.count == 36
-
-
-def test_a_file_is_there_only_when_it_is_whole(desk, fitted, tmp_path):
-    for ending in ("csv", "jsonl", "npz"):
-        with pytest.raises(DataError, match="the disk is gone"):
-            run_predict(fitted, f"{desk.module}:failing", tmp_path / f"out.{ending}")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(OptionError, match=r"has the ending '.xlsx': expected one of .csv, .jsonl, .npz"):
-        run_predict(fitted, "test", tmp_path / "out.xlsx")
-    (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match=r"cannot write .*choose another --output"):
-        run_predict(fitted, "test", tmp_path / "file" / "out.csv")
-
-
-def test_predictions_do_not_take_the_place_of_the_data(desk, fitted, tmp_path):
-    data = tmp_path / "data.npz"
-    shutil.copy(desk.root / "test.npz", data)
-    before = data.read_bytes()
-    with pytest.raises(OptionError, match=r"data\.npz holds the data, and would be overwritten"):
-        run_predict(fitted, str(data), tmp_path / "." / "data.npz")
-    assert data.read_bytes() == before
-
-
-def test_drawing_links_follow_the_seed(desk, tmp_path):
-    run_fit(job_for(desk, link="mc", rule="none"), tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
-    results = [
-        run_predict(opened, "test", tmp_path / f"{index}.csv", seed=seed) for index, seed in enumerate((1, 1, 2))
-    ]
-    assert results[0].confidence == results[1].confidence != results[2].confidence
 
 
 def test_weights_load_in_the_networks_own_precision(desk, tmp_path):

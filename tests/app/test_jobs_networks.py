@@ -316,4 +316,4 @@ def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
     batches = __import__(desk.module).sentences()
     expected = mola.fit(network, batches, progress=False).predict(batches)
     run_predict(opened, data, tmp_path / "out.npz", probabilities=True)
-    assert np.allclose(np.load(tmp_path / "out.npz")["probabilities"], expected.probs, atol=1e-5)
+    assert np.allclose(np.load(tmp_path / "out.npz")["probs"], expected.probs, atol=1e-5)

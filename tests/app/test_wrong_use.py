@@ -38,8 +38,6 @@ def pixels():
 """
 
 COUNT = 60
-TOLD = "are for --likelihood categorical"
-UNUSED = "holds no input that can be used. The first: train.npz[0]: has the labels [nan]"
 RANDOM = np.random.default_rng(0)
 ROWS = RANDOM.normal(size=(COUNT, 4)).astype(np.float32)
 PICTURES = RANDOM.normal(size=(COUNT, 1, 5, 7)).astype(np.float32)
@@ -47,38 +45,31 @@ INDICES = RANDOM.integers(3, size=COUNT)
 ONE_HOT = np.eye(3, dtype=np.int64)[INDICES]
 
 CASES = {
-    # name: network, inputs, labels, options of the command, words in Python, words on the command line
-    "a label too few": ("three", ROWS, INDICES[:-1], (), "60 class indices", "60 whole numbers"),
-    "one-hot for softmax": ("three", ROWS, ONE_HOT, (), "not one-hot", "not one-hot"),
-    "one-hot in floats": ("three", ROWS, ONE_HOT.astype(np.float32), (), "not one-hot", "class of each input"),
-    "numbers for softmax": ("three", ROWS, ROWS[:, 0], (), "likelihood='gaussian'", "whole numbers"),
-    "one output for softmax": ("one", ROWS, INDICES, (), "at least 2 classes", "at least 2 classes"),
-    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "use likelihood='categorical'", TOLD),
-    "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got", TOLD),
+    # name: network, inputs, labels, options of the command, words
+    "a label too few": ("three", ROWS, INDICES[:-1], (), "60 class indices"),
+    "one-hot for softmax": ("three", ROWS, ONE_HOT, (), "not one-hot"),
+    "one-hot in floats": ("three", ROWS, ONE_HOT.astype(np.float32), (), "not one-hot"),
+    "numbers for softmax": ("three", ROWS, ROWS[:, 0], (), "likelihood='gaussian'"),
+    "one output for softmax": ("one", ROWS, INDICES, (), "at least 2 classes"),
+    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "use likelihood='categorical'"),
+    "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got"),
     "a label for too few outputs": (
-        "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1", "shape (60, 3), 0 or 1",
-    ),
-    "too many targets": ("two", ROWS, ROWS[:, :3], ("gaussian",), "targets of shape (60, 2)", "targets of shape (60, 2)"),
-    "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use likelihood='categorical'", "likelihood='categorical'"),
+        "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1"),
+    "too many targets": ("two", ROWS, ROWS[:, :3], ("gaussian",), "targets of shape (60, 2)"),
+    "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use likelihood='categorical'"),
     "nan targets": (
-        "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite", UNUSED,
-    ),
-    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "constant, 2,", "constant"),
+        "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite"),
+    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "constant, 2,"),
     "one output where two are needed": (
-        "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target", "two outputs for each target",
-    ),
+        "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target"),
     "two outputs where one is needed": (
-        "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.likelihoods.Gaussian(heteroscedastic=True)", "heteroscedastic",
-    ),
+        "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.likelihoods.Gaussian(heteroscedastic=True)"),
     "label maps of another size": (
-        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "nearest position", "nearest position",
-    ),
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "nearest position"),
     "one-hot label maps": (
-        "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot", "not one-hot",
-    ),
+        "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot"),
     "label maps for bernoulli": (
-        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 5, 7)), ("bernoulli",), "likelihood='categorical'", TOLD,
-    ),
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 5, 7)), ("bernoulli",), "likelihood='categorical'"),
 }  # fmt: skip
 
 
@@ -103,7 +94,7 @@ def built(desk, monkeypatch, name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_python(desk, monkeypatch, case):
-    name, inputs, labels, options, words, _ = CASES[case]
+    name, inputs, labels, options, words = CASES[case]
     network = built(desk, monkeypatch, name)
     likelihood = options[0] if options else "categorical"
     if "--heteroscedastic" in options:
@@ -115,7 +106,7 @@ def test_in_python(desk, monkeypatch, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_the_command_line(desk, monkeypatch, tmp_path, case):
-    name, inputs, labels, options, _, words = CASES[case]
+    name, inputs, labels, options, words = CASES[case]
     built(desk, monkeypatch, name)
     np.savez(tmp_path / "train.npz", x=inputs, y=labels)
     named = ["fit", f"{name}.safetensors", "--network", f"wrong_networks:{name}", "--train", tmp_path / "train.npz"]
@@ -124,5 +115,6 @@ def test_on_the_command_line(desk, monkeypatch, tmp_path, case):
         app, [str(one) for one in (*named, *told, "--rule", "evidence", "--output", tmp_path / "posterior")]
     )
     assert result.exit_code != 0
+    words = "60 rows" if case == "a label too few" else words  # the file itself is wrong
     assert words in " ".join(f"{result.output} {result.exception}".split())
     assert not (tmp_path / "posterior" / "posterior.json").exists()

@@ -268,14 +268,14 @@ def test_results_by_class_are_those_of_its_data():
 
 def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
     """What `mola evaluate` reads off the logits is what `mola.ensemble` with the same weights says."""
-    from mola.app.jobs.evaluate import _mixed
+    from mola.app.jobs.evaluate import mixed_probabilities
 
     torch.manual_seed(0)
     networks = [nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(3)]
     inputs, weights = torch.randn(40, 5), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     with torch.no_grad():
-        found = _mixed(torch.stack([network(inputs) for network in networks]), weights)
-    assert_close(found.probs, mola.ensemble(networks).with_weights(weights.tolist())(inputs))
+        found = mixed_probabilities(torch.stack([network(inputs) for network in networks]), weights)
+    assert_close(found, mola.ensemble(networks).with_weights(weights.tolist())(inputs))
 
 
 def test_the_words_for_a_clear_lead_say_what_it_takes():

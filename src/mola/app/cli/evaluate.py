@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from mola.app.cli.progress import showing_progress
 from mola.app.cli.run_file import Config, check_run, write_run
@@ -25,13 +27,16 @@ from mola.app.cli.shared_options import (
     finish,
     set_threads,
 )
-from mola.compare.report.tables import for_terminal
+from mola.app.jobs.rows import Account
+from mola.compare.record import Comparison
+from mola.compare.report.single_run_tables import FEW
+from mola.compare.report.tables import fitting, for_terminal
 
 DRAWING_BEGINS = 0.8
 """Share of the whole time after which figures are drawn."""
 
-WORST = 5
-"""Classes that the terminal shows; the page shows all."""
+MOST_LINES = 25
+"""Largest number of lines in the terminal, that of the page included."""
 
 
 def evaluate(
@@ -75,10 +80,8 @@ def evaluate(
     # Before the work rather than after it: a missing extra, and a folder that cannot be written.
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.rows import Account
     from mola.compare.evaluation import evaluation_document
-    from mola.compare.report.words import evaluation_findings, evaluation_remarks
-    from mola.compare.report.writing import prepare_folder, shown_tables, write_evaluation
+    from mola.compare.report.writing import prepare_folder, write_evaluation
     from mola.distributed import join
 
     prepare_folder(output)
@@ -110,14 +113,29 @@ def evaluate(
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
-        for table in shown_tables(comparison, WORST):
-            console.print(for_terminal(table))
-        for finding in evaluation_findings(comparison):
-            console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
-        for line in evaluation_remarks(comparison):
-            console.print(escape(line), style="dim")
-        console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
-    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+        for line in _shown(console, comparison):
+            console.print(Text.from_ansi(line), soft_wrap=True)
+        console.print(f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers.", soft_wrap=True)
+    # torchrun knows only success and failure: inputs that were left out are listed, but do not end the job.
     with suppress(*(typer.Exit,) if team.size > 1 else ()):
         account = Account(comparison.left_out, comparison.noted)
         finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)
+
+
+def _shown(console: Console, comparison: Comparison) -> list[str]:
+    # The finding, the main table, and as much of the rest as a screen holds: the page has everything.
+    from mola.compare.report.words import evaluation_findings
+    from mola.compare.report.writing import shown_tables
+
+    first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
+    left_out = Account(comparison.left_out, comparison.noted).lines(shown=2)
+    main = replace(shown_tables(comparison, FEW)[0], caption="")
+    main = replace(fitting(main, console.width)[0], title=main.title)  # columns that fit the terminal
+    lines: list[str] = []
+    for part in (f"[bold]{first}[/bold]", for_terminal(main), *map(escape, left_out), *others):
+        with console.capture() as captured:
+            console.print(part)
+        found = captured.get().rstrip("\n").split("\n")
+        if len(lines) + len(found) < MOST_LINES:
+            lines += found
+    return lines

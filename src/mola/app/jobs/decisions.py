@@ -1,16 +1,16 @@
-"""Decisions for a posterior's folder: what fitting keeps of each validation datum, and the thresholds that follow from it.
+"""Decisions for a posterior's folder: the numbers that fitting keeps of each validation datum, and thresholds from them.
 
-`mola fit` keeps a few numbers of each validation datum, so that any false-alarm rate, error rate or coverage can be asked for later
-without further data. The alarm comes first: where it rings nothing is answered, and the error rate is promised for what is left.
+`mola fit` keeps a few numbers of each validation datum, so any false-alarm rate, error rate or coverage can be chosen later without
+further data. The alarm comes first: inputs that raise it are not answered, and the error rate is guaranteed for the others.
 
-The prior precision was tuned on the same data. That is one number chosen by thousands of labels; how little it changes is measured in
-docs/decisions.md.
+The prior precision was tuned on the same data: a single number, chosen by thousands of labels. docs/decisions.md measures its effect.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.folder import PosteriorFolder, alarm, read_scores
-from mola.app.jobs.numbers import regression_prediction
+from mola.app.jobs.regression import regression_prediction
 from mola.decisions.abstain import AnswerThreshold, abstain_threshold
 from mola.decisions.calibration import Calibration
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
@@ -27,71 +27,62 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.prediction import RegressionPrediction
 
 CERTAINTY = 0.95
-"""Of the error rate, where the user asks for no other."""
+"""Default confidence level of the error rate."""
 
 COLUMNS = ("confidence", "entropy", "label", "true_probability", "mass_above", "true_rank", "ood_score")
 WHOLE = ("label", "true_rank")
 
+MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
+"""Numbers that are kept of regression data: everything that the mixture's distribution consists of."""
+
 
 def decision_rows(probs: Tensor, labels: Tensor, score: Tensor) -> Tensor:
-    """What is kept of labelled data, as rows that processes can join.
-
-    Args:
-        probs: (n, C).
-        labels: (n,).
-        score: outlier scores (n,).
-
-    Returns:
-        (n, 7) in float64.
-    """
+    """Rows (n, 7) in float64 to keep of labelled data: probabilities (n, C), labels (n,), outlier scores (n,)."""
     known = {**Calibration.of(probs, labels).columns(), "ood_score": score.detach().cpu()}
     return torch.stack([known[name].double() for name in COLUMNS], 1)
 
 
 def decision_columns(rows: Tensor) -> dict[str, Tensor]:
-    """Such rows by name, as they are written."""
+    """Rows of `decision_rows` by name, as they are written."""
     return {name: rows[:, place].long() if name in WHOLE else rows[:, place] for place, name in enumerate(COLUMNS)}
 
 
-MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
-"""What is kept of data whose targets are numbers: all that the mixture's distribution is made of."""
-
-
-def interval_rows(said: RegressionPrediction, targets: Tensor) -> Tensor:
-    """What is kept of data whose targets are numbers, as rows that processes can join.
-
-    Args:
-        said: of n inputs with D outputs, by K components.
-        targets: (n, D), in their own units.
-
-    Returns:
-        (n, 2 K D + D) in float64.
-    """
-    parts = (said.component_mean.transpose(0, 1), said.component_variance.transpose(0, 1), targets)
+def interval_rows(prediction: RegressionPrediction, targets: Tensor) -> Tensor:
+    """Rows (n, 2 K D + D) in float64 to keep of regression data: K means and variances, and the targets (n, D)."""
+    parts = (prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1), targets)
     return torch.cat([part.detach().cpu().double().flatten(1) for part in parts], 1)
 
 
 def interval_columns(rows: Tensor, components: int) -> dict[str, Tensor]:
-    """Such rows by name, as they are written: means and variances (n, K, D), and targets (n, D)."""
-    outputs = rows.shape[1] // (2 * components + 1)
-    size = components * outputs
-    shape = (len(rows), components, outputs)
-    means, variances = (part.reshape(shape) for part in (rows[:, :size], rows[:, size : 2 * size]))
+    """Rows of `interval_rows` by name, as they are written: means and variances (n, K, D), and targets (n, D)."""
+    size = rows.shape[1] // (2 * components + 1) * components
+    means, variances = (part.reshape(len(rows), components, -1) for part in (rows[:, :size], rows[:, size : 2 * size]))
     return {MEANS: means, VARIANCES: variances, TARGETS: rows[:, 2 * size :]}
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Thresholds for what is predicted next."""
+    """Thresholds for new inputs."""
 
     alarm: float | None
-    """Outlier score above which inputs are called outlying; None without validation data."""
+    """Outlier score above which inputs are outlying; None without validation data."""
     answer: AnswerThreshold | None = None
-    """Confidence above which inputs that are not outlying are answered; None if no error rate was asked for."""
+    """Confidence above which inputs that are not outlying are answered; None without an error rate."""
     sets: PredictionSets | None = None
-    """None if no coverage was asked for, or outputs are numbers."""
+    """None without a coverage, and for regression."""
     intervals: PredictionIntervals | None = None
-    """Where outputs are numbers; None if no coverage was asked for."""
+    """For regression; None without a coverage."""
+
+    def apply(self, prediction: Any) -> dict[str, Tensor]:
+        """Decide for each input: "outlying" and "answer" (n,), and "set" (n, C), where there is a threshold."""
+        found: dict[str, Tensor] = {}
+        if self.alarm is not None:
+            found["outlying"] = prediction.ood_score.double() > self.alarm
+        if self.answer is not None:
+            found["answer"] = (prediction.confidence.double() > float(self.answer)) & ~found["outlying"]
+        if self.sets is not None:
+            found["set"] = self.sets(prediction)
+        return found
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -119,14 +110,11 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """What fitting kept of each validation datum.
+    """Numbers that were kept of each validation datum, and outlier scores (n,).
 
     Args:
         fitted: an opened posterior.
-        option: that asks for it, for messages.
-
-    Returns:
-        The numbers, and outlier scores (n,).
+        option: that needs them, for messages.
     """
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
@@ -138,53 +126,46 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
     columns = _kept_columns(fitted, option)
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
+        score = columns.get("ood_score")
+        if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
+            raise DataError("expected an ood_score for each datum.")
     except DataError as error:
         raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
-    score = columns.get("ood_score")
-    if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
-        raise StorageError(
-            f"the validation scores of {fitted.folder} are invalid: expected an ood_score for each datum."
-        )
     return known, score
 
 
-def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
-    if fitted.posterior.is_dense:
-        raise OptionError(
-            f"{option}: the networks of {fitted.folder} have outputs at many positions of each input. Positions of one input are "
-            f"alike, so that no promise made by them would hold; the outlier alarm works position by position."
-        )
-    validation = fitted.document["result"].get("validation")
-    if validation is None:
-        raise OptionError(
-            f"{option}: {fitted.folder} was fitted without validation data, so that nothing is known of how often it errs. Fit again "
-            f"with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
-        )
-    return read_scores(fitted.folder, validation)[3]
-
-
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """What was said of each validation datum whose targets are numbers.
+    """Predictions that were kept of the validation data of a regression, and targets (n, D) in their own units.
 
     Args:
-        fitted: an opened posterior for numbers.
-        option: that asks for it, for messages.
-
-    Returns:
-        The prediction and targets (n, D), in their own units.
+        fitted: an opened posterior for regression.
+        option: that needs them, for messages.
     """
-    columns = _kept_columns(fitted, option)
-    weights = fitted.posterior.weights
+    columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
     known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
     if len(known) < 3 or not _are_predictions(known, len(weights)):
         raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
             f"target for each datum."
         )
-    means, variances, targets = known
-    means, variances = means.transpose(0, 1).contiguous(), variances.transpose(0, 1).contiguous()
-    # The noise's share and outlier scores are no part of an interval.
-    return regression_prediction(means, variances, variances, weights), targets
+    means, variances = (values.transpose(0, 1).contiguous() for values in known[:2])
+    # Intervals use neither the share of the noise nor outlier scores.
+    return regression_prediction(means, variances, variances, weights), known[2]
+
+
+def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
+    if fitted.posterior.is_dense:
+        raise OptionError(
+            f"{option} guarantees something for each input, and the networks of {fitted.folder} have dense outputs: positions of one "
+            f"input are alike, so no guarantee would hold. Leave it out; the outlier alarm works position by position."
+        )
+    validation = fitted.document["result"].get("validation")
+    if validation is None:
+        raise OptionError(
+            f"{option}: {fitted.folder} was fitted without validation data, so its error rate is unknown. Fit again with --val: "
+            f"mola fit --config {fitted.folder / 'job.toml'} --val DATA"
+        )
+    return read_scores(fitted.folder, validation)[3]
 
 
 def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
@@ -199,22 +180,22 @@ def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
 def gated_threshold(
     known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
 ) -> AnswerThreshold:
-    """The confidence above which to answer what the alarm does not ring for; `DataError` if none can promise it.
+    """Confidence, from 0, above which inputs that do not raise the alarm are answered.
 
     Args:
         known: labelled data.
         score: their outlier scores (n,).
-        alarm: the score above which it rings, if there is one.
+        alarm: outlier score above which inputs raise the alarm; None raises none.
         error_rate: of the answers.
-        certainty: of the error rate.
+        certainty: confidence level of the error rate.
 
-    Returns:
-        The threshold, from 0.
+    Raises:
+        DataError: no threshold guarantees the error rate.
     """
-    # What rings is never answered, so it is neither an answer nor an error.
+    # Data that raise the alarm are never answered, so they are neither an answer nor an error.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
-    # Minus infinity answers all that is quiet. Every confidence is above 0, which can be written to a file.
+    # Minus infinity answers everything else. Every confidence is above 0, which can be written to a file.
     return AnswerThreshold(0.0, *answer.__getnewargs__()[1:]) if answer < 0 else answer
 
 
@@ -232,50 +213,47 @@ def make_decisions(
     Args:
         fitted: an opened posterior.
         false_alarm_rate: of the alarm; None is 0.05.
-        error_rate: of the answers; None asks for none.
-        certainty: of the error rate; None is 0.95.
-        coverage: of the sets, or of the intervals where outputs are numbers; None asks for none.
-        by_class: whether sets hold each class as often as asked for.
-
-    Returns:
-        The thresholds.
+        error_rate: of the answers; None gives no threshold.
+        certainty: confidence level of the error rate; None is 0.95.
+        coverage: of the sets, or of the intervals for regression; None gives neither.
+        by_class: guarantee the coverage of sets for each class.
     """
-    limit = alarm(fitted, false_alarm_rate)
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty goes with --error-rate: give both, or neither.")
     if by_class and coverage is None:
         raise OptionError("--by-class goes with --coverage: give both, or neither.")
-    answer = sets = intervals = None
-    if not fitted.posterior.likelihood.discrete:
-        for option, asked in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
-            if asked:
-                raise OptionError(
-                    f"{option} is for classes, and the outputs of {fitted.folder} are numbers: --coverage 0.9 gives intervals."
-                )
-        if coverage is not None:
-            said, targets = kept_predictions(fitted, "--coverage")
-            try:
-                intervals = prediction_intervals(said, targets, coverage)
-            except DataError as error:
-                raise OptionError(f"--coverage: {error}") from error
-        return Decisions(limit, intervals=intervals)
+    regression = not fitted.posterior.likelihood.discrete
+    for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
+        if regression and given and not fitted.posterior.is_dense:
+            raise OptionError(
+                f"{option} is for classes, and {fitted.folder} is a regression: --coverage 0.9 gives intervals."
+            )
+    limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
     if error_rate is not None:
         known, score = kept_calibration(fitted, "--error-rate")
-        try:
+        with _naming("--error-rate"):
             answer = gated_threshold(known, score, limit, error_rate, CERTAINTY if certainty is None else certainty)
-        except DataError as error:
-            raise OptionError(f"--error-rate: {error}") from error
-    if coverage is not None:
+    if coverage is not None and regression:
+        prediction, targets = kept_predictions(fitted, "--coverage")
+        with _naming("--coverage"):
+            intervals = prediction_intervals(prediction, targets, coverage)
+    elif coverage is not None:
         known, _ = kept_calibration(fitted, "--coverage")
-        try:
+        with _naming("--coverage"):
             sets = prediction_sets(known, None, coverage, by="class" if by_class else None)
-        except DataError as error:
-            raise OptionError(f"--coverage: {error}") from error
-    return Decisions(limit, answer, sets)
+    return Decisions(limit, answer, sets, intervals)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise OptionError(f"{option}: {error}") from error
 
 
 def decide(decisions: Decisions, confidence: float, score: float) -> str:
-    """What is done with one input: "strange" where the alarm rings, "answer", or "hand over"; "answer" without an error rate."""
+    """The decision for one input: "strange" if it raises the alarm, "answer", or "hand over"; "answer" without an error rate."""
     if decisions.alarm is not None and score > decisions.alarm:
         return "strange"
     return "answer" if decisions.answer is None or confidence > decisions.answer else "hand over"

@@ -32,9 +32,9 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.app.jobs.numbers import networks_alone, noise_factors, summary, untuned_noise
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
+from mola.app.jobs.regression import networks_alone, noise_factors, summary, untuned_noise
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.compare import Answer, Tally

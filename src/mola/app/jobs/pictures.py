@@ -6,9 +6,8 @@ import csv
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows, readable
+from mola.app.jobs.rows import Rows
 from mola.errors import DataError, MissingExtraError
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
-from mola.likelihoods import Likelihood
+from mola.likelihoods import CATEGORICAL, Likelihood
 
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
@@ -28,10 +27,10 @@ GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 """Pillow's modes without colour."""
 
 LOOKED_AT = 25
-"""Images, evenly spaced, that show what the others should look like."""
+"""Number of images, evenly spaced, whose mode and shape all images should have."""
 
 MOST_CLASSES = 2**31
-"""Numbers from here on are no classes, where nobody knows how many there are."""
+"""Limit of class indices where the number of classes is unknown."""
 
 BAD_ROW = -1
 """Label of a row whose error is in `problems`."""
@@ -45,9 +44,9 @@ class Pictures:
         name: as the user named them.
         paths: of the files.
         names: what each is called in messages and results.
-        labels: class indices, or None where the set has none.
+        labels: class indices (n,), or numbers (n, C); None where the set has none.
         classes: names that the set itself gives to the classes.
-        problems: why a row cannot be used, by its place, known before the file is opened.
+        problems: by index, why an image cannot be used, known before its file is opened.
         intake: from a file to an input.
     """
 
@@ -61,33 +60,31 @@ class Pictures:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of images."""
         return len(self.paths)
 
     def taken_by(self, intake: Intake) -> Pictures:
-        """The same files, prepared otherwise."""
+        """The same files with another preparation."""
         return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
-        size = self.intake.batch_size
-        starts = range(0, len(self.paths), size)
+        size, places = self.intake.batch_size, range(len(self.paths))
+        starts = places[::size]
         if self.intake.workers == 0:
             for start in starts:
-                yield self._rows(start, [self._decode(place) for place in self._places(start)])
+                yield self._rows(start, [self._decode(place) for place in places[start : start + size]])
             return
         with ThreadPoolExecutor(self.intake.workers) as pool:
-            ahead = [pool.submit(self._decode, place) for place in self._places(0)]
+            ahead = [pool.submit(self._decode, place) for place in places[:size]]
             try:
                 for start in starts:
                     current = ahead
-                    ahead = [pool.submit(self._decode, place) for place in self._places(start + size)]
+                    # The next batch is decoded while this batch is used.
+                    ahead = [pool.submit(self._decode, place) for place in places[start + size : start + 2 * size]]
                     yield self._rows(start, [future.result() for future in current])
             finally:
                 for future in ahead:
                     future.cancel()
-
-    def _places(self, start: int) -> range:
-        return range(min(start, len(self.paths)), min(start + self.intake.batch_size, len(self.paths)))
 
     def _decode(self, place: int) -> tuple[Tensor | None, str]:
         if place in self.problems:
@@ -110,7 +107,7 @@ class Pictures:
 
 
 def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
-    """The pixels of one file and a word on them, or None and why there are none."""
+    """The pixels of one file and a remark on them, or None and the reason."""
     from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
@@ -136,7 +133,7 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
 
 
 def require_pillow() -> None:
-    """Ask for Pillow before a long computation gets as far as the first image."""
+    """Raise `MissingExtraError` without Pillow, before a long computation reaches the first image."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -144,16 +141,13 @@ def require_pillow() -> None:
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List a folder of images.
+    """List a folder of images; none is decoded yet.
 
     Args:
         root: with a subfolder for each class, or with images alone.
-        classes: the classes' names in the order of the networks' outputs; None takes the subfolders' in alphabetical order.
+        classes: names in the order of the networks' outputs; None: the subfolders in alphabetical order.
         intake: from a file to an input.
-        labelled: whether labels are asked for.
-
-    Returns:
-        The images, none of them decoded yet.
+        labelled: read labels, which are the subfolders.
     """
     require_pillow()
     subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -177,7 +171,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     number = {name: index for index, name in enumerate(order)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     listed += [(path, BAD_ROW) for path in loose]
-    problems = {place: "lies in no class's subfolder" for place, (_, label) in enumerate(listed) if label == BAD_ROW}
+    problems = {place: "is in no class's subfolder" for place, (_, label) in enumerate(listed) if label == BAD_ROW}
     paths = [path for path, _ in listed]
     labels = torch.tensor([label for _, label in listed], dtype=torch.int64)
     return Pictures(str(root), tuple(paths), _names(paths, root), labels, order, problems, intake)
@@ -194,58 +188,31 @@ def _names(paths: Sequence[Path], root: Path) -> tuple[str, ...]:
     return tuple(os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace") for path in paths)
 
 
+WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
+"""Words for numbers in a CSV file; an empty cell is a missing label."""
+
+
 def list_csv(
-    path: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool, outputs: int | None = None
+    path: Path,
+    classes: Sequence[str] | None,
+    intake: Intake,
+    *,
+    labelled: bool,
+    outputs: int | None = None,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> Pictures:
-    """List the images that a CSV file names, with their labels.
+    """List the images that a CSV file names, with their labels; none is decoded yet.
 
     Args:
-        path: a CSV with a heading; a column for paths, relative to its folder, and one for labels.
-        classes: the classes' names in the order of the networks' outputs; None takes numbers, or names in alphabetical order.
+        path: a CSV with a heading and a column of paths, relative to its folder. Classes have one column of names or indices;
+            multi-label and regression data have one column of numbers, or yes and no, for each output.
+        classes: names of the outputs, in their order. None: for classes the names in alphabetical order, or indices; for
+            multi-label and regression data all columns but the paths.
         intake: from a file to an input.
-        labelled: whether labels are asked for.
-        outputs: how many classes there are, where that is known.
-
-    Returns:
-        The images, none of them decoded yet.
+        labelled: read labels.
+        outputs: number of outputs, where it is known.
+        likelihood: meaning of the labels.
     """
-    heading, rows = _read_csv(path)
-    where = _column(heading, PATH_COLUMNS)
-    what = _column(heading, LABEL_COLUMNS)
-    if where is None or (labelled and what is None):
-        wanted, known = ("paths", PATH_COLUMNS) if where is None else ("labels", LABEL_COLUMNS)
-        raise DataError(
-            f"{path} has no column of {wanted}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}."
-        )
-    texts, paths, problems = _files(path, rows, where)
-    if not labelled or what is None:
-        return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
-    given = [(row.get(what) or "").strip() for row in rows]
-    order = tuple(classes) if classes is not None else None
-    if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most are names
-        order = tuple(sorted({text for text in given if text}))
-        if outputs is not None and len(order) != outputs:
-            raise DataError(
-                f"{path} has {len(order)} names of classes ({', '.join(order[:5])}{', ...' if len(order) > 5 else ''}) for networks "
-                f"with {outputs} outputs, whose order is not known: give numbers from 0, or `mola fit --classes` with all names."
-            )
-    number = {name: index for index, name in enumerate(order or ())}
-    # Where names are numbers themselves, "1" cannot be both a name and a place.
-    by_place = not any(_is_whole(name) for name in number)
-    most = len(order) if order is not None else outputs or MOST_CLASSES
-    labels = torch.full((len(given),), BAD_ROW, dtype=torch.int64)
-    for place, text in enumerate(given):
-        if text in number:
-            labels[place] = number[text]
-        elif by_place and _is_whole(text) and int(text) < most:
-            labels[place] = int(text)
-        else:
-            words = f"has the label {text!r}, which is none of the {most} classes" if text else "has no label"
-            problems.setdefault(place, words)
-    return Pictures(str(path), tuple(paths), tuple(texts), labels, order, problems, intake)
-
-
-def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
     require_pillow()
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
@@ -255,76 +222,81 @@ def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
         raise DataError(f"{path} cannot be read as CSV: {error}.") from error
     if heading and not rows:
         raise DataError(f"{path} has a heading but no rows.")
-    return heading, rows
-
-
-def _files(
-    path: Path, rows: Sequence[Mapping[str, str | None]], where: str
-) -> tuple[list[str], list[Path], dict[int, str]]:
-    # What a column names: texts, files relative to the CSV's folder, and rows that name none.
+    where = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
     texts = [(row.get(where) or "").strip() for row in rows]
     problems = {place: f"row {place + 2} names no file" for place, text in enumerate(texts) if not text}
-    return texts, [path.parent / text for text in texts], problems
+    labels = order = None
+    if labelled and likelihood.mutually_exclusive:
+        what = _column(heading, LABEL_COLUMNS, f"{path} has no column of labels")
+        given = [(row.get(what) or "").strip() for row in rows]
+        labels, order, wrong = _class_labels(path, given, classes, outputs)
+        problems = wrong | problems
+    elif labelled:
+        order = tuple(classes) if classes is not None else tuple(name for name in heading if name != where)
+        absent = [name for name in order if name not in heading]
+        if absent or not order:
+            raise DataError(f"{path} has no column for {', '.join(absent) or 'labels'}; found {', '.join(heading)}.")
+        labels, wrong = _number_labels([[row.get(name) or "" for name in order] for row in rows], likelihood)
+        problems = wrong | problems
+    paths = tuple(path.parent / text for text in texts)
+    return Pictures(str(path), paths, tuple(texts), labels, order, problems, intake)
 
 
-ANSWERS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
-"""Words for numbers in a CSV file; an empty cell is a label that is missing."""
+def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
+    found = next((name for name in heading if name.strip().lower() in known), None)
+    if found is None:
+        raise DataError(f"{message}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}.")
+    return found
 
 
-def list_labels(
-    path: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool, likelihood: Likelihood
-) -> Pictures:
-    """List the images that a CSV file names, with a number for each output.
+def _class_labels(
+    path: Path, given: Sequence[str], classes: Sequence[str] | None, outputs: int | None
+) -> tuple[Tensor, tuple[str, ...] | None, dict[int, str]]:
+    # Class indices, names in their order, and what is wrong with a row.
+    order = tuple(classes) if classes is not None else None
+    if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most are names
+        order = tuple(sorted({text for text in given if text}))
+        if outputs is not None and len(order) != outputs:
+            raise DataError(
+                f"{path} has {len(order)} names of classes ({', '.join(order[:5])}{', ...' if len(order) > 5 else ''}) for networks "
+                f"with {outputs} outputs, whose order is not known: give numbers from 0, or `mola fit --classes` with all names."
+            )
+    number = {name: index for index, name in enumerate(order or ())}
+    # Where names are numbers themselves, "1" cannot be both a name and an index.
+    by_index = not any(_is_whole(name) for name in number)
+    most = len(order) if order is not None else outputs or MOST_CLASSES
+    labels, problems = torch.full((len(given),), BAD_ROW, dtype=torch.int64), {}
+    for place, text in enumerate(given):
+        if text in number:
+            labels[place] = number[text]
+        elif by_index and _is_whole(text) and int(text) < most:
+            labels[place] = int(text)
+        else:
+            problems[place] = f"has the label {text!r}, which is none of the {most} classes" if text else "has no label"
+    return labels, order, problems
 
-    Args:
-        path: a CSV with a heading; a column for paths, relative to its folder, and one for each output: numbers, or yes and no.
-        classes: the outputs' names, which are those of their columns; None takes all columns but that of the paths, in their order.
-        intake: from a file to an input.
-        labelled: whether labels are asked for.
-        likelihood: says which numbers there can be.
 
-    Returns:
-        The images, none of them decoded yet.
-    """
-    heading, rows = _read_csv(path)
-    where = _column(heading, PATH_COLUMNS)
-    names = tuple(classes) if classes is not None else tuple(name for name in heading if name != where)
-    absent = [name for name in names if name not in heading]
-    if where is None or (labelled and (absent or not names)):
-        wanted = f"of paths ({', '.join(PATH_COLUMNS)})" if where is None else f"for {', '.join(absent) or 'labels'}"
-        raise DataError(f"{path} has no column {wanted}; found {', '.join(heading) or 'nothing'}.")
-    texts, paths, problems = _files(path, rows, where)
-    if not labelled:
-        return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
-    labels = torch.full((len(rows), len(names)), math.inf, dtype=torch.float64)
-    for place, row in enumerate(rows):
-        for column, name in enumerate(names):
-            given = (row.get(name) or "").strip().lower()
-            with suppress(ValueError):
-                labels[place, column] = ANSWERS[given] if given in ANSWERS else float(given)
-    for place in torch.nonzero(~readable(labels, likelihood)).flatten().tolist():
-        cells = ", ".join(f"{name}={rows[place].get(name)!r}" for name in names[:5])
-        problems.setdefault(place, f"has labels that likelihood {likelihood.name!r} does not take ({cells})")
-    return Pictures(str(path), tuple(paths), tuple(texts), labels, names, problems, intake)
+def _number_labels(cells: Sequence[Sequence[str]], likelihood: Likelihood) -> tuple[Tensor, dict[int, str]]:
+    # Numbers (n, C), NaN where a cell is empty, and what is wrong with a row.
+    labels, problems = torch.full((len(cells), len(cells[0])), math.nan, dtype=torch.float64), {}
+    for place, row in enumerate(cells):
+        for column, cell in enumerate(row):
+            text = cell.strip().lower()
+            try:
+                labels[place, column] = WORDS[text] if text in WORDS else float(text)
+            except ValueError:
+                problems[place] = f"has the label {cell!r}, which is not a number"
+            if not text and not likelihood.discrete:
+                problems[place] = "has no target"
+    return labels, problems
 
 
 def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def _column(heading: Sequence[str], known: Sequence[str]) -> str | None:
-    return next((name for name in heading if name.strip().lower() in known), None)
-
-
 def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
-    """The commonest mode and shape among some of the images: what the networks were presumably trained on.
-
-    Args:
-        pictures: the training data.
-
-    Returns:
-        "RGB" or "L", and (channels, height, width) after preparation.
-    """
+    """Mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -335,7 +307,7 @@ def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
             try:
                 with Image.open(path) as image:
                     mode = "L" if image.mode in GREY else "RGB"
-            except Exception:  # `read_pixels` says what is wrong
+            except Exception:  # `read_pixels` returns the reason
                 mode = "RGB"
         pixels, words = read_pixels(path, replace(pictures.intake, mode=mode or "RGB", shape=None))
         if pixels is not None:

@@ -1,7 +1,5 @@
-"""Decisions from a posterior's folder: the same as with the library, without further data, and refused in clear words."""
+"""Decisions from a posterior's folder: equal to the library's, without further data."""
 
-import csv
-import json
 import math
 from dataclasses import replace
 
@@ -15,15 +13,8 @@ from mola.app.explore.opinions import Opinions
 from mola.app.explore.subject import open_subject
 from mola.app.jobs import folder as folders
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
-from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.export import run_export
 from mola.app.jobs.folder import alarm
-from mola.app.jobs.predict import run_predict
-from mola.compare.evaluation import evaluation_document
-from mola.compare.report.curve_figures import evaluation_decisions
-from mola.compare.report.single_run_tables import decision_tables
-from mola.compare.report.style import NARROW, WIDE
-from mola.compare.report.writing import evaluation_figures
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from tests.closeness import assert_close
@@ -59,54 +50,6 @@ def test_decisions_are_those_of_the_library(fitted, known):
     assert (found.answer.answered, found.answer.errors) == (answer.answered, answer.errors)
     sets = mola.prediction_sets(prediction, labels, 0.8)
     assert_close(found.sets.least_probability, sets.least_probability, scale=1.0)
-
-
-@pytest.mark.parametrize("form", ["csv", "jsonl", "npz"])
-def test_rows_say_whether_to_answer_and_what_cannot_be_ruled_out(desk, fitted, tmp_path, form):
-    path = tmp_path / f"said.{form}"
-    result = run_predict(fitted, "test.npz", path, **ASKED)
-    made = make_decisions(fitted, **ASKED)
-    inputs, _ = desk.inputs("test")
-    prediction = fitted.posterior.predict(inputs)
-    answered = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
-    held = made.sets(prediction)
-    assert result.answered == float(answered.double().mean())
-    assert result.set_size == pytest.approx(float(held.sum(1).double().mean()))
-    assert result.empty == float((held.sum(1) == 0).double().mean())
-    names = [[name for name, one in zip(fitted.classes, row, strict=True) if one] for row in held.tolist()]
-    if form == "csv":
-        rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert [row["answer"] for row in rows] == ["true" if one else "false" for one in answered.tolist()]
-        assert [row["set"] for row in rows] == ["|".join(one) for one in names]
-        assert not any(name.startswith("p_") for name in rows[0])
-    elif form == "jsonl":
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [row["answer"] for row in rows] == answered.tolist()
-        assert [row["set"] for row in rows] == names
-        assert "probabilities" not in rows[0]
-    else:
-        stored = np.load(path)
-        assert stored["answer"].tolist() == answered.int().tolist()
-        assert np.array_equal(stored["set"], held.numpy())
-    assert result.plain()["decisions"]["answer"]["certainty"] == 0.7
-
-
-def test_rows_are_as_before_where_nothing_is_asked_for(fitted, tmp_path):
-    run_predict(fitted, "test.npz", tmp_path / "plain.csv")
-    (header, *_) = (tmp_path / "plain.csv").read_text().splitlines()
-    assert header == "name,label,class,confidence,entropy,epistemic,aleatoric,ood_score,distance,outlying,error"
-
-
-def test_inputs_that_cannot_be_used_have_neither_answer_nor_set(fitted, tmp_path, desk):
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "broken.png").write_bytes(b"no picture")
-    good = desk.root / "strange" / "00.png"
-    (tmp_path / "some" / "good.png").write_bytes(good.read_bytes())
-    run_predict(fitted, str(tmp_path / "some"), tmp_path / "a.jsonl", **ASKED)
-    rows = {row["name"].split("/")[-1]: row for row in map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())}
-    assert "answer" not in rows["broken.png"]
-    assert "set" not in rows["broken.png"]
-    assert "set" in rows["good.png"]
 
 
 def test_what_is_done_with_an_input(fitted):
@@ -211,39 +154,3 @@ def test_the_explorer_says_what_would_be_done(fitted):
     assert "59 are needed" in said(0.9, quiet, usual)
     with pytest.raises(OptionError, match="299"):
         open_subject(fitted.folder, error_rate=0.01)
-
-
-def test_the_report_shows_what_became_of_promises(desk, fitted, monkeypatch, tmp_path):
-    monkeypatch.setattr("mola.app.jobs.evaluate.ERROR_RATES", (0.01, 0.4))
-    comparison = run_evaluate(fitted, "test.npz")
-    found = comparison.decisions
-    inputs, labels = desk.inputs("test")
-    prediction = fitted.posterior.predict(inputs)
-    right, rings = prediction.label == labels, prediction.ood_score > alarm(fitted, None)
-    impossible, possible = found.answers
-    assert (impossible.threshold, impossible.realised) == (None, None)
-    assert "299" in impossible.why
-    side = (prediction.confidence > possible.threshold) & ~rings
-    assert possible.answered == pytest.approx(float(side.double().mean()))
-    assert possible.realised == pytest.approx(float((~right[side]).double().mean()))
-    assert found.alarms == pytest.approx(float(rings.double().mean()))
-    held = make_decisions(fitted, coverage=0.9).sets(prediction)
-    inside = held[torch.arange(len(labels)), labels]
-    assert found.sets.realised == pytest.approx(float(inside.double().mean()))
-    assert found.sets.size == pytest.approx(float(held.sum(1).double().mean()))
-    assert sum(found.sets.sizes.values()) == pytest.approx(1)
-    assert found.sets.classes["cat"] == pytest.approx(float(inside[labels == 0].double().mean()))
-    assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
-    assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
-    assert json.loads(json.dumps(evaluation_document(comparison)))["decisions"]["answers"][1]["promised"] == 0.4
-    table, by_class = decision_tables(comparison)
-    assert [row.name for row in table.rows][1:3] == ["wrong answers, at most 1%", "wrong answers, at most 40%"]
-    assert "299" in table.caption
-    assert len(by_class.rows) == 3
-    assert "decisions" in evaluation_figures(comparison)
-    old = replace(comparison, decisions=None)
-    assert decision_tables(old) == []
-    assert "decisions" not in evaluation_figures(old)
-    assert "decisions" not in evaluation_document(old)
-    for shape in (WIDE, NARROW):
-        assert len(evaluation_decisions(comparison, shape).axes) == 1

@@ -1,4 +1,4 @@
-"""Numbers as outputs: what the networks alone say, whose noise is their own, and a few scores for a folder's document."""
+"""Regression: the networks without Laplace approximations, whose noise is their own, and the scores in a folder's document."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ from mola.likelihoods import GAUSSIAN, Gaussian
 from mola.posterior import MoLA
 from mola.prediction import Field, RegressionPrediction
 
-PROBABILITY = 0.9
-"""Of the intervals that are written where no coverage is asked for."""
-
 
 def untuned_noise(posterior: MoLA) -> Tensor:
-    """Variance of the noise that each network has before anything was tuned, over that which it has now.
+    """Noise variance of each network before tuning, divided by its noise variance now: factors (K, D) in float64.
 
-    It is that of the residuals of the training data, or as given; where networks say their own, as they say it.
-
-    Args:
-        posterior: tuned or not.
-
-    Returns:
-        Factors (K, D), in float64.
+    Before tuning it is the variance of the residuals of the training data, or the given noise; heteroscedastic networks return
+    their own.
     """
     rows = []
     for component in posterior.components:
@@ -41,25 +33,22 @@ def untuned_noise(posterior: MoLA) -> Tensor:
 
 
 def networks_alone(
-    said: RegressionPrediction, count: int, untuned: Tensor, factors: Tensor | None = None
+    prediction: RegressionPrediction, count: int, untuned: Tensor, factors: Tensor | None = None
 ) -> RegressionPrediction:
-    """What the first networks of a posterior say by themselves: means, and noise around them.
+    """Prediction of the first networks of a posterior without Laplace approximations: their means, and noise around them.
 
     Args:
-        said: by the posterior, (n, D).
-        count: how many networks.
-        untuned: as `untuned_noise` gives it.
-        factors: of the noise (D,), where it was scaled.
-
-    Returns:
-        The prediction, with the posterior's weights.
+        prediction: of the posterior, (n, D).
+        count: number of networks.
+        untuned: from `untuned_noise`.
+        factors: of the noise (D,), where it is scaled.
     """
-    means = said.component_mean[:count]
-    noise = said.component_noise[:count] * untuned[:count, None].to(means)
+    means = prediction.component_mean[:count]
+    noise = prediction.component_noise[:count] * untuned[:count, None].to(means)
     if factors is not None:
         noise = noise * factors.to(means).square()
-    weights = said.weights[:count] / said.weights[:count].sum()
-    return regression_prediction(means, noise, noise, weights, said.likelihood)
+    weights = prediction.weights[:count] / prediction.weights[:count].sum()
+    return regression_prediction(means, noise, noise, weights, prediction.likelihood)
 
 
 def regression_prediction(
@@ -73,13 +62,13 @@ def regression_prediction(
 
 
 def noise_factors(alone: RegressionPrediction, targets: Tensor) -> Tensor:
-    """What the noise (D,) of networks is to be multiplied by, so that targets (n, D) are most likely."""
+    """Factors (D,) of the noise of networks at which targets (n, D) are most likely."""
     noise = alone.component_noise
     return best_factors(alone.weights, alone.component_mean, noise, noise, targets)
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """RMSE, NLL, CRPS, the share of targets in 90 % intervals and the mean standard deviation, as a folder's document has them."""
+    """RMSE, NLL, CRPS, coverage of 90 % intervals and mean standard deviation, for a folder's document."""
     found = regression_measured(tally)
     names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
     return {name: found[metric].value for name, metric in names.items()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import struct
 import zipfile
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from PIL import Image
 from mola.app.jobs.arrays import open_arrays
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.job import Job
-from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
@@ -218,26 +215,6 @@ def test_names_of_classes_that_are_numbers_are_no_places(desk, tmp_path):
     assert "has the label '0', which is none of the 3 classes" in listed.problems[0]
 
 
-def test_whatever_a_decoder_raises_is_about_one_image(desk, tmp_path, monkeypatch, fitted):
-    """Pillow raises struct.error, IndexError and others for damaged files."""
-    shutil.copytree(desk.root / "strange", tmp_path / "images")
-    shutil.copy(desk.root / "strange" / "00.png", os.fsencode(tmp_path / "images") + b"/k\xe4se.png")  # Latin-1
-    opened = Image.open
-
-    def failing(path, *rest):
-        if Path(path).name == "01.png":
-            raise struct.error("unpack requires a buffer of 4 bytes")
-        return opened(path, *rest)
-
-    monkeypatch.setattr(Image, "open", failing)
-    for ending in (".csv", ".jsonl", ".npz"):
-        result = run_predict(fitted, str(tmp_path / "images"), tmp_path / f"out{ending}")
-        ((name, words),) = result.account.left_out[str(tmp_path / "images")].items()
-        assert (name, result.count) == ("01.png", 12)
-        assert "unpack requires a buffer" in words
-    assert "k\\xe4se.png" in (tmp_path / "out.csv").read_text(encoding="utf-8")
-
-
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
@@ -250,11 +227,11 @@ def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_pa
 def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path):
     values = np.random.default_rng(0).normal(size=(11, 4))
     values[3, 1], values[7, :2] = np.nan, np.inf
-    labels = np.array([0, 1, 2, 0, 1, 2, 0, 1, 5, -1, 0])
+    labels = np.arange(11) % 3
     np.savez_compressed(tmp_path / "set.npz", inputs=np.asfortranarray(values), labels=labels)
     np.save(tmp_path / "set.npy", values)
     intake = Intake(batch_size=4, dtype="float64")
-    source = open_arrays(tmp_path / "set.npz", 3, intake, labelled=True)
+    source = open_arrays(tmp_path / "set.npz", intake, labelled=True)
     assert source.count == 11
     rows = list(source)
     assert [len(one.names) for one in rows] == [4, 4, 3]
@@ -262,14 +239,12 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     assert errors == {
         "set.npz[3]": "holds 1 value that is nan or infinite",
         "set.npz[7]": "holds 2 values that are nan or infinite",
-        "set.npz[8]": "has the label 5, which is not a class (expected 0 to 2)",
-        "set.npz[9]": "has the label -1, which is not a class (expected 0 to 2)",
     }
-    kept = [0, 1, 2, 4, 5, 6, 10]
+    kept = [0, 1, 2, 4, 5, 6, 8, 9, 10]
     assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
     assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
-    alone = list(open_arrays(tmp_path / "set.npy", 3, intake, labelled=False))
-    assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[[0, 1, 2, 4, 5, 6, 8, 9, 10]])
+    alone = list(open_arrays(tmp_path / "set.npy", intake, labelled=False))
+    assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[kept])
 
 
 def test_bytes_are_pixels_in_any_layout(tmp_path):
@@ -278,16 +253,11 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
     expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
         np.savez(tmp_path / f"{name}.npz", x=values)
-        (rows,) = open_arrays(tmp_path / f"{name}.npz", None, intake, labelled=False)
+        (rows,) = open_arrays(tmp_path / f"{name}.npz", intake, labelled=False)
         assert_close(rows.inputs, expected)
     np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
-    (rows,) = open_arrays(tmp_path / "grey.npz", None, intake, labelled=False)
+    (rows,) = open_arrays(tmp_path / "grey.npz", intake, labelled=False)
     assert_close(rows.inputs, expected[:, :1])
-
-
-def save_arrays(path, **arrays):
-    np.savez(path, **arrays)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -295,13 +265,12 @@ def save_arrays(path, **arrays):
     [
         ({"a": np.zeros((2, 2))}, "holds no inputs: expected an array called x, inputs"),
         ({"x": np.zeros((2, 2))}, "holds no labels"),
-        ({"x": np.zeros(2), "y": np.zeros(2)}, "expected numbers, a row for each input"),
-        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "expected numbers, a row for each input"),
-        ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "expected numbers, a row for each input"),
-        ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "of 64 bits at most"),
-        ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 whole numbers"),
-        ({"x": np.zeros((2, 2)), "y": np.array([0.5, 1])}, "expected 2 whole numbers"),
-        ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 whole numbers"),
+        ({"x": np.zeros(2), "y": np.zeros(2)}, "a row for each"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "a row for each"),
+        ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "a row for each"),
+        ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "at most 64 bits"),
+        ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 rows"),
+        ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 rows"),
         ({"x": np.zeros((2, 2)), "y": np.array([{}, []], dtype=object)}, "holds Python objects, which are not read"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
@@ -309,25 +278,25 @@ def save_arrays(path, **arrays):
 def test_arrays_that_are_no_data(tmp_path, arrays, words):
     np.savez(tmp_path / "set.npz", **arrays)
     with pytest.raises(DataError, match=words) as caught:
-        open_arrays(tmp_path / "set.npz", 3, Intake(), labelled=True)
+        open_arrays(tmp_path / "set.npz", Intake(), labelled=True)
     assert "set.npz" in str(caught.value)
 
 
 def test_damaged_arrays_are_named(tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"text\.npz is not an intact \.npz file"):
-        open_arrays(tmp_path / "text.npz", 3, Intake(), labelled=False)
+    with pytest.raises(DataError, match=r"text\.npz is damaged"):
+        open_arrays(tmp_path / "text.npz", Intake(), labelled=False)
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
         archive.writestr("x.npy", b"nothing like an array")
     with pytest.raises(DataError, match=r"odd\.npz is damaged at x"):
-        open_arrays(tmp_path / "odd.npz", 3, Intake(), labelled=False)
+        open_arrays(tmp_path / "odd.npz", Intake(), labelled=False)
     np.save(tmp_path / "cut.npy", np.zeros((10, 3)))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cut\.npy is damaged: it is cut off at row 8 of 10"):
-        list(open_arrays(tmp_path / "cut.npy", 3, Intake(batch_size=4), labelled=False))
+        list(open_arrays(tmp_path / "cut.npy", Intake(batch_size=4), labelled=False))
     np.save(tmp_path / "other.npy", np.zeros((10, 3)))
     with pytest.raises(DataError, match=r"other\.npy holds inputs of shape \(3,\), expected \(4,\)"):
-        list(open_arrays(tmp_path / "other.npy", 3, Intake(shape=(4,)), labelled=False))
+        list(open_arrays(tmp_path / "other.npy", Intake(shape=(4,)), labelled=False))
 
 
 def test_built_in_sets_by_name(monkeypatch):
@@ -363,9 +332,6 @@ ODD = {
     "scalar": ("(torch.tensor(1.0),)", "is a tensor of one number"),
     "lists": ("([1, 2], y)", "is a list"),
     "lengths": ("{'input': x, 'places': torch.arange(3)}", "different lengths"),
-    "halves": ("(x, y + 0.5)", "expected a whole number for each input"),
-    "nan": ("(x, y / 0.0)", "expected a whole number for each input"),
-    "one_hot": ("(x, torch.eye(3)[y])", r"labels of shape \(2, 3\)"),
 }
 
 
@@ -389,15 +355,6 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
-
-
-def test_one_image_alone(tmp_path, fitted):
-    expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
-    result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")
-    assert result.count == 1
-    assert_close(result.confidence, float(expected.confidence))
-    with pytest.raises(DataError, match="is of an unknown kind"):
-        open_set("strange/00.png", INTAKE, labelled=True)
 
 
 def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):

@@ -1,0 +1,192 @@
+"""A prediction as a row of a table for each input, and as arrays, under the names of its fields.
+
+Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs in place of numbers; of dense outputs they have
+means over positions. Arrays have the fields in the layout of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mola.app.jobs.decisions import Decisions
+from mola.app.jobs.folder import PosteriorFolder
+from mola.likelihoods import Gaussian, Likelihood
+
+INTERVAL = 0.9
+"""Probability of the intervals of a regression without --coverage."""
+
+FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
+
+ORDER = (
+    *(
+        "label",
+        "class",
+        "confidence",
+        "entropy",
+        "mean",
+        "std",
+        "lower",
+        "upper",
+        "epistemic",
+        "aleatoric",
+        "ood_score",
+    ),
+    *("distance", "outlying", "answer", "set", "prob"),
+)
+"""Order of the columns, by field."""
+
+SEPARATOR = "|"
+"""Between the labels of "class" where several are yes."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """From the predictions of a posterior to tables, arrays and a summary.
+
+    Attributes:
+        names: of the classes, labels or targets.
+        likelihood: of the posterior.
+        decisions: thresholds of "outlying", "answer" and "set", and the intervals "lower" to "upper".
+        probabilities: include the probabilities of all classes.
+    """
+
+    names: tuple[str, ...]
+    likelihood: Likelihood
+    decisions: Decisions
+    probabilities: bool = False
+
+    def fields(self, prediction: Any) -> dict[str, Tensor]:
+        """Fields of a prediction and decisions by name, without fields that are unknown."""
+        found: dict[str, Tensor | None] = {}
+        if self.likelihood.discrete:
+            found |= {name: getattr(prediction, name) for name in FIELDS}
+        else:
+            intervals = self.decisions.intervals
+            lower, upper = prediction.interval(INTERVAL) if intervals is None else intervals(prediction)
+            ends = {"lower": lower, "upper": upper}
+            found |= {name: ends[name] if name in ends else getattr(prediction, name) for name in REGRESSION_FIELDS}
+        found |= self.decisions.apply(prediction)
+        if self.probabilities:
+            found["probs"] = prediction.probs
+        return {name: values for name, values in found.items() if values is not None}
+
+    def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """Fields as arrays: labels as integers of 32 bits, yes and no as 1 and 0 in 8 bits."""
+        arrays = {name: np.ascontiguousarray(values.cpu().numpy()) for name, values in fields.items()}
+        kinds = {"label": np.int32, "outlying": np.int8, "answer": np.int8, "set": np.int8}
+        return {name: values.astype(kinds.get(name, values.dtype), copy=False) for name, values in arrays.items()}
+
+    def table(self, prediction: Any, fields: dict[str, Tensor]) -> Any:
+        """A data frame with a row for each input."""
+        if fields["ood_score"].dim() > 1:
+            return self._means_over_positions(fields, prediction.axis)
+        frame = prediction.to_frame()
+        for name in ("lower", "upper"):
+            if name in fields:
+                ends, single = fields[name].double().cpu().numpy(), fields[name].shape[1] == 1
+                frame[[name] if single else [f"{name}_{place}" for place in range(len(self.names))]] = ends
+        for name in ("outlying", "answer"):
+            if name in fields:
+                frame[name] = fields[name].cpu().numpy()
+        if "set" in fields:
+            frame["set"] = [[self.names[place] for place in row.nonzero().flatten()] for row in fields["set"]]
+        if self.likelihood.discrete:
+            frame["class"] = self._classes(prediction.label)
+        shown = [name for name in frame if self.probabilities or _field(name) != "prob"]
+        return frame[sorted(shown, key=lambda name: ORDER.index(_field(name)))].rename(columns=self._named)
+
+    def _classes(self, label: Tensor) -> list[str]:
+        if self.likelihood.mutually_exclusive:
+            return [self.names[place] for place in label.tolist()]
+        return [SEPARATOR.join(self.names[place] for place in row.nonzero().flatten()) for row in label]
+
+    def _named(self, column: str) -> str:
+        field = _field(column)
+        return column if field == column else f"{field}_{self.names[int(column.removeprefix(f'{field}_'))]}"
+
+    def _means_over_positions(self, fields: dict[str, Tensor], axis: int) -> Any:
+        import pandas
+
+        positions = fields["ood_score"][0].numel()
+        table: dict[str, Any] = {"positions": [positions] * len(fields["ood_score"])}
+        for name, values in fields.items():
+            if name == "label":
+                shares = self._counts(values, axis) / positions
+                table |= {f"share_{one}": shares[:, place] for place, one in enumerate(self.names)}
+            elif not self.likelihood.discrete and values.dim() > fields["ood_score"].dim() and len(self.names) > 1:
+                means = values.movedim(axis, 1).flatten(2).double().mean(2).numpy()
+                table |= {f"{name}_{one}": means[:, place] for place, one in enumerate(self.names)}
+            elif name != "probs":
+                table[name] = values.flatten(1).double().mean(1).numpy()
+        return pandas.DataFrame(table)
+
+    def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
+        # Number of positions (n, C) of each class, or at which each label is yes.
+        if self.likelihood.mutually_exclusive:
+            return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
+        return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
+
+    def summary(self, fields: dict[str, Tensor], axis: int) -> Summary:
+        """Sums over all inputs and positions; of several labels or targets, of their mean."""
+        labels = np.zeros(len(self.names), dtype=np.int64)
+        if self.likelihood.discrete:
+            values = {name: fields[name] for name in ("confidence", "entropy", "epistemic")}
+            label = fields["label"]
+            labels += self._counts(label.flatten()[None] if self.likelihood.mutually_exclusive else label, axis).sum(0)
+        else:
+            epistemic, aleatoric = fields["epistemic"].double(), fields["aleatoric"].double()
+            values = {"std": fields["std"], "epistemic_share": epistemic / (epistemic + aleatoric)}
+            values["width"] = fields["upper"] - fields["lower"]
+        values |= {name: fields[name] for name in ("outlying", "answer") if name in fields}
+        if "set" in fields:
+            sizes = fields["set"].sum(1)
+            values |= {"set_size": sizes, "empty_sets": sizes == 0}
+        positions = fields["ood_score"].numel()
+        sums = {name: float(one.double().mean()) * positions for name, one in values.items()}
+        return Summary(len(fields["ood_score"]), positions, sums, labels)
+
+
+def _field(column: str) -> str:
+    # The field of a column such as "prob_3".
+    field, _, place = column.rpartition("_")
+    return field if place.isdecimal() else column
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Sums over predictions, which add up over batches.
+
+    Attributes:
+        count: number of inputs.
+        positions: number of positions; that of the inputs where outputs are not dense.
+        sums: over positions, by name.
+        labels: how often each class, or "yes" for each label, was predicted.
+    """
+
+    count: int
+    positions: int
+    sums: Mapping[str, float]
+    labels: NDArray[Any]
+
+    def __add__(self, other: Summary) -> Summary:
+        sums = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}
+        return Summary(self.count + other.count, self.positions + other.positions, sums, self.labels + other.labels)
+
+    def means(self) -> dict[str, float]:
+        """Means over positions."""
+        return {name: value / self.positions for name, value in self.sums.items()}
+
+
+def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
+    """Names of the classes, labels or targets; numbers where they have none."""
+    count, likelihood = fitted.outputs, fitted.posterior.likelihood
+    if isinstance(likelihood, Gaussian):
+        count = likelihood.num_uncertain(count)  # variances are not targets
+    return tuple((fitted.classes or tuple(map(str, range(count))))[:count])

@@ -1,0 +1,305 @@
+"""`mola evaluate`: the numbers of a program on the same data, for every kind of outputs, and what the terminal shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mola
+from mola import metrics
+from mola.app.cli import app
+from mola.app.jobs import evaluate, pictures
+from mola.app.jobs.evaluate import run_evaluate
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import alarm, open_posterior
+from mola.app.jobs.preparation import Intake
+from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
+from mola.app.jobs.sets import open_set, overlap
+from mola.compare.evaluation import evaluation_document
+from mola.errors import DataError
+from tests.app.kinds import LOCATION, NAMES, SCALE
+from tests.closeness import assert_close
+from tests.own_work import job_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+
+CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"]
+REGRESSION_METHODS = ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def expected_scores(kind, prediction, labels):
+    """The scores of MoLA by the library's own functions."""
+    if kind.name == "classes":
+        return {
+            "accuracy": metrics.accuracy(prediction.probs, labels),
+            "nll": metrics.negative_log_likelihood(prediction.probs, labels),
+            "ece": metrics.expected_calibration_error(prediction.probs, labels),
+        }
+    if kind.name == "labels":
+        known = ~labels.isnan()
+        return {
+            "accuracy": ((prediction.probs > 0.5) == labels)[known].double().mean(),
+            "auroc": metrics.auroc_of_labels(prediction.probs, labels).mean(),
+        }
+    if kind.name == "regression":
+        lower, upper = prediction.interval(0.9)
+        errors = (prediction.mean.double() - labels).square().mean(1)
+        return {
+            "rmse": errors.mean().sqrt(),
+            "coverage_90": ((labels >= lower) & (labels <= upper)).double().mean(),
+            "width_90": (upper - lower).mean(),
+            "nll": -prediction.log_prob(labels).mean(),
+        }
+    known = labels != 255
+    return {"accuracy": (prediction.label == labels)[known].double().mean()}
+
+
+@pytest.mark.parametrize("kind", NAMES, indirect=True)
+def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind, tmp_path):
+    outcome = run("evaluate", "posterior", "--test", "test.npz", "--ood", "far.npz", "--output", tmp_path / "report")
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    shown = [line for line in outcome.stdout.splitlines() if not re.match(r" *\d+ % ", line)]
+    assert len(shown) <= 25
+    assert shown[0].startswith("On the test data:")
+    assert "index.html" in shown[-1]
+    found = json.loads((tmp_path / "report" / "numbers.json").read_text())
+    assert list(found["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
+    (inputs, labels), posterior = kind.data("test"), kind.open().posterior
+    mine = found["methods"]["MoLA"]
+    for name, value in expected_scores(kind, posterior.predict(inputs), labels).items():
+        assert_close(mine["scores"][name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
+    far = posterior.predict(torch.from_numpy(np.load("far.npz")["x"])).ood_score
+    inside = posterior.predict(inputs).ood_score
+    score = mine["outside"]["far.npz"]["scores"]["ood score"]
+    if kind.name == "maps":  # positions whose label is ignored are not compared
+        inside = inside[labels != 255]
+    assert score["auroc"] == pytest.approx(metrics.auroc(inside.flatten(), far.flatten()), abs=1e-3)
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert check_page(page) == [], "styles and figures are inside"
+    for name in kind.names:
+        assert name in page
+    for name in found["methods"]:
+        assert name in page
+    assert list((tmp_path / "report" / "figures").glob("*.png"))
+
+
+def check_page(text):
+    """Whatever a page would load; its tags are balanced."""
+
+    class Page(HTMLParser):
+        open_tags: list[str] = []  # noqa: RUF012
+        loads: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attrs):
+            self.loads += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+            if tag not in ("meta", "br"):
+                self.open_tags.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert self.open_tags.pop() == tag
+
+    page = Page()
+    page.feed(text)
+    assert page.open_tags == []
+    return page.loads
+
+
+@pytest.mark.parametrize("kind", ["maps"], indirect=True)
+def test_standard_errors_of_dense_outputs_count_inputs(kind):
+    found = evaluation_document(run_evaluate(kind.open(), "test.npz"))
+    inputs, labels = kind.data("test")
+    known, prediction = labels != 255, kind.open().posterior.predict(inputs)
+    assert (found["count"], found["inputs"], found["counted"]) == (int(known.sum()), len(inputs), "position")
+    right = [
+        (one == label)[mask].double().mean() for one, label, mask in zip(prediction.label, labels, known, strict=True)
+    ]
+    error = float(torch.stack(right).std()) / len(right) ** 0.5
+    assert found["methods"]["MoLA"]["errors"]["accuracy"] == pytest.approx(error)
+    for index, name in enumerate(kind.names):
+        own, called = (labels == index) & known, (prediction.label == index) & known
+        expected = float((own & called).sum() / (own | called).sum())
+        assert found["methods"]["MoLA"]["classes"][name]["iou"] == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count):
+    run_fit(job_for(desk, weights=tuple(desk.weights(count)), rule="nll"), tmp_path / "posterior")
+    result = run_evaluate(open_posterior(tmp_path / "posterior"), "test.csv", ["strange"])
+    train, val = ([desk.inputs(split)] for split in ("train", "val"))
+    networks = desk.networks(count)
+    methods = {
+        "MAP": mola.ensemble(networks[0]),
+        "MAP-T": mola.baselines.temperature_scaled(networks[0], val, progress=False),
+        "DE": mola.ensemble(networks),
+        "DE-T": mola.baselines.temperature_scaled(networks, val, progress=False),
+        "LLLA": mola.fit(networks[0], train, val, rule="nll", progress=False),
+        "MoLA": mola.fit(networks, train, val, rule="nll", progress=False),
+    }
+    expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
+    assert list(result.methods) == expected
+    strange = next(iter(open_set("strange", Intake(mode="RGB", shape=(3, 6, 6)), labelled=False))).inputs
+    test, labels = desk.inputs("test")
+    for name in expected:
+        inside, outside = methods[name].predict(test), methods[name].predict(strange)
+        found, out = result.methods[name].labelled["test.csv"], result.methods[name].outliers["strange"]
+        assert found.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-4)
+        assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-4)
+        scores = {
+            "max probability": (-inside.confidence, -outside.confidence),
+            "entropy": (inside.entropy, outside.entropy),
+        }
+        if name in ("LLLA", "MoLA"):
+            scores["ood score"] = (inside.ood_score, outside.ood_score)
+        assert ("ood score" in out.scores) == ("ood score" in scores)
+        for score, pair in scores.items():
+            assert out.scores[score]["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
+    json.dumps(evaluation_document(result))
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_the_ensemble_has_the_weights_of_the_mixture(desk, tmp_path):
+    run_fit(job_for(desk, mixing="stacking"), tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
+    weights = opened.posterior.weights.tolist()
+    assert max(weights) > min(weights) + 0.01
+    result = run_evaluate(opened, "test")
+    (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
+    plain = mola.ensemble(desk.networks(3)).with_weights(weights)
+    scaled = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
+    for name, one in (("DE", plain), ("DE-T", scaled)):
+        expected = metrics.negative_log_likelihood(one(test), labels)
+        assert result.methods[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4), name
+    assert any("weights" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("kind", ["regression"], indirect=True)
+def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
+    """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.baselines.scale_noise."""
+    posterior, likelihood = kind.open().posterior, mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
+    train, (val, targets) = kind.data("train"), kind.data("val")
+    plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
+    alone = networks_alone(posterior.predict(val), 2, untuned_noise(posterior))
+    assert_close(alone.component_noise[:, 0].double().sqrt(), plain.noise, "difference")
+    scaled = mola.baselines.scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
+    noise = alone.component_noise[:, 0].double().sqrt() * noise_factors(alone, targets)
+    # One factor for all networks, which have different noises: about the same noise on average.
+    assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["classes", "regression"], indirect=True)
+def test_without_validation_data_nothing_is_scaled(kind, tmp_path):
+    command = [
+        "fit",
+        "0.safetensors",
+        "--network",
+        f"kind_{kind.name}:build",
+        "--train",
+        "train.npz",
+        "--rule",
+        "evidence",
+    ]
+    if kind.name == "regression":
+        command += ["--likelihood", "gaussian", "--location", LOCATION, "--scale", SCALE]
+    assert run(*command, "--output", tmp_path / "posterior").exit_code == 0
+    opened = open_posterior(tmp_path / "posterior")
+    found = run_evaluate(opened, "test.npz")
+    assert list(found.methods) == ["MAP", "LLLA"]
+    assert any("no validation data" in note for note in found.notes)
+    assert found.decisions is None
+    scaled = {"classes": "MAP-T", "regression": "MAP-N"}[kind.name]
+    assert scaled in run_evaluate(opened, "test.npz", val="val.npz").methods
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_data_that_were_seen_before_are_named(desk, fitted):
+    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
+        assert any("are the validation data" in note for note in run_evaluate(fitted, name).notes)
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("role", ["test", "val"])
+def test_labels_in_another_order_are_refused(desk, fitted, tmp_path, role):
+    stored = np.load(desk.root / "test.npz")
+    np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
+    names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
+    with pytest.raises(DataError, match="another order"):
+        run_evaluate(fitted, names["test"], val=names["val"])
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_the_validation_data_are_read_once(fitted, monkeypatch):
+    opened, read = [], pictures.read_pixels
+    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
+    run_evaluate(fitted, "test.npz")
+    assert len(opened) == len(set(opened)) == 18
+
+
+@pytest.mark.usefixtures("_at_the_desk", "_blank_figures")
+def test_inputs_that_were_left_out_are_named_and_quiet_is_quiet(fitted, tmp_path):
+    stored = np.load("test.npz")
+    values = stored["x"].transpose(0, 3, 1, 2) / 255
+    values[2, 0, 0, 0] = np.nan
+    np.savez(tmp_path / "holes.npz", x=values, y=stored["y"])
+    arguments = ("evaluate", fitted.folder, "--test", tmp_path / "holes.npz", "--output", tmp_path / "report")
+    outcome = run(*arguments, "--json")
+    assert outcome.exit_code == 3
+    assert json.loads(outcome.stdout)["count"] == 17
+    outcome = run(*arguments)
+    assert "holes.npz[2]" in outcome.stdout
+    assert "holes.npz[2]" in (tmp_path / "report" / "index.html").read_text()
+    outcome = run("evaluate", fitted.folder, "--test", "test", "--output", tmp_path / "report", "--quiet")
+    assert (outcome.exit_code, outcome.output) == (0, "")
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_the_report_shows_guarantees_beside_the_test_data(desk, fitted, monkeypatch):
+    monkeypatch.setattr(evaluate, "ERROR_RATES", (0.01, 0.4))
+    found = run_evaluate(fitted, "test.npz").decisions
+    inputs, labels = desk.inputs("test")
+    prediction = fitted.posterior.predict(inputs)
+    right, outlying = prediction.label == labels, prediction.ood_score > alarm(fitted, None)
+    impossible, possible = found.answers
+    assert (impossible.threshold, impossible.realised) == (None, None)
+    assert "299" in impossible.why
+    answered = (prediction.confidence > possible.threshold) & ~outlying
+    assert possible.answered == pytest.approx(float(answered.double().mean()))
+    assert possible.realised == pytest.approx(float((~right[answered]).double().mean()))
+    assert found.alarms == pytest.approx(float(outlying.double().mean()))
+    sets = evaluate.make_decisions(fitted, coverage=0.9).sets(prediction)
+    inside = sets[torch.arange(len(labels)), labels]
+    assert found.sets.realised == pytest.approx(float(inside.double().mean()))
+    assert found.sets.size == pytest.approx(float(sets.sum(1).double().mean()))
+    assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
+    assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("mnist:val", "mnist:test", True),
+        ("mnist", "mnist:test", True),
+        ("mnist:val", "mnist:report", False),
+        ("mnist:val", "mnist:train", False),
+        ("mnist:test", "fashion-mnist:test", False),
+        ("digits:val", "digits:test", False),
+        ("digits:report", "digits:test", True),
+        ("own:test", "own:report", False),
+    ],
+)
+def test_which_built_in_sets_share_images(one, other, shared):
+    assert overlap(one, other) is overlap(other, one) is shared

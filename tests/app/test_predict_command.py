@@ -1,0 +1,313 @@
+"""`mola predict`: the library's numbers under the library's names, for every kind of outputs, source and format."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import mola
+from mola.__main__ import main
+from mola.app.cli import app
+from mola.app.jobs.decisions import make_decisions
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import alarm, open_posterior
+from mola.app.jobs.predict import run_predict
+from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS
+from tests.app.kinds import NAMES, draw
+from tests.closeness import assert_close
+from tests.own_work import job_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+
+LEFT_OUT, INTERRUPTED = 3, 130
+DIFFERENCES = ("epistemic", "aleatoric", "ood_score")
+"""Fields that are differences of larger values."""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def read(path):
+    """The columns of a table or an archive, by name; None where there is nothing."""
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    if path.suffix == ".parquet":
+        import pandas
+
+        rows = pandas.read_parquet(path).astype(object).to_dict("records")
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    else:
+        with open(path, newline="", encoding="utf-8") as stream:
+            rows = [{name: cell or None for name, cell in row.items()} for row in csv.DictReader(stream)]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def numbers(cells):
+    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+
+
+def named(column, names):
+    field, _, place = column.rpartition("_")
+    return f"{field}_{names[int(place)]}" if place.isdecimal() else column
+
+
+ENDINGS = [
+    "csv",
+    "jsonl",
+    pytest.param("parquet", marks=pytest.mark.skipif(find_spec("pyarrow") is None, reason="PYARROW IS NOT INSTALLED")),
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("kind", ["classes", "labels", "regression"], indirect=True)
+def test_tables_have_the_columns_of_to_frame(kind, tmp_path, ending):
+    output = tmp_path / f"out.{ending}"
+    more = ["--probabilities"] if kind.name != "regression" else []
+    assert run("predict", "posterior", "test.npz", "--output", output, "--quiet", *more).exit_code == 0
+    prediction, found = kind.open().posterior.predict(kind.data("test")[0]), read(output)
+    expected = prediction.to_frame()
+    for column in expected:
+        precision = "difference" if column.startswith(DIFFERENCES) else "float32"
+        assert_close(numbers(found[named(column, kind.names)]), expected[column], precision, name=column)
+    if kind.name == "classes":
+        assert found["class"] == [kind.names[label] for label in prediction.label]
+    elif kind.name == "labels":
+        rows = [[name for name, yes in zip(kind.names, row, strict=True) if yes] for row in prediction.label]
+        assert [one or "" for one in found["class"]] == ["|".join(row) for row in rows]
+    else:
+        for name, end in zip(("lower", "upper"), prediction.interval(0.9), strict=True):
+            assert_close(numbers(found[f"{name}_{kind.names[1]}"]), end[:, 1])
+    outlying = (prediction.ood_score > alarm(kind.open(), None)).tolist()
+    truth = {"csv": ["true" if one else "false" for one in outlying]}
+    assert found["outlying"] == truth.get(ending, outlying)
+
+
+@pytest.mark.parametrize("kind", NAMES, indirect=True)
+def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
+    """In the library's own layout, for rows and for maps; unusable inputs have NaN and -1."""
+    x, _ = draw(kind.name, 60, 5)
+    x[3].flat[2] = np.nan
+    np.savez(tmp_path / "some.npz", x=x)
+    more = ["--probabilities"] if kind.name != "regression" else []
+    outcome = run("predict", "posterior", tmp_path / "some.npz", "--output", tmp_path / "out.npz", "--json", *more)
+    assert outcome.exit_code == LEFT_OUT, outcome.output
+    usable = np.arange(len(x)) != 3
+    prediction, found = kind.open().posterior.predict(torch.from_numpy(x[usable])), read(tmp_path / "out.npz")
+    fields = OUTPUTS if kind.name != "regression" else [one for one in REGRESSION_OUTPUTS if one != "variance"]
+    for name in fields:
+        precision = "difference" if name in DIFFERENCES else "float32"
+        assert_close(found[name][usable], getattr(prediction, name), precision, name=name)
+        assert np.all(found[name][3] == -1) if name == "label" else np.isnan(found[name][3]).all()
+    assert found["classes"].tolist() == list(kind.names)
+    assert "nan or infinite" in str(found["error"][3])
+    summary = json.loads(outcome.stdout)
+    assert summary["count"] == usable.sum()
+    assert_close(summary["outlying"], (found["outlying"][usable] == 1).mean())
+    of = "std" if kind.name == "regression" else "confidence"
+    assert_close(summary[of], getattr(prediction, of).double().mean())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npz", "out.npz.toml", "some.npz"]
+
+
+@pytest.mark.parametrize("kind", ["maps"], indirect=True)
+def test_a_folder_holds_pictures_and_means_of_the_maps(kind, tmp_path):
+    for _ in range(2):  # the second run replaces the first
+        outcome = run("predict", "posterior", "test.npz", "--output", tmp_path / "maps")
+        assert outcome.exit_code == 0, outcome.output
+        assert "800 positions" in outcome.output
+    prediction, found = kind.open().posterior.predict(kind.data("test")[0]), read(tmp_path / "maps" / "predictions.csv")
+    scale = {"label": 1, "confidence": 65535, "entropy": 65535 / np.log(3)}
+    for index, file in enumerate(found["picture"]):
+        for part, largest in scale.items():
+            picture = np.asarray(Image.open(tmp_path / "maps" / part / file)).astype(float)
+            np.testing.assert_allclose(picture / largest, getattr(prediction, part)[index], atol=2e-5, err_msg=part)
+    for name in ("confidence", "entropy", "distance"):
+        assert_close(numbers(found[name]), getattr(prediction, name).double().mean((1, 2)), name=name)
+    assert_close(numbers(found["share_grey"]), (prediction.label == 1).double().mean((1, 2)))
+    assert json.loads((tmp_path / "maps" / "maps.json").read_text())["classes"] == list(kind.names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["maps", "maps.toml"]
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path):
+    expected = fitted.posterior.predict(desk.inputs("test")[0])
+    for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
+        opened = replace(fitted, preparation={**fitted.preparation, "batch_size": size})
+        result = run_predict(opened, data, tmp_path / f"{number}.jsonl", probabilities=True)
+        found = read(tmp_path / f"{number}.jsonl")
+        for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
+            precision = "difference" if name in DIFFERENCES else "float32"
+            assert_close(numbers(found[name]), getattr(expected, name), precision, name=name)
+        assert_close(np.stack([numbers(found[f"prob_{name}"]) for name in fitted.classes], 1), expected.probs)
+        assert_close(result.means["confidence"], expected.confidence.mean())
+        assert result.labels == dict(zip(fitted.classes, torch.bincount(expected.label).tolist(), strict=True))
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("ending", [*ENDINGS, "npz"])
+def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, ending):
+    folder = shutil.copytree(desk.root / "strange", tmp_path / "images")
+    (folder / "00-corrupt.png").write_bytes((folder / "03.png").read_bytes()[:50])
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(folder / "zz-large.png")
+    Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
+    opened = replace(fitted, preparation={**fitted.preparation, "batch_size": 1})  # the first batch has no usable input
+    asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
+    result = run_predict(opened, str(folder), tmp_path / f"out.{ending}", **asked)
+    rows, left_out = read(tmp_path / f"out.{ending}"), result.account.left_out[str(folder)]
+    assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
+    assert result.account.noted[str(folder)] == {"zz-grey.png": "is grey and was read as RGB"}
+    for name, word in (("00-corrupt.png", "cannot be decoded"), ("zz-large.png", "9 x 9 pixels")):
+        place = list(rows["name"]).index(name)
+        assert place == sorted(path.name for path in folder.iterdir()).index(name)
+        assert word in str(rows["error"][place])
+        for column in ("label", "answer", "outlying"):
+            assert rows[column][place] in (None, -1)
+    assert result.count == 13
+    with pytest.raises(mola.errors.DataError, match="00-corrupt"):
+        run_predict(opened, str(folder), tmp_path / f"strict.{ending}", strict=True)
+    assert not list(tmp_path.glob("*strict*"))
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
+def test_decisions_in_rows_are_those_of_the_library(desk, fitted, tmp_path, ending):
+    asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
+    result = run_predict(fitted, "test.npz", tmp_path / f"out.{ending}", **asked)
+    made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(desk.inputs("test")[0])
+    answer = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
+    sets, found = made.sets(prediction), read(tmp_path / f"out.{ending}")
+    assert result.means["answer"] == float(answer.double().mean())
+    assert result.means["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
+    assert result.means["empty_sets"] == float((sets.sum(1) == 0).double().mean())
+    assert result.plain()["decisions"]["answer"]["certainty"] == 0.7
+    names = [[name for name, one in zip(fitted.classes, row, strict=True) if one] for row in sets.tolist()]
+    expected = {
+        "csv": (["true" if one else "false" for one in answer], ["|".join(row) or None for row in names]),
+        "jsonl": (answer.tolist(), names),
+        "npz": (answer.int().tolist(), sets.int().tolist()),
+    }[ending]
+    assert (list(found["answer"]), [list(one) if ending == "npz" else one for one in found["set"]]) == expected
+
+
+@pytest.mark.parametrize("kind", ["regression"], indirect=True)
+@pytest.mark.parametrize("coverage", [0.5, 0.9])
+def test_intervals_are_those_of_the_library(kind, tmp_path, coverage):
+    """They contain the targets as often as guaranteed, within the sampling error of calibration and test data."""
+    x, y = draw("regression", 2000, 7)
+    np.savez(tmp_path / "more.npz", x=x, y=y)
+    run("predict", "posterior", tmp_path / "more.npz", "--output", tmp_path / "out.npz", "--coverage", coverage)
+    found, posterior, (val, targets) = read(tmp_path / "out.npz"), kind.open().posterior, kind.data("val")
+    intervals = mola.prediction_intervals(posterior.predict(val), targets, coverage)
+    for name, end in zip(("lower", "upper"), intervals(posterior.predict(torch.from_numpy(x))), strict=True):
+        assert_close(found[name], end)
+    held = np.mean((y >= found["lower"]) & (y <= found["upper"]), 0)
+    error = np.sqrt(coverage * (1 - coverage) * (1 / len(val) + 1 / len(x))) + 1 / len(val)
+    assert np.all(np.abs(held - coverage) < 4 * error)
+
+
+def test_one_name_for_one_field():
+    """Exported files and tables use the names of the library's fields."""
+    from mola.app.jobs import columns
+
+    assert set(columns.FIELDS) | {"probs"} == set(OUTPUTS)
+    assert set(columns.REGRESSION_FIELDS) - {"lower", "upper"} == set(REGRESSION_OUTPUTS) - {"variance"}
+    assert all(hasattr(mola.Prediction, name) for name in OUTPUTS)
+    assert all(hasattr(mola.RegressionPrediction, name) for name in REGRESSION_OUTPUTS)
+
+
+WRONG_USE = {
+    "no posterior": ("classes", ["predict", ".", "test.npz"], "job.toml"),
+    "no data": ("classes", ["predict", "posterior", "nowhere"], "unknown data"),
+    "ending": ("classes", ["predict", "posterior", "test.npz", "--output", "out.xlsx"], ".parquet"),
+    "folder as output": ("classes", ["predict", "posterior", "test.npz", "--output", "folder.csv"], "is a folder"),
+    "output below a file": ("classes", ["predict", "posterior", "test.npz", "--output", "test.npz/a.csv"], "cannot write"),
+    "output is the data": ("classes", ["predict", "posterior", "test.npz", "--output", "./test.npz"], "holds the data"),
+    "pictures of rows": ("classes", ["predict", "posterior", "test.npz", "--output", "maps"], "each pixel"),
+    "device": ("classes", ["predict", "posterior", "test.npz", "--device", "abacus"], "abacus"),
+    "certainty alone": ("classes", ["predict", "posterior", "test.npz", "--certainty", "0.9"], "--error-rate"),
+    "by class alone": ("classes", ["predict", "posterior", "test.npz", "--by-class"], "--coverage"),
+    "too few data": ("classes", ["predict", "posterior", "test.npz", "--coverage", "0.999"], "too few"),
+    "rate": ("classes", ["predict", "posterior", "test.npz", "--false-alarm-rate", "5"], "between 0 and 1"),
+    "answers of labels": ("labels", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "bernoulli"),
+    "answers of a regression": ("regression", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "is for classes"),
+    "classes of a regression": (
+        "regression", ["predict", "posterior", "test.npz", "--coverage", "0.9", "--by-class"], "is for classes",
+    ),
+    "probabilities of a regression": ("regression", ["predict", "posterior", "test.npz", "--probabilities"], "is for classes"),
+    "coverage of maps": ("maps", ["predict", "posterior", "test.npz", "--coverage", "0.9"], "dense outputs"),
+    "answers of maps": ("maps", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "dense outputs"),
+    "probabilities of maps": ("maps", ["predict", "posterior", "test.npz", "--probabilities"], ".npz alone"),
+    "a folder of others": ("maps", ["predict", "posterior", "test.npz", "--output", "taken"], "earlier run"),
+    "no test data": ("classes", ["evaluate", "posterior", "--test", "nowhere"], "unknown data"),
+    "no labels": ("classes", ["evaluate", "posterior", "--test", "far.npz"], "no labels"),
+    "a set twice": ("classes", ["evaluate", "posterior", "--test", "test.npz", "--ood", "test.npz"], "named once"),
+    "report over a file": ("classes", ["evaluate", "posterior", "--test", "test.npz", "--output", "test.npz"], "another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [(one[0], name) for name, one in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
+)
+def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
+    for folder in ("folder.csv", "taken"):
+        (kind.root / folder).mkdir(exist_ok=True)
+    (kind.root / "taken" / "mine.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in kind.root.rglob("*") if "__pycache__" not in path.parts}
+    outcome = run(*WRONG_USE[case][1])
+    assert outcome.exit_code == 1, outcome.output
+    assert isinstance(outcome.exception, mola.errors.MolaError)
+    assert WRONG_USE[case][2] in str(outcome.exception)
+    after = {path: path.stat().st_mtime_ns for path in kind.root.rglob("*") if "__pycache__" not in path.parts}
+    shutil.rmtree(kind.root / "report", ignore_errors=True)
+    assert {path: time for path, time in after.items() if "report" not in path.parts} == before
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
+def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, monkeypatch, capsys):
+    with pytest.raises(mola.errors.DataError, match="the disk is gone"):
+        run_predict(fitted, f"{desk.module}:failing", tmp_path / f"out.{ending}")
+    assert list(tmp_path.iterdir()) == []
+    (desk.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
+    arguments = ["predict", fitted.folder, "stopping:batches", "--output", tmp_path / f"out.{ending}", "--quiet"]
+    monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == INTERRUPTED
+    assert "stopped" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_nothing_usable_is_an_error_with_the_first_reason(fitted, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_text("no image")
+    with pytest.raises(mola.errors.DataError, match=r"no input .*a\.png: cannot be decoded"):
+        run_predict(fitted, str(tmp_path / "images"), tmp_path / "out.csv")
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+def test_mappings_and_links_that_draw(desk, tmp_path):
+    """Networks that take their inputs by name; samples follow the seed."""
+    data = f"{desk.module}:mappings"
+    run_fit(job_for(desk, train=data, val=data, link="mc", rule="none"), tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
+    found = []
+    for number, seed in enumerate((1, 1, 2, None)):
+        run_predict(opened, data, tmp_path / f"{number}.npz", probabilities=True, seed=seed)
+        found.append(read(tmp_path / f"{number}.npz")["probs"])
+    assert_close(found[3], opened.posterior.predict(desk.inputs("train")[0]).probs)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
