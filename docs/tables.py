@@ -36,7 +36,8 @@ def table(place: str) -> str:
     if source in SOURCES:
         return SOURCES[source](rest)
     if not selection:
-        return as_markdown(suite_table(name)).strip()
+        heading, text = as_markdown(suite_table(name)).strip().split("\n", 1)
+        return f"**{heading.removeprefix('### ')}**\n{text}"  # no heading: it would fill the table of contents
     found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
     better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
     header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]

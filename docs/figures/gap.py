@@ -1,7 +1,7 @@
 """The figure of docs/regression.md, from a toy that trains in seconds: `python docs/figures/gap.py`.
 
-Five small networks learn a curve from data on both sides of a gap. Drawn are the mean and 90 % intervals of the ensemble, of MoLA and
-of MoLA by distance, between the data and beyond them. What the page says in numbers goes to `benchmarks/results/gap.json`.
+Five small networks learn a curve from data on both sides of a gap. The figure shows the mean and 90 % intervals of the ensemble, of
+MoLA and of MoLA scaled by distance, between the data and beyond them. Numbers go to `benchmarks/results/gap.json`.
 """
 
 from __future__ import annotations

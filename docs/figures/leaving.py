@@ -1,8 +1,8 @@
-"""The figure of README and of the front page, from a toy that trains in seconds: `python docs/figures/leaving.py`.
+"""The figure of README and of docs/outliers.md, from a toy that trains in seconds: `python docs/figures/leaving.py`.
 
 Five small networks learn scikit-learn's handwritten digits. The test digits are then faded step by step into pieces of photographs.
-Drawn are the mean confidence of one network (MAP), of the ensemble (DE) and of MoLA, and the accuracy, which confidence should follow.
-What the pages say in numbers goes to `benchmarks/results/leaving.json`.
+The figure shows the mean confidence of one network (MAP), of the ensemble (DE) and of MoLA by the paper's rule, and the accuracy.
+Numbers go to `benchmarks/results/leaving.json`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "DE": mola.ensemble(networks),
-        "MoLA": mola.fit(networks, batches, validation, progress=False),
+        "MoLA": mola.fit(networks, batches, validation, rule="threshold", progress=False),
     }
     digits, pieces = images[test_rows], photographs(len(test_rows))
     sets = [torch.lerp(digits, pieces, step) for step in STEPS]

@@ -1,9 +1,8 @@
-"""The figures of the method's page, from a real toy: `python docs/figures/modes.py`.
+"""The figures of docs/method.md, from a toy: `python docs/figures/modes.py`.
 
 Five small networks learn two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
-Drawn are that posterior along the straight lines between the modes, the last layer's posterior around each of them with its
-Laplace approximation, and how sure the four predictors are in the plane. What the page says in numbers goes to
-`benchmarks/results/modes.json`.
+The figures show that posterior along the straight lines between the modes, the last layer's posterior around each mode with its
+Laplace approximation, and the confidence of the four predictors in the plane. Numbers go to `benchmarks/results/modes.json`.
 """
 
 from __future__ import annotations
@@ -168,8 +167,8 @@ def main() -> None:
     predictors = {
         "MAP": mola.ensemble(networks[0]),
         "DE": mola.ensemble(networks),
-        "LLLA": mola.fit(networks[0], batches, validation, progress=False),
-        "MoLA": mola.fit(networks, batches, validation, progress=False),
+        "LLLA": mola.fit(networks[0], batches, validation, rule="threshold", progress=False),
+        "MoLA": mola.fit(networks, batches, validation, rule="threshold", progress=False),
     }
     axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float64)
     plane = torch.cartesian_prod(axis, axis).flip(1)

@@ -1,4 +1,4 @@
-"""The maps and the numbers of docs/dense.md, as examples/segmentation.py makes them.
+"""The maps of docs/dense.md and the numbers of docs/results/ood-scores.md, made by examples/segmentation.py.
 
 python docs/figures/segmentation.py
 """
