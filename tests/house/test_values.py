@@ -40,7 +40,10 @@ def _written_by_hand(page: str) -> list[str]:
     """Decimals and percentages without a record; code and formulas are not measurements."""
     page = VALUES.TABLE.sub("", VALUES.VALUE.sub("", page))
     page = re.sub(
-        r"<!--.*?-->|^```.*?^```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|<[^>]*>|\]\([^)]*\)", "", page, flags=re.M | re.S
+        r"\A---.*?^---$|<!--.*?-->|^```.*?^```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|<[^>]*>|\]\([^)]*\)",
+        "",
+        page,
+        flags=re.M | re.S,
     )
     return re.findall(r"\d*\.\d+|\d+(?= ?%)", page)
 
