@@ -4,7 +4,7 @@ config.json                     contents, with checksums; written last
 networks/0/model.safetensors    weights of each network, with the network's own config.json for transformers
 posterior/                      as written by `posterior.save`
 tokenizer/, processor/          preprocessing of texts and images, if given
-README.md, reliability.png      the model card
+README.md, reliability.png      the model card, as `huggingface_hub` writes it
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mola.errors import MissingExtraError, OptionError, StorageError
-from mola.evaluation import Estimate, Evaluation
+from mola.evaluation import Evaluation
 from mola.fitting import ensemble
 from mola.fitting import load as load_posterior
 from mola.likelihoods import LIKELIHOODS
@@ -34,14 +34,14 @@ from mola.saving.weights import load_weights, save_weights
 
 FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, PICTURE, WEIGHTS = "config.json", "README.md", "reliability.png", "model.safetensors"
-HELPERS = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
-"""What a task needs to prepare its inputs, and the inputs."""
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+PREPROCESSING = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
+"""What prepares the inputs of a task, and these inputs."""
 
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's task, by the end of the class name of a transformers network."""
 
 TAGS = ("mola", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
-
 SCHEMA = {
     "kind": str,
     "classes": [str],
@@ -52,8 +52,6 @@ SCHEMA = {
     "build": Optional(str),
     "networks": [{"type": str, "from_pretrained": bool, "dtype": Optional(str), "files": {str: str}}],
 }
-
-TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
 def save(
@@ -97,35 +95,30 @@ def save(
     helpers = {name: one for name, one in (("tokenizer", tokenizer), ("processor", processor)) if one is not None}
     for name, helper in helpers.items():
         if not hasattr(helper, "save_pretrained"):
-            raise OptionError(
-                f"{name}: expected an object with save_pretrained, as in transformers; got {type(helper).__name__}."
-            )
-    names = _class_names(posterior, classes)
-    likelihood = {"name": posterior.likelihood.name, **posterior.likelihood.settings()}
-    place = Path(folder).resolve()
-    rows = _rows_of(evaluation)
-    card = _card_library()
+            raise OptionError(f"{name}: expected an object with save_pretrained, got {type(helper).__name__}.")
+    if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
+        raise OptionError("evaluation: expected that of this posterior alone: mola.evaluate(posterior, test_loader).")
+    names, place, library = _class_names(posterior, classes), Path(folder).resolve(), _card_library()
     _clear(place)
-    place.mkdir(parents=True, exist_ok=True)
     described = [
-        _save_network(network, place / "networks" / str(index)) if networks else _described(network, {})
+        _save_network(network, place / "networks" / str(index), weights=networks)
         for index, network in enumerate(posterior.networks)
     ]
     for name, helper in helpers.items():
         helper.save_pretrained(place / name)
     if posterior.structure is not None:
         posterior.save(place / "posterior")
-    task = pipeline_tag or _task(posterior)
-    needs_build = not all(one["from_pretrained"] and one["files"] for one in described)
-    needed = HELPERS.get(task or "")
-    text = card.ModelCard.from_template(
-        card.ModelCardData(
+    kind = type(posterior.networks[0]).__name__
+    task = pipeline_tag or next((task for end, task in TASKS.items() if kind.endswith(end)), None)
+    needed = PREPROCESSING.get(task or "")
+    card = library.ModelCard.from_template(
+        library.ModelCardData(
             library_name="mola",
             model_name=place.name,
             license=license,
             tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
             pipeline_tag=task,
-            eval_results=_results(card, rows, task) or None,
+            eval_results=_results(library, evaluation, task),
         ),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         name=place.name,
@@ -134,16 +127,16 @@ def save(
         kinds=sorted({type(network).__name__ for network in posterior.networks}),
         classes=names,
         build=build,
-        needs_build=needs_build,
-        helpers={name: _import_of(helper) for name, helper in helpers.items()},
+        needs_build=not all(one["from_pretrained"] and one["files"] for one in described),
+        helpers={name: (_import_name(helper), type(helper).__name__) for name, helper in helpers.items()},
         missing=needed if needed and needed[0] not in helpers else None,
-        measured=rows,
-        picture=PICTURE if _write_picture(rows, place / PICTURE) else None,
+        evaluation=evaluation,
+        picture=PICTURE if _write_picture(evaluation, place / PICTURE) else None,
         plain=_plain,
         quoted=lambda text: json.dumps(text, ensure_ascii=False),
         listed=lambda values: ", ".join(f"{value:.4g}" for value in values),
     )
-    write_atomically(place / CARD, str(text).encode())
+    write_atomically(place / CARD, str(card).encode())
     config = {
         "format": FORMAT,
         "version": VERSION,
@@ -154,7 +147,7 @@ def save(
         "weights": posterior.weights.tolist(),
         "temperature": posterior.temperature,
         "pooling": posterior.pooling,
-        "likelihood": likelihood,
+        "likelihood": {"name": posterior.likelihood.name, **posterior.likelihood.settings()},
         "build": build,
         "networks": described,
     }
@@ -201,13 +194,6 @@ def is_hub_folder(folder: str | Path) -> bool:
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
-# --- the model card -------------------------------------------------------------------------------------------------------
-
-
-Row = tuple[int, Mapping[str, Estimate], list[list[float]]]
-"""Number of inputs, metrics, and bins of confidence on one data set."""
-
-
 def _card_library() -> Any:
     try:
         import huggingface_hub
@@ -216,35 +202,24 @@ def _card_library() -> Any:
     return huggingface_hub
 
 
-def _rows_of(evaluation: Evaluation | None) -> dict[str, Row]:
-    if evaluation is None:
-        return {}
-    if len({predictor for predictor, _ in evaluation.rows}) > 1:
-        raise OptionError("evaluation: expected that of this posterior alone: mola.evaluate(posterior, test_loader).")
-    return {
-        place[1]: (evaluation.counts[place], row, evaluation.bins[place].tolist() if place in evaluation.bins else [])
-        for place, row in evaluation.rows.items()
-    }
-
-
-def _results(card: Any, rows: Mapping[str, Row], task: str | None) -> list[Any]:
+def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> list[Any] | None:
     return [
-        card.EvalResult(
+        library.EvalResult(
             task_type=task or "other",
             dataset_type=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "data",
             dataset_name=name,
             metric_type=metric,
             metric_value=round(estimate.value, 6),
         )
-        for name, (_, metrics, _) in rows.items()
+        for (_, name), metrics in (evaluation.rows if evaluation else {}).items()
         for metric, estimate in metrics.items()
-    ]
+    ] or None
 
 
-def _write_picture(rows: Mapping[str, Row], path: Path) -> bool:
-    # The diagram of the first data set. Without matplotlib, the table shows the same.
-    name, (_, _, bins) = next(iter(rows.items()), ("", (0, {}, [])))
-    if not bins:
+def _write_picture(evaluation: Evaluation | None, path: Path) -> bool:
+    # The reliability diagram of the first data set. Without matplotlib, the card's table shows the same.
+    place = next(iter(evaluation.rows), None) if evaluation else None
+    if evaluation is None or place not in evaluation.bins:
         return False
     try:
         from matplotlib.figure import Figure
@@ -252,8 +227,8 @@ def _write_picture(rows: Mapping[str, Row], path: Path) -> bool:
         return False
     figure = Figure(figsize=(4, 4), layout="constrained")
     panel = figure.subplots()
-    draw_reliability(panel, {name: (bins, {"color": "#1f5fa8"})}, min_count=1)
-    panel.set_title(name, parse_math=False)
+    draw_reliability(panel, {place[1]: (evaluation.bins[place].tolist(), {"color": "#1f5fa8"})}, min_count=1)
+    panel.set_title(place[1], parse_math=False)
     figure.savefig(path, dpi=110)
     return True
 
@@ -263,27 +238,22 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
-def _import_of(helper: Any) -> tuple[str, str]:
+def _import_name(helper: Any) -> str:
     module = type(helper).__module__
-    return "transformers" if module.startswith("transformers.") else module, type(helper).__name__
-
-
-# --- the folder -----------------------------------------------------------------------------------------------------------
+    return "transformers" if module.startswith("transformers.") else module
 
 
 def _clear(folder: Path) -> None:
-    # Remove what a previous model in this folder left; the new one may have fewer files.
+    # Remove the previous model in this folder; until the new one is complete, the folder does not load.
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file; expected a folder.")
-    if not (folder / CONFIG).exists():
-        return
-    config = _read_config(folder)  # refuses the folder of another library
-    (folder / CONFIG).unlink()  # until all is written, the folder does not load
-    for index in range(len(config["networks"])):
-        shutil.rmtree(folder / "networks" / str(index), ignore_errors=True)
-    for name in ("tokenizer", "processor", "posterior"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / PICTURE).unlink(missing_ok=True)
+    if (folder / CONFIG).exists():
+        _read_config(folder)  # refuses the folder of another library
+        for name in (CONFIG, PICTURE):
+            (folder / name).unlink(missing_ok=True)
+        for name in ("networks", "tokenizer", "processor", "posterior"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
@@ -303,27 +273,18 @@ def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
     return [str(index) for index in range(width)]
 
 
-def _task(posterior: MoLA) -> str | None:
-    name = type(posterior.networks[0]).__name__
-    return next((task for end, task in TASKS.items() if name.endswith(end)), None)
-
-
-def _save_network(network: nn.Module, place: Path) -> dict[str, Any]:
+def _save_network(network: nn.Module, place: Path, *, weights: bool) -> dict[str, Any]:
     save_pretrained: Any = getattr(network, "save_pretrained", None)
-    if save_pretrained is not None:
+    if weights and save_pretrained is not None:
         save_pretrained(place)
-    else:
+    elif weights:
         save_weights(network, place / WEIGHTS)
-    return _described(network, {path.name: _checksum(path) for path in sorted(place.glob("*.safetensors"))})
-
-
-def _described(network: nn.Module, files: dict[str, str]) -> dict[str, Any]:
     dtypes = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
     return {
         "type": f"{type(network).__module__}.{type(network).__qualname__}",
-        "from_pretrained": hasattr(network, "save_pretrained"),
+        "from_pretrained": save_pretrained is not None,
         "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
-        "files": files,
+        "files": {path.name: _checksum(path) for path in sorted(place.glob("*.safetensors"))},
     }
 
 

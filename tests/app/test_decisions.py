@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import mola
-from mola.app.explore.answers import decision_card
-from mola.app.explore.opinions import Opinions
+from mola.app.explore.page import Explorer
 from mola.app.explore.subject import open_subject
 from mola.app.jobs import folder as folders
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
@@ -135,22 +134,15 @@ def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, 
         loaded.decide(said)
 
 
-def test_the_explorer_says_what_would_be_done(fitted):
+def test_the_explorer_shows_the_decision(fitted):
     asked = open_subject(fitted.folder, error_rate=0.4, certainty=0.7)
-    assert asked.decisions.answer == make_decisions(fitted, error_rate=0.4, certainty=0.7).answer
-    quiet, sure = asked.decisions.alarm - 1, 0.5 + float(asked.decisions.answer) / 2
-
-    def said(confidence, score, subject=asked):
-        rest = (1 - confidence) / 2
-        probs = dict.fromkeys(("MAP", "DE", "MoLA"), (confidence, rest, rest))
-        return decision_card(Opinions(probs, 0.1, 0.1, score, ()), subject)
-
-    assert 'data-decision="answer"' in said(sure, quiet)
-    assert "Would answer: cat" in said(sure, quiet)
-    assert 'data-decision="strange"' in said(sure, asked.decisions.alarm + 1)
-    assert 'data-decision="hand over"' in said(0.34, quiet) or asked.decisions.answer < 0.34
+    assert asked.decisions == make_decisions(fitted, error_rate=0.4, certainty=0.7)
+    answers = {name: Explorer(asked).answer(image, {}) for name, image in asked.examples}
+    for answer in answers.values():
+        assert answer["decision"] == decide(asked.decisions, answer["methods"][2][2], answer["score"])
+    assert answers["noise"]["limit"] == asked.decisions.answer
     usual = open_subject(fitted.folder)  # 18 data are too few for 5 % with 95 % certainty
     assert usual.decisions is None
-    assert "59 are needed" in said(0.9, quiet, usual)
+    assert any("59" in note for note in usual.notes)
     with pytest.raises(OptionError, match="299"):
         open_subject(fitted.folder, error_rate=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import webbrowser
 from pathlib import Path
@@ -12,20 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared_options import (
-    RUN,
-    Certainty,
-    Data,
-    Device,
-    Network,
-    Quiet,
-    Threads,
-    Trust,
-    set_threads,
-)
+from mola.app.cli.shared_options import RUN, Certainty, Data, Device, Network, Quiet, Threads, Trust, set_threads
 from mola.errors import OptionError
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def explore(
@@ -36,20 +25,17 @@ def explore(
     reference: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA", help="Data whose outlier scores to compare with.  [default: the validation data of the fit]"
+            metavar="DATA", help="Data for examples and outlier scores.  [default: the validation data of the fit]"
         ),
     ] = None,
     error_rate: Annotated[
         float | None,
-        typer.Option(
-            help="Share of answers that may be wrong, for what would be answered.  [default: 0.05, if it can be promised]"
-        ),
+        typer.Option(help="Largest share of wrong answers.  [default: 0.05, where that can be guaranteed]"),
     ] = None,
     certainty: Certainty = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on; 0 takes a free one.")] = 7860,
-    host: Annotated[
-        str, typer.Option(help="Address to serve the page on; 0.0.0.0 admits other machines.")
-    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the page.  [default: the first free one from 7860 on]")
+    ] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     data: Data = None,
     network: Network = None,
@@ -59,64 +45,52 @@ def explore(
     quiet: Quiet = False,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the digits demo.", rich_help_panel=RUN)] = 0,
 ) -> None:
-    """Play with a posterior on a local page: turn, blur or draw a picture, and watch its confidence.
+    """Change a picture on a local page, and watch the confidence.
 
-    Shows what a single network (MAP), the deep ensemble (DE) and MoLA say of it, where MoLA's doubt comes from, how outlying
-    the picture is beside the validation data, and whether it would be answered, handed over, or called strange. Without a
-    folder, opens on the digits demo. Ctrl-C ends it.
+    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture: their classes and
+    confidence, MoLA's uncertainty, the outlier score beside those of the validation data, and the decision. Without a folder, opens
+    the digits demo. Only this machine can reach the page. Ctrl-C ends it.
 
         mola explore posterior
     """
-    # Before the work rather than after it: a missing extra, a port that is taken.
-    import mola.app.explore.page  # noqa: F401
-    from mola.app.explore.opinions import Explorer
-    from mola.app.explore.server import listen, make_app, serve
+    from mola.app.explore.page import HOST, Explorer, launch
     from mola.app.explore.subject import digits_subject, open_subject
     from mola.compare.demo_result import DemoSettings
 
-    if posterior is None:
-        _refuse_reference(reference)
-        _refuse_rates(error_rate, certainty)
-    listening = listen(host, port)
-    address = f"http://{'[' + host + ']' if ':' in host else host}:{listening.getsockname()[1]}/"
+    if posterior is None and (reference, error_rate, certainty) != (None, None, None):
+        raise OptionError(
+            "--reference, --error-rate and --certainty need a posterior's folder; the digits demo has its own."
+        )
+    with socket.socket() as probe:  # before the work rather than after it
+        if port is not None and probe.connect_ex((HOST, port)) == 0:
+            raise OptionError(f"port {port} of {HOST} is in use: choose another with --port, or leave it out.")
     set_threads(threads)
-    try:
-        with showing_progress(quiet=quiet) as progress:
-            if posterior is None:
-                subject = digits_subject(progress, DemoSettings(seed=seed))
-            else:
-                subject = open_subject(
-                    posterior,
-                    progress,
-                    reference=reference,
-                    directory=None if data is None else str(data),
-                    device=device,
-                    trust=trust,
-                    network=network or (),
-                    error_rate=error_rate,
-                    certainty=certainty,
-                )
-            app = make_app(Explorer(subject), everyone=host not in LOCAL)
+    with showing_progress(quiet=quiet) as progress:
+        if posterior is None:
+            subject = digits_subject(progress, DemoSettings(seed=seed))
+        else:
+            subject = open_subject(
+                posterior,
+                progress,
+                reference=reference,
+                directory=None if data is None else str(data),
+                device=device,
+                trust=trust,
+                network=network or (),
+                error_rate=error_rate,
+                certainty=certainty,
+            )
+        page, address = launch(Explorer(subject), port)
+    if not quiet:
         console = Console(highlight=False)
-
-        def ready() -> None:
-            if not quiet:
-                for note in subject.notes:
-                    console.print(f"note: {escape(note)}", soft_wrap=True)
-                console.print(f"Explore [bold]{escape(address)}[/bold] (Ctrl-C ends it)", soft_wrap=True)
-            if browser:
-                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-
-        serve(app, listening, ready)
+        for note in subject.notes:
+            console.print(f"note: {escape(note)}", soft_wrap=True)
+        console.print(f"Explore [bold]{escape(address)}[/bold] (Ctrl-C ends it)", soft_wrap=True)
+    try:
+        if browser:
+            webbrowser.open(address)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
     finally:
-        listening.close()
-
-
-def _refuse_rates(error_rate: float | None, certainty: float | None) -> None:
-    if error_rate is not None or certainty is not None:
-        raise OptionError("--error-rate and --certainty go with a posterior's folder: the digits demo has its own.")
-
-
-def _refuse_reference(reference: str | None) -> None:
-    if reference is not None:
-        raise OptionError("--reference goes with a posterior's folder: the digits demo has its own.")
+        page.close()

@@ -1,199 +1,208 @@
-"""The page, in gradio: a pad, examples and sliders on one side, what the networks say on the other.
+"""The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` for everything that a user changes.
 
-Nothing about a user is kept on the server: the picture, in the networks' size, lies in the user's own page and comes along with
-every question. Several users cannot see each other's.
+The page is a plain request and answer, without events of gradio: its queue loses an answer when a request arrives while the server
+closes the stream of answers.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from importlib import resources
+import threading
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
 from typing import Any
 
-from mola.app.explore.answers import SLIDERS, Answers, heading, message, thumbnails
-from mola.app.explore.changes import NEUTRAL, RANGES
-from mola.app.explore.opinions import Explorer
-from mola.app.explore.pictures import LARGEST_FILE, to_data_url
-from mola.errors import DataError, MissingExtraError, MolaError
+import torch
+from jinja2 import Environment, FileSystemLoader
+from PIL import Image
+from torch import Tensor
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported, and later
+from mola.app.explore.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
+from mola.app.explore.subject import Subject
+from mola.app.jobs.decisions import decide
+from mola.errors import MissingExtraError, MolaError, OptionError
+from mola.posterior import MoLA
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
 try:
     import gradio as gr
 except ImportError as error:
     raise MissingExtraError(feature="the explorer", package=error.name or "gradio", extra="explore") from error
 
-PAD = 280
-"""Pixels of the drawing pad."""
+HOST = "127.0.0.1"
+METHODS = ("MAP", "DE", "MoLA")
+ANGLES = range(-180, 181, 15)
+SLOW = 0.15
+"""Seconds for one picture from which on the curve over all angles is left out."""
 
-PEN = 1.15
-"""A stroke's width, in pixels of the networks."""
-
-THINNEST = 20
-"""Of a stroke, in pixels of the pad."""
-
-SHOW = "(picture) => { if (window.molaPad) window.molaPad(picture); }"
+MAX_CLASSES = 12
+PAD, PEN = 280, 1.15
+"""Side of the drawing pad, and width of a stroke in pixels of the networks."""
 
 
-def asset(name: str) -> str:
-    """The text of a file in `assets`."""
-    return resources.files("mola.app.explore").joinpath("assets", name).read_text(encoding="utf-8")
+def percent(share: float) -> str:
+    """A probability in percent, rounded to certainty only where it is certain."""
+    if 0.9995 <= share < 1:
+        return "> 99.9\N{NO-BREAK SPACE}%"
+    return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
+
+
+ASSETS = Path(__file__).with_name("assets")
+TEMPLATES = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, trim_blocks=True)
+TEMPLATES.filters["percent"] = percent
+
+
+class Explorer:
+    """Answers the page's requests about a subject; keeps nothing between two of them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._lock = threading.Lock()  # several pages may be open
+        self.has_curve = min(self._seconds() for _ in range(3)) < SLOW
+
+    def _seconds(self) -> float:
+        began = time.perf_counter()
+        self._predict(self.subject.posterior, [self.subject.examples[0][1]])
+        return time.perf_counter() - began
+
+    def _predict(self, posterior: MoLA, images: list[Image.Image]) -> Any:
+        device = next(posterior.networks[0].parameters()).device
+        return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
+
+    def _methods(self, prediction: Any) -> dict[str, Tensor]:
+        # Probabilities (n, C): the first network, the mean of all, and the mixture of Laplace approximations.
+        alone = prediction.logit_mean.softmax(-1)
+        mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
+        return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
+
+    def look(self, asked: Mapping[str, Any]) -> str:
+        """The HTML for a picture and the positions of the sliders.
+
+        Args:
+            asked: `picture` as a `data:` address, "" for none; the names of `SLIDERS`; `invert` and `seed`.
+        """
+        try:
+            if not asked.get("picture"):
+                return "<article>Draw something, drop a picture, or choose an example.</article>"
+            image = self.subject.sight.read(str(asked["picture"]))
+            with self._lock:
+                return TEMPLATES.get_template("answer.html").render(self.answer(image, read_changes(asked)))
+        except (MolaError, TypeError, ValueError, AttributeError) as error:
+            return f'<article class="missing">{escape(str(error))}</article>'
+
+    def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that the page shows for a picture.
+
+        Args:
+            image: as the networks take it.
+            changes: arguments of `mola.app.explore.pictures.change`.
+        """
+        subject, posterior = self.subject, self.subject.posterior
+        seen = change(image, **changes)
+        prediction = self._predict(posterior, [seen])
+        rows = {method: probs[0] for method, probs in self._methods(prediction).items()}
+        best = torch.stack(list(rows.values())).amax(0).argsort(descending=True)[:MAX_CLASSES].tolist()
+        shown = sorted(best) if len(subject.classes) <= MAX_CLASSES else best
+        score, decisions, curves, unscaled = float(prediction.ood_score[0]), subject.decisions, {}, None
+        if self.has_curve:
+            turned = self._predict(posterior, [change(image, **{**changes, "rotation": angle}) for angle in ANGLES])
+            curves = {
+                name: list(zip(ANGLES, one.amax(-1).tolist(), strict=True))
+                for name, one in self._methods(turned).items()
+            }
+        if posterior.distance_exponent > 0:
+            unscaled = float(self._predict(posterior.with_distance_exponent(0.0), [seen]).confidence[0])
+        alone = prediction.logit_mean[:, 0].softmax(-1)
+        return {
+            "seen": to_url(seen),
+            "methods": [(method, *self._chosen(row)) for method, row in rows.items()],
+            "unscaled": unscaled,
+            "classes": [
+                (subject.classes[index], {name: float(row[index]) for name, row in rows.items()}) for index in shown
+            ],
+            "count": len(subject.classes),
+            "longest": max(map(len, subject.classes)),
+            "networks": [self._chosen(row) for row in alone],
+            "epistemic": float(prediction.epistemic[0]),
+            "aleatoric": max(0.0, float(prediction.aleatoric[0])),
+            "largest": math.log(len(subject.classes)),
+            "score": score,
+            "reference": subject.reference,
+            "distance": None if prediction.distance is None else float(prediction.distance[0]),
+            "decision": decisions and decide(decisions, float(prediction.confidence[0]), score),
+            "limit": decisions and decisions.answer,
+            "rotation": changes.get("rotation", 0.0),
+            "curves": curves,
+        }
+
+    def _chosen(self, row: Tensor) -> tuple[str, float]:
+        return self.subject.classes[int(row.argmax())], float(row.max())
+
+
+def controls(subject: Subject) -> str:
+    """The HTML of the page, without an answer."""
+    return TEMPLATES.get_template("page.html").render(
+        title=subject.title,
+        notes=subject.notes,
+        sliders=SLIDERS,
+        coloured=subject.sight.shape[0] == 3,
+        examples=[(name, to_url(image)) for name, image in subject.examples],
+    )
 
 
 def build_page(explorer: Explorer) -> gr.Blocks:
-    """The page, ready to be served.
+    """The page as blocks of gradio."""
 
-    Args:
-        explorer: answers.
+    def look(asked: Mapping[str, Any]) -> str:  # gradio marks the function, which a method does not allow
+        return explorer.look(asked)
 
-    Returns:
-        Gradio's blocks.
-    """
-    subject, answers = explorer.subject, Answers(explorer)
-    sight = subject.sight
-    first = to_data_url(subject.examples[0].pixels) if subject.examples else ""
-    neutral = [getattr(NEUTRAL, name) for name in SLIDERS]
-    begin = (first, *neutral, False, 0)
-    told, left, right = answers.look(*begin)
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
-        gr.HTML(heading(subject))
-        with gr.Row(elem_id="desk"):
-            with gr.Column(scale=3, min_width=300, elem_id="controls"):
-                pad = gr.HTML(
-                    html_template=asset("pad.html"),
-                    js_on_load=asset("pad.js"),
-                    elem_id="pad",
-                    first=first,
-                    limit=LARGEST_FILE,
-                    coloured=sight.shape[0] == 3,
-                    pen=max(THINNEST, round(PAD / max(sight.shape[1:]) * PEN)),
-                )
-                note = gr.HTML("", elem_id="note")
-                examples = gr.HTML(thumbnails(subject), js_on_load=asset("examples.js"), elem_id="examples")
-                sliders = [
-                    gr.Slider(*RANGES[name], value=getattr(NEUTRAL, name), step=step, label=label, elem_id=name)
-                    for name, (label, step) in SLIDERS.items()
-                ]
-                invert = gr.Checkbox(label="Invert black and white", elem_id="invert")
-                with gr.Row():
-                    reset = gr.Button("Reset", elem_id="reset", min_width=80)
-                    again = gr.Button("Other noise", elem_id="again", min_width=80)
-                picture = gr.Textbox(first, visible="hidden", elem_id="picture")
-                seed = gr.Number(0, precision=0, visible="hidden", elem_id="seed")
-            with gr.Column(scale=8, min_width=300, elem_id="answers"):
-                verdict_box = gr.HTML(told, elem_id="verdict")
-                with gr.Row(elem_id="columns"):
-                    with gr.Column(min_width=300):
-                        first_column = gr.HTML(left, elem_id="first-column")
-                    with gr.Column(min_width=300):
-                        second_column = gr.HTML(right, elem_id="second-column")
-                        curve = gr.HTML(answers.turn(*begin), elem_id="curve")
-        asked = [picture, *sliders, invert, seed]
-        quietly: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-
-        def on_drawn(event: gr.EventData) -> Any:
-            return told_or(lambda: (answers.drawn(sent(event, "data", str)), ""))
-
-        def on_dropped(event: gr.EventData) -> Any:
-            return told_or(
-                lambda: answers.dropped(
-                    sent(event, "name", str), sent(event, "size", int), sent(event, "data", str | None)
-                )
-            )
-
-        def on_chosen(event: gr.EventData) -> Any:
-            return told_or(lambda: answers.chosen(sent(event, "index", int)))
-
-        pad.input(on_drawn, None, [picture, note], trigger_mode="always_last", **quietly)
-        pad.clear(lambda: ("", ""), None, [picture, note], **quietly)
-        for event in (
-            pad.upload(on_dropped, None, [picture, note], **quietly),
-            examples.select(on_chosen, None, [picture, note], **quietly),
-        ):
-            event.then(None, picture, None, js=SHOW)
-        reset.click(lambda: (*neutral, False), None, [*sliders, invert], **quietly)
-        again.click(lambda now: int(now) + 1, seed, seed, **quietly)
-        changed = [one.change for one in asked]
-        gr.on(
-            changed,
-            in_words(answers.look),
-            asked,
-            [verdict_box, first_column, second_column],
-            trigger_mode="always_last",
-            **quietly,
+        gr.HTML(
+            controls(explorer.subject),  # as `value`, since gradio evaluates templates
+            js_on_load=(ASSETS / "page.js").read_text(encoding="utf-8"),
+            server_functions=[look],
+            apply_default_css=False,
+            elem_id="explorer",
+            side=MAX_SIDE,
+            pen=max(20, round(PAD / max(explorer.subject.sight.shape[1:]) * PEN)),
         )
-        gr.on(changed, in_words(answers.turn), asked, curve, trigger_mode="always_last", **quietly)
     return page
 
 
-def sent(event: gr.EventData, name: str, kind: Any) -> Any:
-    """What the page sent with an event."""
-    value = event._data.get(name) if isinstance(event._data, dict) else None
-    if not isinstance(value, kind):
-        words = f"the page sent {name} = {value!r:.40}, and something else was expected: load it again."
-        raise DataError(words)
-    return value
-
-
-def told_or(make: Any) -> Any:
-    """A picture and a note; or, where it is refused, the old picture and why."""
-    try:
-        picture, words = make()
-    except MolaError as error:
-        return gr.skip(), message(str(error), refused=True)
-    return picture, message(words)
-
-
-def in_words(answer: Any) -> Any:
-    """The same function; what is wrong with a question is told in the page."""
-
-    def told(*asked: Any) -> Any:
-        try:
-            return answer(*asked)
-        except MolaError as error:
-            raise gr.Error(str(error), print_exception=False) from error
-
-    return told
-
-
-def mount(explorer: Explorer) -> Any:
-    """The page as a web application.
+def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
+    """Serve the page to this machine alone, without waiting.
 
     Args:
-        explorer: answers.
+        explorer: answers the page.
+        port: None takes the first free one from 7860 on.
 
     Returns:
-        An ASGI application of FastAPI's.
+        The page, to be closed, and its address.
     """
-    from fastapi import FastAPI
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    gr.mount_gradio_app(
-        app,
-        build_page(explorer),
-        path="/",
-        theme=_theme(),
-        css=asset("style.css"),
-        head=f"<script>{asset('page.js')}</script>",
-        footer_links=[],
-        run_history=False,
-        ssr_mode=False,
-        mcp_server=False,
-        pwa=False,
-        show_error=True,
-        max_file_size=LARGEST_FILE,
-    )
-    return app
-
-
-def _theme() -> Any:
-    # Gradio's theme: quiet greys, MoLA's green, and fonts that the machine has.
-    fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-    return gr.themes.Base(
-        primary_hue="emerald",
-        neutral_hue="slate",
-        font=fonts,
-        font_mono=["ui-monospace", "monospace"],
-        radius_size=gr.themes.sizes.radius_md,
-        spacing_size=gr.themes.sizes.spacing_sm,
-        text_size=gr.themes.sizes.text_md,
-    )
+    page = build_page(explorer)
+    fonts = ["system-ui", "sans-serif"]  # of the machine: none are fetched
+    try:
+        _, address, _ = page.launch(
+            server_name=HOST,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            theme=gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=fonts, font_mono=["monospace"]),
+            css_paths=ASSETS / "page.css",
+            footer_links=[],
+            run_history=False,
+            ssr_mode=False,
+            mcp_server=False,
+            pwa=False,
+            enable_monitoring=False,
+            max_file_size=1,  # the page uploads nothing
+        )
+    except OSError as error:
+        raise OptionError(
+            f"cannot serve on port {port} of {HOST}: choose another with --port, or leave it out."
+        ) from error
+    return page, address

@@ -1,17 +1,13 @@
-"""Pictures: decoded from whatever a user drops, and brought to the size and colours that the networks see.
-
-Files come from anywhere: nothing is decoded before its size is known, and only by the decoders named here, since some others of
-Pillow's start programs.
-"""
+"""Pictures for the explorer: read from the page, brought to the size that the networks take, changed by sliders."""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-import threading
-import warnings
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,245 +15,166 @@ from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
 from mola.errors import DataError, MissingExtraError, OptionError
-from mola.lab.data.folder import Preparation, in_bytes
+from mola.lab.data.folder import Preparation
 
 try:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageFilter, ImageOps
 except ImportError as error:
     raise MissingExtraError(feature="the explorer", package="pillow", extra="explore") from error
 
-LARGEST_FILE = 10 * 2**20
-"""Bytes."""
+MAX_SIDE = 1024
+"""Pixels. The page scales larger pictures down; networks that take larger inputs are too slow for sliders."""
 
-LARGEST_PIXELS = 40_000_000
-"""A large photograph; a small file can claim to hold a thousand times more."""
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-
-NAME_SHOWN = 60
-"""Letters of a file's name that a message repeats."""
-
-_opening = threading.Lock()
-"""Filters of warnings are shared by all threads."""
+PREFIX = "data:image/png;base64,"
+MAX_CHARACTERS = 8 * MAX_SIDE**2
+"""Length of a picture as text: 4 bytes a pixel that do not compress, in base64, and a margin."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A decoded image of 8 bits a channel, without transparency, and what was done to it on the way."""
+class Slider:
+    """A slider of the page: its label, smallest, neutral and largest value, and step."""
 
-    image: Image.Image
-    notes: tuple[str, ...] = ()
+    label: str
+    low: float
+    neutral: float
+    high: float
+    step: float
+
+    def clamp(self, value: float) -> float:
+        """The nearest value that the slider has."""
+        return max(self.low, min(self.high, value))
 
 
-def from_data_url(text: str, name: str = "the picture") -> bytes:
-    """The bytes in a `data:` address, as browsers make them.
+SLIDERS = {
+    "rotation": Slider("Rotation (degrees)", -180, 0, 180, 1),
+    "scale": Slider("Size (times)", 0.25, 1, 3, 0.05),
+    "blur": Slider("Blur (% of the side)", 0, 0, 15, 0.25),
+    "noise": Slider("Noise (white is 1)", 0, 0, 1, 0.01),
+    "brightness": Slider("Brightness", -0.5, 0, 0.5, 0.01),
+    "contrast": Slider("Contrast (times)", 0, 1, 3, 0.05),
+}
+"""In the order of the page."""
+
+
+def read_changes(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `change` from a request of the page; a value outside a slider's range becomes the nearest end."""
+    values = {name: slider.clamp(float(asked.get(name, slider.neutral))) for name, slider in SLIDERS.items()}
+    return {**values, "invert": bool(asked.get("invert")), "seed": int(asked.get("seed", 0)) % 2**31}
+
+
+def change(
+    image: Image.Image,
+    *,
+    rotation: float = 0.0,
+    scale: float = 1.0,
+    blur: float = 0.0,
+    noise: float = 0.0,
+    brightness: float = 0.0,
+    contrast: float = 1.0,
+    invert: bool = False,
+    seed: int = 0,
+) -> Image.Image:
+    """Change a picture; at their neutral values, the sliders leave it as it is.
 
     Args:
-        text: `data:image/png;base64,...`.
-        name: of the file, for messages.
-
-    Returns:
-        The bytes.
+        image: grey or RGB, 8 bits a channel.
+        rotation: degrees, counter-clockwise.
+        scale: factor of the size.
+        blur: standard deviation of a Gaussian, in percent of the longer side.
+        noise: standard deviation of Gaussian noise; white is 1.
+        brightness: what is added; white is 1.
+        contrast: factor of the difference from mid-grey.
+        invert: whether to swap black and white.
+        seed: of the noise.
     """
-    shown = _shown(name)
-    if len(text) > LARGEST_FILE * 4 // 3 + 200:
-        raise DataError(too_large(name))
-    heading, comma, body = text.partition(",")
-    if not comma or not heading.startswith("data:") or not heading.endswith(";base64"):
-        raise DataError(f"{shown} did not arrive whole: drop it once more.")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"{shown} did not arrive whole: drop it once more.") from error
-
-
-def decode(data: bytes, name: str = "the picture") -> Picture:
-    """Decode a file's bytes.
-
-    Args:
-        data: the whole file.
-        name: of the file, for messages.
-
-    Returns:
-        The picture: the first frame, upright, transparent parts filled with white, 8 bits a channel.
-    """
-    shown = _shown(name)
-    if not data:
-        raise DataError(f"{shown} is empty: expected an image ({_formats()}).")
-    if len(data) > LARGEST_FILE:
-        raise DataError(too_large(name))
-    try:
-        with _opening, warnings.catch_warnings():
-            # Pillow warns of sizes that are refused below, and of odd metadata.
-            warnings.simplefilter("ignore")
-            opened = Image.open(io.BytesIO(data), formats=FORMATS)
-        width, height = opened.size
-        if width * height > LARGEST_PIXELS:
-            raise DataError(_too_many(shown, f"{width:,} x {height:,} pixels"))
-        return _settled(opened)
-    except DataError:
-        raise
-    except UnidentifiedImageError as error:
-        raise DataError(f"{shown} is no image that can be read here: expected {_formats()}.") from error
-    except Image.DecompressionBombError as error:
-        raise DataError(_too_many(shown, "far more pixels than a photograph")) from error
-    # Pillow's decoders raise whatever a damaged file leads to: struct.error, IndexError, SyntaxError, MemoryError, ...
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise DataError(f"{shown} cannot be decoded: {reason}. Is the file whole?") from error
-
-
-def _settled(opened: Image.Image) -> Picture:
-    notes = []
-    # Not how many: counting a TIFF's takes time with their square, and a small file can hold a million.
-    if getattr(opened, "is_animated", False):
-        opened.seek(0)
-        notes.append("the first of its frames")
-    if "16" in opened.mode or opened.mode == "I":
-        notes.append("16 bits a pixel brought to 8")
-    image = in_bytes(opened)
-    if image is opened:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        clear = image.convert("RGBA")
-        if clear.getchannel("A").getextrema()[0] != 255:
-            notes.append("transparent parts filled with white")
-        ground = Image.new("RGBA", clear.size, "white")
-        image = Image.alpha_composite(ground, clear).convert("RGB")
-    if image.mode not in ("L", "RGB"):
-        image = image.convert("L" if image.mode in ("1", "LA") else "RGB")
-    return Picture(image, tuple(notes))
-
-
-def _shown(name: str) -> str:
-    short = name if len(name) <= NAME_SHOWN else f"{name[: NAME_SHOWN - 10]}...{name[-7:]}"
-    return "".join(letter if letter.isprintable() else "?" for letter in short) or "the picture"
-
-
-def _formats() -> str:
-    return f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-
-
-def too_large(name: str) -> str:
-    """That a file is too large, and what to do."""
-    return f"{_shown(name)} is larger than {LARGEST_FILE // 2**20} MB: save it smaller, the networks see only a few pixels of it."
-
-
-def _too_many(shown: str, found: str) -> str:
-    return f"{shown} has {found}, more than {LARGEST_PIXELS // 10**6} million: save it smaller, the networks see only a few of them."
-
-
-LARGEST_SIDE = 1024
-"""Pixels: networks that see more would wait for every move of a slider."""
+    if invert:
+        image = ImageOps.invert(image)
+    if (contrast, brightness) != (1, 0):
+        table = [round((level - 127.5) * contrast + 127.5 + 255 * brightness) for level in range(256)]
+        image = image.point([min(255, max(0, level)) for level in table] * len(image.getbands()))
+    if scale < 1:  # bilinear sampling reads two pixels a side, and would skip others
+        image = image.filter(ImageFilter.GaussianBlur(0.4 * (1 / scale - 1)))
+    if (rotation, scale) != (0, 1):
+        cos, sin = math.cos(math.radians(rotation)) / scale, math.sin(math.radians(rotation)) / scale
+        x, y = image.width / 2, image.height / 2
+        matrix = (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y)
+        image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+    if blur:
+        image = image.filter(ImageFilter.GaussianBlur(blur / 100 * max(image.size)))
+    if noise:
+        pixels = np.asarray(image, dtype=np.float64)
+        pixels = pixels + 255 * noise * np.random.default_rng(seed).standard_normal(pixels.shape)
+        image = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+    return image
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How networks see pictures.
+    """How networks take pictures: (channels, height, width), prepared like the training data."""
 
-    Attributes:
-        shape: channels, height and width.
-        intake: how the training data were prepared.
-    """
-
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     intake: Intake
 
-    @classmethod
-    def of(cls, shape: tuple[int, ...], intake: Intake) -> Sight:
-        """The sight of networks that take inputs of this shape.
-
-        Args:
-            shape: of one input.
-            intake: how the training data were prepared.
-
-        Returns:
-            The sight.
-        """
-        if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= LARGEST_SIDE for side in shape[1:]):
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= MAX_SIDE for side in shape[1:]):
             raise OptionError(
-                f"the explorer is for networks that see pictures, of 1 or 3 channels and 2 to {LARGEST_SIDE} pixels a side: inputs "
-                f"(channels, height, width). These take inputs of shape {tuple(shape)}; `mola predict` predicts for them."
+                f"the explorer needs networks that take pictures (channels, height, width), with 1 or 3 channels and 2 to "
+                f"{MAX_SIDE} pixels a side; these take inputs of shape {tuple(shape)}. `mola predict` predicts for them."
             )
-        return cls((shape[0], shape[1], shape[2]), intake)
 
-    @property
-    def mode(self) -> str:
-        """Pillow's name of the colours."""
-        return "L" if self.shape[0] == 1 else "RGB"
+    def read(self, text: str) -> Image.Image:
+        """A picture from the page, `data:image/png;base64,...`, as the networks take it."""
+        if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
+            raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
+        try:
+            image = Image.open(io.BytesIO(base64.b64decode(text.removeprefix(PREFIX), validate=True)), formats=["PNG"])
+            if max(image.size) > MAX_SIDE:
+                raise DataError(f"expected at most {MAX_SIDE} pixels a side, got {image.width} x {image.height}.")
+            image.load()
+        except DataError:
+            raise
+        except Exception as error:  # a damaged file makes Pillow raise almost anything
+            raise DataError(f"the picture cannot be decoded: {error}.") from error
+        return self.fit(image)
 
-    def fit(self, image: Image.Image) -> tuple[Tensor, str]:
-        """Bring a picture to the networks' size.
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Resize and crop a picture like the training data; crop the middle where the size still differs."""
+        mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
+        prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
+        if prepared.size == (width, height):
+            return prepared
+        return ImageOps.fit(image.convert(mode), (width, height), Image.Resampling.BILINEAR)
 
-        The training data's own preparation comes first. What still has another size is cut to the networks' proportions about
-        its middle, and resized.
+    def inputs(self, images: Sequence[Image.Image]) -> Tensor:
+        """Network inputs (n, channels, height, width)."""
+        pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
+        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
+        return self.intake.normalise(pixels).to(self.intake.torch_dtype)
 
-        Args:
-            image: decoded, without transparency.
-
-        Returns:
-            Bytes (channels, height, width), and a word on what was done.
-        """
-        height, width = self.shape[1:]
-        given = f"{image.width} x {image.height} pixels"
-        own = Preparation(self.intake.resize, self.intake.crop, self.mode)
-        pixels = own(image)
-        if tuple(pixels.shape) != self.shape:
-            # The largest part of the middle that has the right proportions.
-            across = min(image.width, max(1, round(image.height * width / height)))
-            down = min(image.height, max(1, round(image.width * height / width)))
-            left, top = (image.width - across) // 2, (image.height - down) // 2
-            cut = image.crop((left, top, left + across, top + down))
-            pixels = Preparation((height, width), None, self.mode)(cut)
-        done = [] if (image.width, image.height) == (width, height) else [f"{given} brought to {width} x {height}"]
-        if self.mode == "L" and image.mode != "L" and not _is_grey(image):
-            done.append("colours turned to grey")
-        return pixels, ", ".join(done)
-
-    def inputs(self, values: Tensor) -> Tensor:
-        """What the networks are given: values (n, channels, height, width) between 0 and 1, normalised."""
-        mean, std = (torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1) for numbers in self._statistics)
-        # In the order in which bytes are normalised, to the last bit.
-        return values.to(torch.float32).sub(mean).div(std).to(self.intake.torch_dtype)
-
-    def values(self, inputs: Tensor) -> Tensor:
-        """Back from inputs to values between 0 and 1, unclipped."""
-        mean, std = (torch.tensor(numbers, dtype=torch.float64).view(-1, 1, 1) for numbers in self._statistics)
-        return inputs.double().cpu() * std + mean
-
-    @property
-    def _statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.intake.mean, self.intake.std
-
-    def read(self, text: str) -> Tensor:
-        """The bytes of a picture that this sight has made: `to_data_url`, as a page gives it back.
-
-        Args:
-            text: `data:image/png;base64,...`.
-
-        Returns:
-            Bytes (channels, height, width).
-        """
-        image = decode(from_data_url(text)).image
-        if (image.height, image.width) != self.shape[1:]:
+    def images(self, inputs: Tensor) -> list[Image.Image]:
+        """Pictures from network inputs; `DataError` where these are no pixels, normalised as the folder states."""
+        mean, std = (
+            torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
+        )
+        values = inputs.double().cpu() * std + mean
+        low, high = float(values.min()), float(values.max())
+        if low < -0.01 or high > 1.01:
             raise DataError(
-                f"expected a picture of {self.shape[2]} x {self.shape[1]} pixels, got {image.width} x {image.height}."
+                f"the inputs range from {low:.3g} to {high:.3g} where pixels range from 0 to 1, so that no picture can be made "
+                f"into an input. Fit on images or bytes, with --normalise or --mean and --std."
             )
-        return Preparation(None, None, self.mode)(image)
+        return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 
 
-def _is_grey(image: Image.Image) -> bool:
-    if image.mode != "RGB":
-        return True
-    red, green, blue = (np.asarray(image.getchannel(name)) for name in "RGB")
-    return bool((red == green).all() and (green == blue).all())
-
-
-def to_data_url(pixels: Tensor) -> str:
-    """Bytes (channels, height, width) as `data:image/png;base64,...`, without loss."""
+def to_image(pixels: Tensor) -> Image.Image:
+    """Bytes (channels, height, width) as a picture."""
     array = pixels.cpu().numpy()
-    image = Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
+    return Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
+
+
+def to_url(image: Image.Image) -> str:
+    """A picture as `data:image/png;base64,...`."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return PREFIX + base64.b64encode(buffer.getvalue()).decode()

@@ -63,9 +63,6 @@ READING = "reading the validation data"
 ROWS = 1024
 """Validation data that are looked at together once they were read."""
 
-LEVELS = (*(percent / 100 for percent in range(100)), *((990 + tenth) / 1000 for tenth in range(1, 11)))
-"""Shares of the validation data whose outlier scores are kept: each percent, and in the last, where outliers lie, each tenth."""
-
 
 @dataclass(frozen=True)
 class FitResult:
@@ -336,13 +333,7 @@ def _score_summary(scores: NDArray[np.float64]) -> dict[str, Any]:
         "count": len(scores),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
-        "outlier_quantiles": quantiles(scores),
     }
-
-
-def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
-    """Pairs of a share and the score that this share of the inputs stays below: how scores are distributed, in a few numbers."""
-    return [[level, float(value)] for level, value in zip(LEVELS, np.quantile(scores, LEVELS), strict=True)]
 
 
 def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
