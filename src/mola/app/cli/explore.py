@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
+import time
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -89,7 +89,8 @@ def explore(
     try:
         if browser:
             webbrowser.open(address)
-        threading.Event().wait()
+        while True:
+            time.sleep(1)
     except KeyboardInterrupt:
         pass
     finally:

@@ -90,7 +90,7 @@ class Explorer:
             image = self.subject.sight.read(str(asked["picture"]))
             with self._lock:
                 return TEMPLATES.get_template("answer.html").render(self.answer(image, read_changes(asked)))
-        except (MolaError, TypeError, ValueError, AttributeError) as error:
+        except (MolaError, TypeError, ValueError, OverflowError, AttributeError) as error:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
