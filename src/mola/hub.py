@@ -218,8 +218,9 @@ def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> l
 
 def _write_picture(evaluation: Evaluation | None, path: Path) -> bool:
     # The reliability diagram of the first data set. Without matplotlib, the card's table shows the same.
-    place = next(iter(evaluation.rows), None) if evaluation else None
-    if evaluation is None or place not in evaluation.bins:
+    bins = {} if evaluation is None else {name: evaluation.bins.get((key, name)) for key, name in evaluation.rows}
+    name, first = next(iter(bins.items()), ("", None))
+    if first is None:
         return False
     try:
         from matplotlib.figure import Figure
@@ -227,8 +228,8 @@ def _write_picture(evaluation: Evaluation | None, path: Path) -> bool:
         return False
     figure = Figure(figsize=(4, 4), layout="constrained")
     panel = figure.subplots()
-    draw_reliability(panel, {place[1]: (evaluation.bins[place].tolist(), {"color": "#1f5fa8"})}, min_count=1)
-    panel.set_title(place[1], parse_math=False)
+    draw_reliability(panel, {name: (first.tolist(), {"color": "#1f5fa8"})}, min_count=1)
+    panel.set_title(name, parse_math=False)
     figure.savefig(path, dpi=110)
     return True
 
