@@ -266,7 +266,7 @@ def _sum_up(
                 save()
     if checkpoints.folder is not None and read > done.batches:
         save()  # tuning may be interrupted, too
-    totals = [_over_processes(one.to("cpu"), team) for one in totals]
+    totals = [sum_over_processes(one.to("cpu"), team) for one in totals]
     if totals[0].count == 0:
         raise DataError("the training loader: no datum has a label.")
     if positions == "average" and heads[0].dense_axes:
@@ -333,7 +333,8 @@ def _heads(
     return found, batches, first is not None
 
 
-def _over_processes(own: Sums, team: Team) -> Sums:
+def sum_over_processes(own: Sums, team: Team) -> Sums:
+    """The sums over the data of all processes."""
     if team.size == 1:
         return own
     # A rank without data has no sums: the others tell their shapes.

@@ -291,7 +291,7 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
     tuned.save(tmp_path)
     again = mola.load(tmp_path, mimo.networks)
     assert torch.equal(again(validation[0]), tuned(validation[0]))
-    with pytest.raises(StorageError, match="3 components, got 2"):
+    with pytest.raises(StorageError, match="3 networks, got 2"):
         mola.load(tmp_path, mimo.networks[:2])
 
 

@@ -215,7 +215,7 @@ def damage(folder, name, how):
         ("config.json", lambda document: document.update(version=3), "version 3"),
         ("config.json", lambda document: document.pop("networks"), "damaged.*'networks'"),
         ("config.json", lambda document: document["networks"][0].update(dtype="load"), "unknown precision 'load'"),
-        ("config.json", lambda document: document["networks"].pop(), r"2 components, got 1 network"),
+        ("config.json", lambda document: document["networks"].pop(), r"2 networks, got 1 network"),
         ("networks/1/model.safetensors", "remove", "1/model.safetensors is missing"),
         ("networks/0/model.safetensors", "flip", "0/model.safetensors is damaged: download"),
         ("posterior/posterior.json", "remove", "posterior.json is missing"),

@@ -215,8 +215,8 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
     for order, words in (
         ([second, first, third], r"networks\[0\].*weights differ.*those of networks\[1\]\. Pass the same 3 networks"),
         ([first, third, second], r"networks\[1\].*those of networks\[2\]"),
-        ([first, second, second], r"networks\[2\]: its weights differ.* fitted on\. Pass"),
-        ([first, second], "3 components, got 2 networks"),
+        ([first, second, second], r"networks\[2\]: its weights differ"),
+        ([first, second], "3 networks, got 2 networks"),
     ):
         with pytest.raises(StorageError, match=words):
             load_posterior(tmp_path, order)

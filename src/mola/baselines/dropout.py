@@ -31,6 +31,7 @@ from mola.network import Inputs, evaluating, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
+from mola.saving.posterior import check_networks
 
 KIND = "mc-dropout"
 SCHEMA = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
@@ -111,8 +112,7 @@ class McDropout(Mixture):
     def load(cls, directory: str | Path, network: nn.Module) -> McDropout:
         """Load what `save` wrote onto the same network; `StorageError` for another network or damaged files."""
         document, _ = read_folder(directory, KIND, SCHEMA)
-        if state_checksum(network) != document["network"]:
-            raise StorageError(f"{directory}: this is not the network that was saved: its weights differ.")
+        check_networks([network], [document["network"]])
         likelihood = rebuild_likelihood(document["likelihood"])
         try:
             return cls(network, document["samples"], seed=document["seed"], likelihood=likelihood)

@@ -31,6 +31,7 @@ from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
+from mola.saving.posterior import check_networks
 from mola.scaling import LogitScaling
 from mola.weights import check_weights, uniform_weights
 
@@ -244,12 +245,8 @@ class TemperatureScaled(MoLA):
     def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> TemperatureScaled:
         """Load what `save` wrote onto the same networks, in the same order; `StorageError` for other networks."""
         document, _ = read_folder(directory, KIND, SCHEMA)
-        given, saved = as_networks(networks), document["networks"]
-        if len(given) != len(saved):
-            raise StorageError(f"{directory} was saved with {counted(len(saved), 'network')}, got {len(given)}.")
-        for index, (network, checksum) in enumerate(zip(given, saved, strict=True)):
-            if state_checksum(network) != checksum:
-                raise StorageError(f"networks[{index}]: this is not the network that was saved: its weights differ.")
+        given = as_networks(networks)
+        check_networks(given, document["networks"])
         likelihood = rebuild_likelihood(document["likelihood"])
         options = {name: document[name] for name in ("mean", "pooled")}
         try:

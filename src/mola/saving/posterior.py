@@ -130,15 +130,10 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
 def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
     """Put a saved posterior on its networks; `StorageError` if it is damaged, or a network is not the one that was fitted."""
     parts = document["components"]
-    if len(parts) != len(networks):
-        raise StorageError(
-            f"the saved posterior has {counted(len(parts), 'component')}, got {counted(len(networks), 'network')}: pass the "
-            f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
-        )
     try:
         structure = rebuild(document["structure"], STRUCTURES, "structure")
         likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
-        heads = _check_networks(networks, parts)
+        heads = _heads(networks, parts)
         sums = unpack_sums(parts, tensors)
         components = [
             _component(index, networks[index], heads[index], parts[index], structure, likelihoods[index], sums[index])
@@ -219,32 +214,34 @@ def _shapes(
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
 
-def _check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> list[Head]:
-    heads, checksums = [], [state_checksum(network) for network in networks]
-    for index, (network, part, checksum) in enumerate(zip(networks, parts, checksums, strict=True)):
-        described, problem = part["head"], None
+def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
+    """Raise `StorageError` unless networks have the saved checksums, in the same order."""
+    remedy = f"Pass the same {counted(len(checksums), 'network')}, in the order and precision in which they were saved."
+    if len(networks) != len(checksums):
+        raise StorageError(
+            f"saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+        )
+    own = [state_checksum(network) for network in networks]
+    for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
+        if found != expected:
+            hint = f" They are those of networks[{own.index(expected)}]." if expected in own else ""
+            raise StorageError(f"networks[{index}]: its weights differ from the saved weights.{hint} {remedy}")
+
+
+def _heads(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> list[Head]:
+    heads = []
+    for index, (network, part) in enumerate(zip(networks, parts, strict=False)):
+        described = part["head"]
         try:
             head = head_by_name(network, described["name"])
         except HeadError as error:
-            problem = f"this is not the network that was fitted: {error}"
-        else:
-            if (head.outputs, head.width) != (described["outputs"], described["width"]):
-                problem = (
-                    f"head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the saved posterior "
-                    f"{described['outputs']} and {described['width']}."
-                )
-            elif checksum != part["network"]:
-                problem = "its weights differ from those that the posterior was fitted on."
-        if problem is not None:
-            hint = (
-                f" They are those of networks[{checksums.index(part['network'])}]."
-                if part["network"] in checksums
-                else ""
-            )
+            raise StorageError(f"networks[{index}] is not the network that was fitted: {error}") from error
+        if (head.outputs, head.width) != (described["outputs"], described["width"]):
             raise StorageError(
-                f"networks[{index}]: {problem}{hint} Pass the same {counted(len(networks), 'network')}, in the order and precision in "
-                f"which they were fitted."
+                f"networks[{index}]: head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the "
+                f"saved posterior {described['outputs']} and {described['width']}. Pass the networks that were fitted."
             )
         options = {name: described[name] for name in ("every_position", "dense_axes")}
         heads.append(replace(head, **options, ignore_index=int(described["ignore_index"])))
+    check_networks(networks, [part["network"] for part in parts])
     return heads

@@ -15,10 +15,9 @@ from mola.fitting import as_networks
 from mola.laplace import Sums
 from mola.likelihoods import CATEGORICAL
 from mola.network import evaluating, state_checksum
-from mola.options import counted
 from mola.saving.files import read_folder, write_folder
 from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
-from mola.saving.posterior import MIXTURE, pack_mixture, unpack_mixture
+from mola.saving.posterior import MIXTURE, check_networks, pack_mixture, unpack_mixture
 from mola.whole.jacobians import Layer, Layout
 from mola.whole.posterior import WholeComponent, WholeMoLA, make_component
 from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
@@ -64,14 +63,7 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
     """
     document, tensors = read_folder(directory, KIND, SCHEMA)
     models, parts = as_networks(networks), document["components"]
-    if len(models) != len(parts):
-        raise StorageError(f"{directory} was saved with {counted(len(parts), 'network')}, got {len(models)}.")
-    for index, (network, part) in enumerate(zip(models, parts, strict=True)):
-        if state_checksum(network) != part["network"]:
-            raise StorageError(
-                f"networks[{index}]: its weights differ from those that the posterior was fitted on. Pass the same networks, in the "
-                f"order and precision in which they were fitted."
-            )
+    check_networks(models, [part["network"] for part in parts])
     try:
         sums = unpack_sums(parts, tensors)
         components = [

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from mola.component import per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import DataError, OptionError, located
-from mola.fitting import as_networks
+from mola.fitting import as_networks, sum_over_processes
 from mola.laplace import Sums, check_precision, check_size
 from mola.likelihoods import CATEGORICAL, Likelihood, as_likelihood
 from mola.links import Link, as_link
@@ -202,15 +202,7 @@ def _sum_up(
             with located(f"{place}, networks[{position}]"):
                 own = _batch_sums(network, structure, batch.inputs, batch.labels, place)
             totals[position] = structure.accumulate(totals[position], own)
-    if team.size == 1:
-        return totals
-    shared = []
-    for one in totals:
-        scalars = torch.tensor([one.count, one.log_likelihood or 0.0, one.log_likelihood is None], dtype=torch.float64)
-        scalars, *tensors = team.sum([scalars, *one.tensors.values()])
-        known = None if float(scalars[2]) else float(scalars[1])
-        shared.append(Sums(dict(zip(one.tensors, tensors, strict=True)), int(scalars[0]), known))
-    return shared
+    return [sum_over_processes(one, team) for one in totals]
 
 
 def _batch_sums(
