@@ -57,7 +57,7 @@ class Team:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which prints and writes files."""
+        """True for rank 0, which prints and writes files."""
         return self.rank == 0
 
     def shard(self, data: Any) -> Any:
@@ -131,7 +131,7 @@ class Team:
 
 @contextmanager
 def join(*, backend: str | None = None) -> Iterator[Team]:
-    """Set up the process group that torchrun asks for, and yield its team; without torchrun, a team of one.
+    """Set up the process group of torchrun and yield its team; without torchrun, a team of one.
 
     Args:
         backend: of torch.distributed; None is gloo, and NCCL beside it where there are GPUs, with the process's own GPU as

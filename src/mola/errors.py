@@ -1,4 +1,4 @@
-"""The errors that this library raises; each message tells what was expected, what came, and what to do.
+"""The errors that this library raises; each message has three parts: what was expected, what came, and what to do.
 
 Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of them and nothing
 else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
@@ -29,7 +29,7 @@ class DataError(MolaError, ValueError):
 
 
 class BoundError(MolaError, ValueError):
-    """A theoretical statement was asked for where its assumptions do not hold."""
+    """The assumptions of a theoretical statement do not hold."""
 
 
 class StructureTooLargeError(MolaError, MemoryError):

@@ -53,7 +53,7 @@ def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
 
 
 def bin_index(confidence: Tensor, bins: int) -> Tensor:
-    """Which of the equal-width bins, closed on the right, each confidence lies in."""
+    """Index of the equal-width bin, closed on the right, of each confidence."""
     return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
 
 
@@ -108,7 +108,7 @@ def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """What the error rate would be if only the least uncertain predictions were made.
+    """Error rate if only the least uncertain predictions are made, at every coverage.
 
     Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
 
@@ -239,8 +239,8 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
     """
     found = []
     for no, yes in _by_label(probs, labels):
-        said, right = torch.cat([no, yes]), torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
-        found.append(calibration_gap(bin_sums(said, right, bins)) if len(said) else math.nan)
+        predicted, truth = torch.cat([no, yes]), torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
+        found.append(calibration_gap(bin_sums(predicted, truth, bins)) if len(predicted) else math.nan)
     return torch.tensor(found, dtype=torch.float64)
 
 

@@ -39,7 +39,7 @@ class Mixture(nn.Module):
     Args:
         predictors: callables from inputs to probabilities (n, C); modules among them are registered.
         weights: "uniform", or K non-negative numbers that sum to 1.
-        likelihood: what is predicted, by name or as an object; None takes the members' own, or "categorical".
+        likelihood: meaning of the predictions, by name or as an object; None takes the members' own, or "categorical".
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Mixture(nn.Module):
 
     @property
     def likelihood(self) -> Likelihood:
-        """What is predicted."""
+        """The meaning of the predictions."""
         return self._likelihood
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:

@@ -17,10 +17,10 @@ from mola.numerics import to_float64
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 STEPS = 200
-"""Of Newton's method or bisection, at most: bisection alone narrows an interval to rounding in fewer."""
+"""Largest number of steps of Newton's method or bisection; bisection alone reaches rounding in fewer."""
 
 PRECISE = 4 * torch.finfo(torch.float64).eps
-"""Relative width of an interval in which float64 tells no more numbers apart."""
+"""Relative width of an interval below which float64 cannot distinguish numbers."""
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
         if bool(((step.abs() <= PRECISE * size) | (high - low <= PRECISE * size)).all()):
             break
         moved, middle = found - step, (low + high) / 2
-        # Every third time the middle, whatever Newton's method says: where the density is flat it may creep.
+        # Every third time the middle, because Newton's method may creep where the density is flat.
         newton = (moved >= low) & (moved <= high) & (count % 3 < 2)
         found = torch.where(newton, moved, middle)
     return found

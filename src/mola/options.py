@@ -1,4 +1,4 @@
-"""Options as users give them. Names and numbers are read once, here, and everything after works with what they mean."""
+"""Read options as users give them: names and numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
         value: a name, or an object.
         kind: what the object must be.
         known: classes by name.
-        argument: what the option is called, for the message.
+        argument: name of the option, for the message.
 
     Returns:
-        An object of that kind; `OptionError` if this is neither, with the known names.
+        An object of that kind; `OptionError` with the known names for anything else.
     """
     if isinstance(value, kind):
         return value
@@ -33,10 +33,10 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
     """The name itself, if it is known.
 
     Args:
-        name: what was asked for.
-        known: what there is.
-        argument: what the option is called, for the message.
-        otherwise: what else than a name would do.
+        name: as given by the user.
+        known: all valid names.
+        argument: name of the option, for the message.
+        otherwise: other valid values, in words.
 
     Returns:
         The name.
@@ -60,7 +60,7 @@ def counted(count: int, one: str, many: str | None = None) -> str:
 
 
 def is_real(value: object) -> bool:
-    """Whether it is a number, numpy's included, and no truth value."""
+    """Return True for a number, also of NumPy, that is not a Boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -68,7 +68,7 @@ def whole_number(value: object, argument: str, least: int = 1) -> int:
     """A count.
 
     Args:
-        value: what the user gave, also a number of numpy's.
+        value: as given by the user, also a NumPy number.
         argument: name of the argument, for the message.
         least: smallest value allowed.
 

@@ -1,4 +1,4 @@
-"""What a predictor returns for each input, or for each position of dense outputs: probabilities, and how much to trust them.
+"""Predictions for each input, or for each position of dense outputs: probabilities and their uncertainty.
 
 Costly fields are computed when they are first read, and then kept. Their values depend neither on when that is nor on what was read
 before.
@@ -220,7 +220,7 @@ class Prediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,): higher is more outlying. `ood_score_name` tells which score it is."""
+        """Outlier score (n,): higher is more outlying. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property
@@ -362,7 +362,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,): higher is more outlying. `ood_score_name` tells which score it is."""
+        """Outlier score (n,): higher is more outlying. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property

@@ -154,20 +154,6 @@ def test_one_logit_is_two_classes_at_twice_the_precision(structure):
     torch.testing.assert_close(ours.mutual_information[:, 0], theirs.mutual_information, rtol=0.05, atol=0.015)
 
 
-def test_one_logit_and_two_classes_score_alike_in_tuning():
-    problem = labelled(1, missing=False)
-    val = [(torch.randn(60, 3), torch.randint(2, (60,)))]
-    train = [(problem.inputs, problem.labels[:, 0].long())]
-    two = mola.fit(twin(problem.network), train, structure="full", link="mean-field", progress=False)
-    one, grid = fit(problem.network, problem.loader, structure="full"), (0.1, 1.0, 10.0)
-    for score in ("nll", "brier", "ece"):
-        ours = one.tune(val, rule=mola.rules.Score(score, grid=grid), progress=False).tuning.curve
-        wide = mola.rules.Score(score, grid=[2 * value for value in grid])
-        theirs = two.tune(val, rule=wide, progress=False).tuning.curve
-        for name in ("confidence", "nll", "brier", "ece"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
-
-
 def test_outlier_terms_are_those_of_two_classes():
     logits = torch.randn(2, 9, 1)
     pair = torch.cat([-logits / 2, logits / 2], dim=-1)
@@ -203,15 +189,6 @@ def test_quadrature_is_exact():
     expected = torch.tensor([integrals(*pair) for pair in zip(mean.tolist(), spread.tolist(), strict=True)])
     torch.testing.assert_close(yes, expected[:, 0], rtol=0, atol=1e-11)
     torch.testing.assert_close(uncertain, expected[:, 1], rtol=1e-9, atol=1e-11)
-
-
-def test_probit_is_within_two_hundredths_of_the_integral():
-    """MacKay's approximation is at most 0.0177 off for any spread, and 0.0015 where logits spread by at most 0.5."""
-    mean, spread = torch.meshgrid(torch.linspace(0, 30, 301), torch.logspace(-2, 2, 60), indexing="ij")
-    probit = torch.sigmoid(mean / (1 + math.pi / 8 * spread.square()).sqrt())
-    error = (probit - expected_sigmoid(mean, spread.square())[0]).abs()
-    assert 0.017 < float(error.max()) < 0.0177
-    assert float(error[spread <= 0.5].max()) < 1.5e-3
 
 
 def test_links_agree_with_very_many_draws(structure):

@@ -126,15 +126,6 @@ def test_with_a_distance_exponent_limit_and_bound_are_uniform():
             assert close(cautious.confidence_bound(scale * asked), torch.full((len(asked),), 0.25), 1e-6)
 
 
-def test_networks_in_float32(structure):
-    members = [bias_free(seed).float() for seed in range(2)]
-    inputs, labels = data()
-    posterior = mola.fit(members, loader(inputs.float(), labels, 7), structure=structure, prior_precision=0.1)
-    there = posterior.predict(1e6 * inputs.float())
-    assert close(there.probs, posterior.far_field_limit(inputs.float()), 1e-4)
-    assert bool((there.confidence <= posterior.confidence_bound(1e6 * inputs.float()) + 1e-6).all())
-
-
 class TestWrongUse:
     def test_a_network_that_does_not_scale_has_no_limit(self):
         problem = make_problem()

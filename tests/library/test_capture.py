@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mola.errors import DataError, HeadError, OptionError
 from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN, Gaussian
@@ -373,54 +372,6 @@ def test_networks_at_different_positions_are_refused():
     flat = nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))
     with pytest.raises(DataError, match="some networks have dense outputs"):
         read([network, flat], [x], heads=[head, find_head(flat, x)])
-
-
-def test_hugging_face_models_as_they_are():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    bert = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "vocab_size": 50,
-    }
-    tokens, mask = torch.randint(1, 50, (6, 7)), torch.ones(6, 7, dtype=torch.int64)
-    tokens[0, 4:], mask[0, 4:] = 0, 0
-    batch = {"input_ids": tokens, "attention_mask": mask}
-    model = transformers.BertForTokenClassification(transformers.BertConfig(**bert, num_labels=5))
-    labels = torch.randint(5, (6, 7)).masked_fill(mask == 0, -100)
-    (rows,) = read([model], [batch | {"labels": labels}])
-    assert (len(rows), rows.inputs) == (39, 6)
-    options = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50, "pad_token_id": 0}
-    special = {"num_labels": 3, "bos_token_id": 1, "eos_token_id": 1}
-    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**options, **special)).eval()
-    head = find_head(model, batch)
-    assert head.every_position
-    ((_, phi, outputs),) = capture(model, head, batch, CATEGORICAL).chunks(100)
-    torch.testing.assert_close(outputs, phi @ head.weights().T)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made inside."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, torch.Tensor) and one._base is None:
-                self.numel = max(self.numel, one.numel())
-        return out
-
-
-def test_nothing_larger_than_the_networks_own_tensors_is_made():
-    network = Body(nn.Conv2d(1, 8, 1), nn.Conv2d(8, 30, 1))
-    x, y = torch.randn(4, 1, 64, 64), torch.randint(30, (4, 64, 64))
-    with Largest() as largest:
-        seen = read([network], [(x, y)], chunk=1000)
-    assert sum(map(len, seen)) == y.numel()
-    assert largest.numel <= 4 * 64 * 64 * 30
 
 
 def test_positions_are_checked():

@@ -332,18 +332,6 @@ def test_stacking_favours_the_network_that_predicts(trained):
     assert float(posterior.reweight(held, progress=False).weights[0]) > 0.9
 
 
-def test_reweighting_with_a_distance_exponent_is_no_worse_than_where_it_began():
-    nets = [network(1, 10 + member, hidden=3 + 2 * member) for member in range(3)]
-    posterior, (new, targets) = fit(nets, [data(seed=1)]), data(seed=101)
-    new = 3 * new
-    for start in ([0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [1 / 3, 1 / 3, 1 / 3]):
-        before = posterior.with_weights(start).with_distance_exponent(4.0)
-        after = before.reweight([(new, targets)], progress=False)
-        tried = (before, before.with_weights("uniform"), after)
-        scores = [float(one.predict(new).log_prob(targets).mean()) for one in tried]
-        assert scores[2] >= max(scores[:2]) - 1e-9
-
-
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
 

@@ -118,14 +118,6 @@ def test_mixture_is_the_weighted_mean_of_any_predictors(name):
     np.testing.assert_allclose(mixture.predict_proba(X.numpy()), expected.numpy(), **close)
 
 
-def test_any_sequence_of_predictors_will_do():
-    expected = mola.Mixture([sharp, flat])(X)
-    assert torch.equal(mola.Mixture((sharp, flat))(X), expected)
-    assert torch.equal(mola.Mixture(predictor for predictor in (sharp, flat))(X), expected)
-    modules = nn.ModuleList([Probabilities(), Probabilities()])
-    torch.testing.assert_close(mola.Mixture(modules)(X), ((modules[0](X) + modules[1](X)) / 2).detach())
-
-
 def test_modules_are_registered_evaluated_and_left_as_they_were():
     module = nn.Sequential(make_network(), nn.Softmax(1)).train()
     expected = copy.deepcopy(module).eval()(X).detach()
@@ -247,13 +239,6 @@ def test_seeded_draws_are_the_same_through_every_entry(mixture):
         assert not torch.equal(draw(5).probs, draw(6).probs)
 
 
-def test_generator_reaches_the_members_that_draw():
-    mixture = mola.Mixture([mola.fit(three(), LOADER, link="mc"), flat], [0.5, 0.5])
-    first, again, other = (mixture.predict(X, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
-    assert torch.equal(first.probs, again.probs)
-    assert not torch.equal(first.probs, other.probs)
-
-
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
@@ -268,17 +253,6 @@ def test_arrays_of_any_kind_are_taken():
     np.testing.assert_allclose(posterior.predict_proba(array.astype(">f8")), expected, rtol=1e-12)
     with pytest.raises(DataError, match="numeric array"):
         posterior.predict_proba(array.astype(str))
-
-
-def test_arrays_are_read_in_the_precision_of_the_network():
-    posterior = mola.fit(make_network().float(), [(x.float(), y) for x, y in LOADER])
-    probs = posterior.predict_proba(X.numpy())
-    assert probs.dtype == np.float32
-    np.testing.assert_array_equal(probs, posterior.predict(X.float()).probs.numpy())
-    network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
-    tokens = torch.randint(9, (12, 2))
-    posterior = mola.fit(network, [(tokens, torch.arange(12) % 3)])
-    np.testing.assert_array_equal(posterior.predict_proba(tokens.numpy()), posterior(tokens).numpy())
 
 
 # --- MoLA is a module -------------------------------------------------------------------------------------------------
@@ -402,12 +376,3 @@ def test_new_posteriors_share_the_networks_and_leave_the_old_one_alone():
         assert not torch.equal(other.predict(X).probs, before)
         assert all(one is two for one, two in zip(other.networks, networks, strict=True))
         assert torch.equal(posterior.predict(X).probs, before)
-
-
-def test_an_ensemble_can_be_stacked():
-    good, bad = make_network(8, 0), make_network(8, 1)
-    labels = good.eval()(X).argmax(1)
-    good[4].weight.data *= 5
-    stacked = mola.ensemble([bad, good]).reweight([(X, labels)])
-    assert float(stacked.weights[1]) > 0.9
-    assert float(stacked.weights.sum()) == pytest.approx(1, abs=1e-12)

@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 import mola
-from mola.errors import DataError, OptionError
-from mola.likelihoods import Gaussian
+from mola.errors import DataError
 from mola.links import LINKS
-from mola.uncertainty import entropy, softmax_and_entropy
 from tests.conftest import STRUCTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -292,16 +290,6 @@ def test_what_happens_afterwards_does_not_matter(structure):
 # --- the epistemic share ----------------------------------------------------------------------------------------------
 
 
-def test_entropy_keeps_its_digits_near_certainty():
-    for margin in (0.0, 1.0, 20.0, 40.0, 300.0):
-        logits = torch.tensor([[margin, 0.0, -1.0]])
-        rest = torch.tensor([-margin, -margin - 1]).exp()  # relative to the largest
-        exact = torch.log1p(rest.sum()) + (rest * torch.tensor([margin, margin + 1])).sum() / (1 + rest.sum())
-        probs, found = softmax_and_entropy(logits)
-        torch.testing.assert_close(found[0], exact, rtol=1e-13, atol=0)
-        torch.testing.assert_close(entropy(probs)[0], exact, rtol=1e-12, atol=0)
-
-
 # --- precisions and devices -------------------------------------------------------------------------------------------
 
 
@@ -374,16 +362,6 @@ def test_the_network_still_trains_afterwards():
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
-def test_fitted_in_inference_mode_it_works_outside(structure):
-    with torch.inference_mode():
-        posterior = fit(pair(), structure=structure)
-        inside = posterior.predict(X).computed()
-    outside = posterior.predict(X)
-    for field in FIELDS:
-        torch.testing.assert_close(getattr(inside, field), getattr(outside, field))
-    assert posterior.tune(rule="evidence").prior_precision[0] > 0
-
-
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
@@ -404,14 +382,3 @@ def test_many_threads_predict_at_once(structure):
     with ThreadPoolExecutor(4) as pool:
         first, *others = pool.map(lambda _: prediction.mutual_information, range(8))
     assert all(torch.equal(other, first) for other in others)
-
-
-def test_regression_likelihood_is_kept_by_slices():
-    likelihood = Gaussian(location=3.0, scale=2.0)
-    prediction = fit(pair(), [(X, 3 + 2 * TARGETS)], likelihood=likelihood).predict(X)
-    lower, upper = prediction[2:5].interval(0.8)
-    assert torch.equal(lower, prediction.interval(0.8)[0][2:5])
-    assert bool((lower < upper).all())
-    torch.testing.assert_close(prediction[2:5].log_prob(TARGETS[2:5]), prediction.log_prob(TARGETS)[2:5])
-    with pytest.raises(OptionError, match="no class probabilities"):
-        fit(pair(), [(X, TARGETS)], likelihood="gaussian").predict_proba(X)

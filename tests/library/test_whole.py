@@ -13,7 +13,6 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
 from mola.links import MonteCarlo
 from mola.rules import Evidence, Outliers, Score, Threshold
-from mola.weights import stacking_weights
 
 STRUCTURES = [{"structure": "kron"}, {"structure": "diag"}, {"structure": "full"}, {"subnetwork": 25}]
 DRAWS = MonteCarlo(samples=3, over="weights", seed=2)
@@ -313,19 +312,6 @@ def test_the_papers_rule_the_evidence_and_outliers():
         posterior.tune([(inputs, labels)], rule="distance", progress=False)
 
 
-def test_stacking_weights_are_those_of_the_members():
-    networks, (inputs, labels), (new, truth) = [convolutional(seed) for seed in (0, 1)], data(), data(seed=7, count=40)
-    posterior = fit(networks, [(inputs, labels)], structure="diag", prior_precision=[0.5, 2.0])
-    pairs = zip(networks, (0.5, 2.0), strict=True)
-    members = [fit(one, [(inputs, labels)], structure="diag", prior_precision=value)(new) for one, value in pairs]
-    expected = stacking_weights(torch.stack([probs[torch.arange(40), truth] for probs in members], 1))
-    found = posterior.reweight(batches(new, truth, 15), progress=False)
-    torch.testing.assert_close(found.weights, expected, rtol=1e-6, atol=1e-6)
-    last = mola.fit(networks, [(inputs, labels)], progress=False)
-    with pytest.raises(OptionError, match="features of a last layer"):
-        posterior.reweight(last.read([(new, truth)], "validation loader", labelled=True))
-
-
 def process(rank, path):
     """One of two processes, with its own shard; an assertion that fails on one rank fails the test."""
     torch.set_default_dtype(torch.float64)
@@ -390,22 +376,6 @@ def test_networks_are_left_as_they_were(options):
     assert network[-1].weight.grad is None
     assert not any(module._forward_hooks for module in network.modules())
     nn.functional.cross_entropy(network(inputs), labels).backward()
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", STRUCTURES[:3], ids=str)
-def test_networks_in_lower_precision(options, kind):
-    network, (inputs, labels) = convolutional(classes=3).to(kind), data(classes=3)
-    exact, inputs = copy.deepcopy(network).double(), inputs.to(kind)
-    for precision in (1.0, 1e-6):
-        pair = [
-            fit(one, [(inputs.to(one[0].weight.dtype), labels)], prior_precision=precision, **options)
-            for one in (network, exact)
-        ]
-        found, expected = pair[0].predict(inputs), pair[1].predict(inputs.double())
-        assert found.probs.dtype == torch.float32
-        assert float((found.logit_variance.double() / expected.logit_variance).log().abs().max()) < 0.01
-        assert float((found.probs - expected.probs).abs().max()) < (0.03 if kind == torch.bfloat16 else 1e-3)
 
 
 def test_bad_input_is_explained(monkeypatch):

@@ -1,4 +1,4 @@
-"""What the baselines share that average several members: seeds, outputs of one pass, and parts of saved files."""
+"""Shared by baselines that average several members: seeds, outputs of one pass, and parts of saved files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mola.saving.posterior import describe, rebuild
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
-    """Draw `count` seeds from one seed; a longer list begins with the same seeds, and purposes share none but by chance."""
+    """Draw `count` seeds from one seed; a longer list begins with the same seeds, and different purposes have independent seeds."""
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
     return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()

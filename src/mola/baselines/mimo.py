@@ -153,7 +153,7 @@ class _Memory(NamedTuple):
 
 
 class Trunk(nn.Module):
-    """What K heads share: features (n, P) of K copies of the input, side by side.
+    """The trunk that K heads share: features (n, P) of K copies of the input, side by side.
 
     A mixture calls its K networks in turn on the same batch. In eval mode and without gradients the trunk therefore keeps the features
     of a batch until all heads have read them, as long as inputs and weights stay the same.
@@ -184,7 +184,7 @@ class Trunk(nn.Module):
         return features
 
     def _state(self, device: torch.device) -> tuple[object, ...]:
-        # What the features depend on beside the inputs: autocast, and how often each tensor was written.
+        # Features also depend on autocast and on the weights, whose versions count how often they were written.
         tensors = chain(self.network.parameters(), self.network.buffers())
         versions = ((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
         return (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type), *versions)

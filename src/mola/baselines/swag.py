@@ -124,7 +124,7 @@ class Moments:
 
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """What `tensors` returned."""
+        """Undo `tensors`."""
         return Moments(count, below(tensors, "mean."), below(tensors, "squares."), below(tensors, "columns."))
 
 
@@ -137,7 +137,7 @@ class LearningRateTuning:
     curve: dict[str, tuple[float, ...]]
     """Scores of the candidates in the order they were tried: "learning_rate", "confidence", "accuracy", "brier"."""
     notes: tuple[str, ...] = ()
-    """What else the user should know: rates that diverged, a threshold that no rate met."""
+    """Warnings for the user: rates that diverged, a threshold that no rate met."""
 
     @staticmethod
     def from_json(entry: Mapping[str, Any] | None) -> LearningRateTuning | None:
@@ -283,7 +283,7 @@ class Swag(Mixture):
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Weights of draw number `index` by name; more draws of the same seed begin with the same ones."""
+    """Weights of draw number `index` by name; a larger number of draws with one seed begins with these draws."""
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
@@ -303,7 +303,7 @@ class _WithTensors(nn.Module):
         super().__init__()
         self.network = network
 
-        @functools.wraps(network.forward)  # its signature tells how mappings are passed
+        @functools.wraps(network.forward)  # mappings are passed by its signature
         def forward(*arguments: Any, **keywords: Any) -> Any:
             with _lock:
                 return functional_call(network, dict(tensors), arguments, keywords)

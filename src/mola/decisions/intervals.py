@@ -44,7 +44,7 @@ METHODS = ("quantile", "normalised")
 
 @runtime_checkable
 class RegressionLike(Protocol):
-    """What intervals need of a prediction for n inputs with D outputs."""
+    """The part of a prediction for n inputs with D outputs that intervals need."""
 
     @property
     def mean(self) -> Tensor:
@@ -71,7 +71,7 @@ class PredictionIntervals:
     count: int
     """Number of calibration data."""
     joint: bool = False
-    """Whether the coverage holds for all outputs of a datum at once."""
+    """True if the coverage holds for all outputs of a datum at once."""
     groups: Mapping[Any, Tensor] | None = None
     """q (D,) of each group, where intervals are by group."""
 

@@ -1,4 +1,4 @@
-"""What a file records about itself: classes, inputs, outputs, and how the posterior was made and tuned. JSON throughout."""
+"""The description that a file contains: classes, inputs, outputs, and how the posterior was made and tuned. JSON throughout."""
 
 from __future__ import annotations
 

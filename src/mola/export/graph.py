@@ -90,7 +90,7 @@ class Signature:
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """What the networks are called with."""
+        """The arguments of the networks."""
         if self.kind == "tensor":
             return tensors[0]
         values = dict(zip(self.places, tensors, strict=True)) | dict(self.fixed)
@@ -102,7 +102,7 @@ class Signature:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Signature:
-        """What `as_json` made."""
+        """Undo `as_json`."""
         return Signature(entry["kind"], tuple(entry["names"]), tuple(entry["places"]))
 
 
@@ -192,7 +192,7 @@ class PosteriorGraph(nn.Module):
         return self
 
     def network_inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """What the networks are called with: prepared, and in half precision if they are."""
+        """The arguments of the networks: prepared, and in half precision if the networks are."""
         if self.preparation is not None:
             tensors = [self.preparation(tensor) for tensor in tensors]
         if self.float16:

@@ -39,7 +39,7 @@ Run = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Options:
-    """What both kinds of file have in common; see `mola.export.onnx`."""
+    """Options of both kinds of file; see `mola.export.onnx`."""
 
     classes: Sequence[str] | None = None
     outputs: Sequence[str] | None = None
@@ -80,7 +80,7 @@ class Written:
     differences: dict[str, float] | None
     """Largest difference of each output from PyTorch's, relative to values above 1; None where it was not checked."""
     document: dict[str, Any]
-    """What the file records about itself."""
+    """The description that the file contains."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""

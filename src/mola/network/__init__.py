@@ -24,7 +24,6 @@ from mola.network.checksum import state_checksum
 from mola.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from mola.network.head import Head, find_head, head_by_name
 from mola.network.resized import Resized
-from mola.numerics import float64_device, to_float64
 
 __all__ = [
     "IGNORE_INDEX",
@@ -52,7 +51,6 @@ __all__ = [
     "evaluating",
     "find_head",
     "find_heads",
-    "float64_device",
     "head_by_name",
     "one_batch",
     "peek",
@@ -60,7 +58,6 @@ __all__ = [
     "state_checksum",
     "stream",
     "to_device",
-    "to_float64",
     "unwrapped",
     "without_autocast",
 ]

@@ -80,7 +80,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
 
     Args:
         network: a trained network.
-        head: as found by `find_head`; None to capture outputs alone, of which `check_logits` tells probabilities.
+        head: as found by `find_head`; None to capture outputs alone; `check_logits` then refuses probabilities.
         inputs: one batch of inputs.
         likelihood: reads the outputs.
     """

@@ -195,7 +195,7 @@ class _Call:
 @dataclass
 class _Pass:
     calls: list[_Call] = field(default_factory=list)
-    """Of linear layers with a matrix as output, or of the layers that were named."""
+    """Calls of linear layers with a matrix as output, or of the layers that were named."""
     ran: list[tuple[str, torch.Size]] = field(default_factory=list)
     dense: list[tuple[str, torch.Size]] = field(default_factory=list)
     """Layers with dense outputs. Only the last call is kept: all feature maps would fill memory."""

@@ -43,7 +43,7 @@ class FitProgress:
     used_inputs: int = 0
     """Inputs with rows in the sums; those whose labels are all missing have none."""
     checksum: str = ""
-    """Of these batches, by `batch_checksum`."""
+    """Checksum of these batches, by `batch_checksum`."""
 
 
 class FitCheckpoint:
@@ -63,7 +63,7 @@ class FitCheckpoint:
         self.place = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def due(self, batches: int) -> bool:
-        """Whether to save after this number of batches."""
+        """Return True if a checkpoint is due after this number of batches."""
         return self.folder is not None and batches % self.every == 0
 
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:

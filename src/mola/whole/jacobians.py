@@ -148,7 +148,7 @@ class Layout:
     layers: tuple[Layer, ...]
     rest: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Of the parameters in `rest`."""
+    """Sizes of the parameters in `rest`."""
 
     @property
     def size(self) -> int:

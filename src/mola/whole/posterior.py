@@ -91,7 +91,7 @@ class WholeComponent(Component):
 
     @property
     def structure(self) -> WholeStructure:
-        """Of the curvature, with the layout of the weights."""
+        """Structure of the curvature, with the layout of the weights."""
         layer = self.require_layer("a posterior over whole networks")
         assert isinstance(layer.structure, WholeStructure)
         return layer.structure
@@ -263,11 +263,11 @@ class WholeMoLA(MoLA):
         }
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> NoReturn:
-        """Not defined: the paper's bounds are those of last layers."""
+        """Not defined: the paper's bounds hold for last layers."""
         raise OptionError("the confidence bound holds for Laplace approximations of last layers: use mola.fit.")
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Not defined: the paper's limit is that of last layers."""
+        """Not defined: the paper's limit holds for last layers."""
         raise OptionError("the far-field limit holds for Laplace approximations of last layers: use mola.fit.")
 
     # --- tune -------------------------------------------------------------------------------------------------------
