@@ -281,11 +281,12 @@ def test_regression_at_every_position(kind, heteroscedastic):
 
 
 class Segmenter(nn.Module):
-    """Ends as torchvision's segmentation networks do: a 1x1 convolution, then bilinear interpolation, in a mapping."""
+    """Ends as torchvision's segmentation networks do: 1x1 convolutions, then bilinear interpolation, in a mapping."""
 
     def __init__(self, *, head_first):
         super().__init__()
         self.body, self.head, self.head_first = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Conv2d(4, 5, 1), head_first
+        self.auxiliary = nn.Conv2d(4, 5, 1)
 
     def forward(self, images):
         features = self.body(images).relu()
@@ -293,7 +294,8 @@ class Segmenter(nn.Module):
         def resize(values):
             return functional.interpolate(values, images.shape[-2:], mode="bilinear", align_corners=False)
 
-        return {"out": resize(self.head(features)) if self.head_first else self.head(resize(features))}
+        out = resize(self.head(features)) if self.head_first else self.head(resize(features))
+        return {"out": out, "aux": resize(self.auxiliary(features))}
 
 
 def test_resized_logits_are_those_of_resized_features(tmp_path):

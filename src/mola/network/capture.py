@@ -113,18 +113,24 @@ def _captured(features: Tensor | None, outputs: Tensor, head: Head | None, axis:
 
 def _without_head(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Captured:
     # The layer that gives dense outputs determines their class axis. Weak references: feature maps would fill memory.
-    axes: list[tuple[weakref.ref[Tensor], int]] = []
+    axes: list[tuple[weakref.ref[Tensor], torch.Size, int]] = []
 
     def record(layer: nn.Module, _: Tensor, output: object) -> None:
         if isinstance(output, Tensor) and output.dim() > 2:
-            axes.append((weakref.ref(output), -1 if isinstance(layer, nn.Linear) else 1))
+            axes.append((weakref.ref(output), output.shape, -1 if isinstance(layer, nn.Linear) else 1))
 
     with hooked([module for module in network.modules() if isinstance(module, Layer)], record):
         outputs = call(network, inputs)
     if outputs.dim() <= 2:
         return _captured(None, likelihood.check_outputs(outputs, [("", outputs.shape)]), None, -1)
-    axis = next((axis for output, axis in reversed(axes) if output() is outputs), None)
-    return _captured(None, outputs, None, axis or find_head(network, inputs, None, likelihood).axis)
+    for output, _, axis in reversed(axes):
+        if output() is outputs:
+            return _captured(None, outputs, None, axis)
+    last = axes[-1][1] if axes and axes[-1][2] == 1 else outputs.shape
+    if last[:2] == outputs.shape[:2] and last[2:] != outputs.shape[2:]:  # resized after a convolution
+        likelihood.check_outputs(Layout.of(outputs[:1], 1).by_position(outputs[:1])[0, :4096], [("", outputs.shape)])
+        return _captured(None, outputs, None, 1)
+    return _captured(None, outputs, None, find_head(network, inputs, None, likelihood).axis)
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:

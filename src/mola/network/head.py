@@ -297,16 +297,18 @@ def _dense_head(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[Head, 
 
 
 def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, names: Sequence[str], kind: Any) -> Head | None:
-    # The last of some layers, if the network only picks, averages or resizes the positions of its output.
-    layer = dict(_modules(network)).get(names[-1]) if names else None
-    if not isinstance(layer, kind) or _why_not_linear(layer) is not None:
-        return None
-    head = Head(names[-1], layer, every_position=True, dense_axes=outputs.dim() - 2)
-    with suppress(DataError, HeadError):  # the network does more, which the caller explains
-        features, again = carried_pass(network, head, inputs)
-        same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
-        if same and _Call(head.name, layer, features, again).is_linear():
-            return head
+    # The last of some layers of which the network only picks, averages or resizes positions.
+    modules = dict(_modules(network))
+    for name in reversed(dict.fromkeys(names)):
+        layer = modules[name]
+        if not isinstance(layer, kind) or _why_not_linear(layer) is not None:
+            continue
+        head = Head(name, layer, every_position=True, dense_axes=outputs.dim() - 2)
+        with suppress(DataError, HeadError):  # another layer is the head, or the network does more, which is explained
+            features, again = carried_pass(network, head, inputs)
+            same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
+            if same and _Call(name, layer, features, again).is_linear():
+                return head
     return None
 
 
