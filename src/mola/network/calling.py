@@ -141,7 +141,7 @@ def _is_batch(loader: Any) -> bool:
     if not isinstance(loader, (tuple, list)) or not loader or not all(isinstance(part, Tensor) for part in loader):
         return False
     # A list of tensors may hold batches of inputs, all of one kind: [x, y] does not.
-    kinds = {(part.shape[1:], part.dtype) for part in loader}
+    kinds = {(part.dim(), part.dtype) for part in loader}
     return isinstance(loader, tuple) or (len(loader) == 2 and len(kinds) == 2 and len(loader[0]) == len(loader[1]))
 
 
@@ -325,6 +325,7 @@ def _logits_of(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
-            f"{type(output).__name__}. Pass a function that picks the logits, such as logits=lambda output: output[0]."
+            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or a network "
+            "that returns the logits."
         )
     return output
