@@ -77,12 +77,7 @@ class Team:
         return self.collect(document if self.first else None)[0]
 
     def agree(self, document: Mapping[str, Any], what: str) -> None:
-        """Raise `OptionError` on every rank unless all ranks pass the same document.
-
-        Args:
-            document: options by name.
-            what: the work they belong to, for the message.
-        """
+        """Raise `OptionError` on every rank unless all ranks pass the same options by name; `what` is their use."""
         documents = self.collect(dict(document))
         expected = documents[0]
         for rank, got in enumerate(documents):
@@ -94,11 +89,7 @@ class Team:
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over all ranks, added in float64: equal bits on every rank, in the precision and on the device of each tensor.
-
-        Args:
-            tensors: of the same shapes on every rank.
-        """
+        """Sums over all ranks, added in float64: equal bits on every rank, in the precision and on the device of each tensor."""
         if self.size == 1:
             return list(tensors)
         totals = [tensor.detach().to("cpu", torch.float64, copy=True).contiguous() for tensor in tensors]
@@ -107,11 +98,7 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """The rows of all ranks in rank order, on every rank, in main memory.
-
-        Args:
-            rows: (n, ...), where only n differs between ranks; None on a rank without rows.
-        """
+        """The rows (n, ...) of all ranks in rank order, in main memory; n may differ, and None stands for no rows."""
         own = None if rows is None else rows.detach().cpu().contiguous()
         forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
         kinds = {(form[0], form[1][1:]) for form in forms if form is not None}

@@ -197,12 +197,8 @@ def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Area under the ROC curve of each label: how often yes is more probable where it is right than where it is not.
 
-    Args:
-        probs: (n, C), of yes.
-        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
-
-    Returns:
-        (C,) in float64; nan for a label that is always yes or always no. The mean over labels is the macro average.
+    From probabilities (n, C) of yes and labels (n, C), 0 or 1, NaN or -100 where a label is missing. Returns (C,) in
+    float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
     """
     pairs = _by_label(probs, labels)
     return torch.tensor(
@@ -213,12 +209,7 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Average precision of each label: the mean of the precision over the steps of recall, without interpolation.
 
-    Args:
-        probs: (n, C), of yes.
-        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
-
-    Returns:
-        (C,) in float64; nan for a label that is never yes. It depends on how rare yes is.
+    Arguments as for `auroc_of_labels`. NaN for a label that is never yes; it depends on how rare yes is.
     """
     pairs = _by_label(probs, labels)
     return torch.tensor(
@@ -229,13 +220,7 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
 
-    Args:
-        probs: (n, C), of yes.
-        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
-        bins: equal-width, closed on the right.
-
-    Returns:
-        (C,) in float64; nan where every label is missing.
+    Arguments as for `auroc_of_labels`. Bins are closed on the right; NaN where every label is missing.
     """
     found = []
     for no, yes in _by_label(probs, labels):

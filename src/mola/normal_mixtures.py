@@ -35,17 +35,9 @@ def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tenso
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Logarithm of the mixture's density.
+    """Logarithm (n, D) of the mixture's density at targets (n, D); with `joint`, (n,) of all D outputs together.
 
-    Args:
-        weights: (K,).
-        means: (K, n, D).
-        variances: (K, n, D).
-        targets: (n, D).
-        joint: of all D outputs together, which are independent in each component; otherwise of each alone.
-
-    Returns:
-        (n, D), or (n,) with `joint`.
+    Outputs are independent within each component, not within the mixture.
     """
     shares, means, deviations = _lifted(weights, means, variances)
     each = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
@@ -55,35 +47,18 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
-    """Probability that a draw is at most `values`.
-
-    Args:
-        weights: (K,).
-        means: (K, ...).
-        variances: (K, ...).
-        values: (...), or what broadcasts with it.
-
-    Returns:
-        (...)
-    """
+    """Probability (...) that a draw is at most `values`, which broadcast with (...)."""
     shares, means, deviations = _lifted(weights, means, variances)
     return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
-    """The value that a draw stays below with probability `level`: Newton's method, kept inside an interval that shrinks.
+    """The value (...) that a draw stays below with probability `level`, to rounding in float64.
+
+    Newton's method, kept inside an interval that shrinks.
 
     The quantile of a mixture lies between the smallest and the largest of its components' own. A step that leaves the interval is
     replaced by its middle: in the gap between two far components the density is 0, and Newton's method is lost.
-
-    Args:
-        weights: (K,).
-        means: (K, ...).
-        variances: (K, ...).
-        level: between 0 and 1, both excluded.
-
-    Returns:
-        (...) in float64, to its rounding.
     """
     if level > 0.5:  # where F is near 1 it has no digits left; its mirror image has
         return -quantile(weights, -means, variances, 1 - level)
@@ -110,16 +85,9 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
 
 
 def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
-    r"""Continuous ranked probability score of targets, the integral of :math:`(F(t) - 1[t \ge y])^2`.
+    r"""Continuous ranked probability score of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
 
-    Args:
-        weights: (K,).
-        means: (K, n, D).
-        variances: (K, n, D).
-        targets: (n, D).
-
-    Returns:
-        (n, D), in the targets' units: lower is better, and of one point it is the absolute error.
+    In the targets' units: lower is better, and for a point prediction it is the absolute error.
     """
     shares, means, deviations = _lifted(weights, means, variances)
     distance = (shares * _mean_distance(to_float64(targets).to(means.device) - means, deviations)).sum(0)

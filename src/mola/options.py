@@ -13,34 +13,14 @@ Kind = TypeVar("Kind")
 
 
 def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
-    """The object of that name with its default settings, or the object itself.
-
-    Args:
-        value: a name, or an object.
-        kind: what the object must be.
-        known: classes by name.
-        argument: name of the option, for the message.
-
-    Returns:
-        An object of that kind; `OptionError` with the known names for anything else.
-    """
+    """The object of that name with its default settings, or the object itself; `OptionError` for anything else."""
     if isinstance(value, kind):
         return value
     return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """The name itself, if it is known.
-
-    Args:
-        name: as given by the user.
-        known: all valid names.
-        argument: name of the option, for the message.
-        otherwise: other valid values, in words.
-
-    Returns:
-        The name.
-    """
+    """The name itself if it is known; `OptionError` with the known names, and `otherwise`, for anything else."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
@@ -65,16 +45,7 @@ def is_real(value: object) -> bool:
 
 
 def whole_number(value: object, argument: str, least: int = 1) -> int:
-    """A count.
-
-    Args:
-        value: as given by the user, also a NumPy number.
-        argument: name of the argument, for the message.
-        least: smallest value allowed.
-
-    Returns:
-        The number.
-    """
+    """The value as an `int`; `OptionError` unless it is a whole number, also of NumPy, of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

@@ -163,12 +163,8 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 class PosteriorGraph(nn.Module):
     """From the tensors of a batch to the fields of `posterior.predict`, computed by the posterior's own code.
 
-    Args:
-        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`.
-        signature: of the inputs.
-        outputs: names of the fields.
-        float16: convert floating-point inputs to half precision, for networks that are in it.
-        preparation: a module that the one input goes through first.
+    With `float16` it converts floating-point inputs for networks in half precision; `preparation` is a module that the
+    one input goes through first.
     """
 
     def __init__(

@@ -98,14 +98,8 @@ def write(
 ) -> Written:
     """Trace, serialise, compare with PyTorch, and write all of the file or nothing.
 
-    Args:
-        posterior: what is exported.
-        path: of the file.
-        example: one batch of inputs.
-        options: of the export.
-        serialise: from a trace and the file's properties to the content of the file.
-        runner: from that content to something that runs it.
-        runtime: name of what runs the file, for messages.
+    `serialise` makes the content of the file from a trace and the file's properties, and `runner` makes something that
+    runs it from that content; `runtime` is its name in messages.
     """
     path = _checked_path(path)
     properties = user_properties(options.metadata)  # refused before the work, which takes longer

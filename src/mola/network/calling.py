@@ -65,12 +65,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def as_batch(raw: Any, where: str) -> Batch:
-    """Split what a loader yielded into inputs and labels.
-
-    Args:
-        raw: `(inputs, labels)`, `[inputs, labels]`, `(inputs,)`, a tensor, or a mapping.
-        where: the batch's place for error messages, such as "batch 3 of the training loader".
-    """
+    """Split what a loader yielded into inputs and labels; `where` is its place in messages, "batch 3 of the loader"."""
     batch = _split(raw, where)
     if _has_empty(batch.inputs):
         raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
@@ -124,12 +119,7 @@ def one_batch(inputs: Inputs) -> Inputs:
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Refuse an object that cannot be a loader, without reading from it.
-
-    Args:
-        loader: any iterable of batches, including one that can be read only once.
-        where: the loader's name for error messages, such as "training loader".
-    """
+    """Refuse an object that cannot be a loader, without reading from it; `where` is its name in messages."""
     if isinstance(loader, (Tensor, Mapping, str)) or _is_batch(loader) or not isinstance(loader, Iterable):
         raise DataError(
             f"the {where}: expected an iterable of batches, got {type(loader).__name__}"
@@ -168,10 +158,7 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
 def batches(loader: Iterable[Any], where: str, first_batch: int = 0) -> Iterator[Batch]:
     """Iterate over the batches of a loader, at least one, and name each in errors: "batch 3 of the {where}".
 
-    Args:
-        loader: any iterable of batches, including one that can be read only once.
-        where: the loader's name, such as "training loader".
-        first_batch: number of batches read before, which continues their numbering.
+    After a checkpoint, numbers continue from `first_batch`.
     """
     check_loader(loader, where)
     return _batches(loader, where, first_batch)
@@ -250,12 +237,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def call(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network without gradients on its own device and return the very tensor of logits that it returned.
-
-    Args:
-        network: any module that returns logits, or an object or mapping with `logits`.
-        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-    """
+    """Run a network without gradients on its own device and return the very tensor of logits that it returned."""
     # Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
     with torch.no_grad():
         return run(network, inputs)

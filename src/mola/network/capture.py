@@ -150,13 +150,9 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
 def find_heads(
     networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Head]:
-    """Find the head of every network, all with outputs of one kind. Call it inside `evaluating(*networks)`.
+    """Find the head of every network, or check the one named; all must have outputs of one kind.
 
-    Args:
-        networks: the trained networks.
-        names: for each, the dotted name of its head, or None to find it.
-        inputs: one batch of inputs.
-        likelihood: refuses outputs that it cannot read.
+    Call it inside `evaluating(*networks)`.
     """
     heads = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):

@@ -77,10 +77,7 @@ class Layout:
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
         """Reshape labels to (n * positions,), or to (n * positions, width) where each output has its own label.
 
-        Args:
-            labels: as the loader yielded them.
-            outputs: number of outputs C at each position, for the error message.
-            where: the batch's place for error messages.
+        The number of outputs at each position and the batch's place are for error messages.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
@@ -108,10 +105,7 @@ class Layout:
 def drawn_positions(count: int, most: int, index: int) -> Tensor:
     """Draw `most` of `count` positions without replacement, in ascending order; all of them if there are no more.
 
-    Args:
-        count: number of positions of the input.
-        most: number of positions to draw.
-        index: the input's index among all that are read. It is the seed, so the draw does not depend on batching.
+    The seed is the input's index among all that are read, so the draw does not depend on batching.
     """
     if count <= most:
         return torch.arange(count, device="cpu")

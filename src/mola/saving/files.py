@@ -60,13 +60,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Save a document and its tensors; what the folder held before stays readable until all is written.
 
-    Args:
-        directory: made if missing.
-        document: JSON with an entry "kind", such as "swag"; a folder of another kind is not overwritten.
-        tensors: by name.
-
-    Returns:
-        The folder.
+    The folder is made if missing, and returned. The document has an entry "kind", such as "swag": a folder of another
+    kind is not overwritten.
     """
     folder, kind = _path(directory), document["kind"]
     try:
@@ -100,13 +95,7 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind.
-
-    Args:
-        directory: that `write_folder` wrote.
-        kind: expected.
-        schema: of the document.
-    """
+    """The document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind."""
     folder = _path(directory)
     document = read_document(folder)
     if document["kind"] != kind:

@@ -69,8 +69,7 @@ class FitCheckpoint:
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
         """The progress of an interrupted fit, with sums on the CPU, or None; `StorageError` if it belongs to another fit.
 
-        Args:
-            identity: of this fit, as JSON: "networks" and "heads" with an entry for each network, and any other entries.
+        The identity is JSON: "networks" with a checksum for each, and any other entries.
         """
         if self.folder is None:
             return None

@@ -79,13 +79,7 @@ def check_seal(document: Mapping[str, Any], name: object) -> None:
 
 
 def check(value: Any, schema: Any, path: str) -> None:
-    """Compare a value with its schema; `StorageError` names the place, what was expected and what was found.
-
-    Args:
-        value: from JSON.
-        schema: expected types.
-        path: of the value within the document, for the message; "" is the document itself.
-    """
+    """Compare a value with its schema; `StorageError` names its path, what was expected and what was found."""
     if isinstance(schema, Optional):
         if value is not None:
             check(value, schema.kind, path)

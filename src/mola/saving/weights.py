@@ -65,8 +65,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 def read_state(path: str | Path) -> dict[str, Any]:
     """The content of a weights file on the CPU: tensors by name, or a training script's dictionary around them.
 
-    Args:
-        path: safetensors, or a file of `torch.save`, distinguished by their content.
+    The file is safetensors or of `torch.save`, distinguished by its content.
     """
     source = Path(path)
     try:

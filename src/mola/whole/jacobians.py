@@ -272,13 +272,9 @@ def _watched_pass(
 @torch.inference_mode(False)
 @torch.enable_grad()
 def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions: Directions) -> JacobianRows:
-    """Run the network, in its own precision and at least float32. Call it inside `evaluating(network)`.
+    """Differentiate the outputs of a few data along some directions. Call it inside `evaluating(network)`.
 
-    Args:
-        network: the trained network.
-        layout: of its uncertain weights.
-        inputs: a few data; see `Layout.data_at_once`.
-        directions: along which outputs are differentiated.
+    The network runs in its own precision, and at least in float32.
     """
     inputs, own = tree_map(_single, inputs), _parameters(network) | _buffers(network)
     logits, seen = _watched_pass(network, layout.layers, own, inputs)
@@ -337,13 +333,7 @@ def _by_func(network: nn.Module, tensors: dict[str, Tensor], names: Sequence[str
 
 
 def find_layout(network: nn.Module, inputs: Inputs, size: int) -> Layout:
-    """The weights that require gradients. Call it inside `evaluating(network)`.
-
-    Args:
-        network: the trained network.
-        inputs: one batch, of which a few data are used.
-        size: number of data in the batch.
-    """
+    """The weights that require gradients, found on a few data of a batch. Call it inside `evaluating(network)`."""
     free = {name: value for name, value in network.named_parameters() if value.requires_grad}
     if not free:
         raise OptionError(
