@@ -91,69 +91,64 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
     assert schema.endswith("probs array<double>")
 
 
-def test_what_cannot_be_predicted_is_told(desk, source_of, tmp_path):
-    source, _ = source_of("folder")
-    frame = frame_of(desk)
-    predictor = BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6))
-    with pytest.raises(mola.errors.DataError, match="no column 'x0'"):
-        predictor(frame[["id"]])
-    with pytest.raises(mola.errors.DataError, match="name the columns"):
-        BatchPredictor(source)(frame)
-    with pytest.raises(mola.errors.DataError, match="got int"):
-        predictor(3)
-    broken = frame.copy()
-    broken.loc[4, "x3"] = np.nan
-    with pytest.raises(mola.errors.DataError, match="row 4 of the batch is not finite"):
-        predictor(broken)
-    with pytest.raises(mola.errors.DataError, match="cannot be made float32 inputs"):
-        predictor(frame.assign(x3="seven"))
-    with pytest.raises(mola.errors.StorageError, match="put it where all processes can read it"):
-        BatchPredictor(tmp_path / "nowhere.onnx")(np.zeros((1, 3, 6, 6)))
-    with pytest.raises(mola.errors.OptionError, match="batch_size"):
-        BatchPredictor(source, batch_size=0)
-    with pytest.raises(mola.errors.OptionError, match="dtype must be one of"):
-        BatchPredictor(source, dtype="complex64")
-    with pytest.raises(mola.errors.OptionError, match="types of no column, got id"):
-        predictor.spark_schema({"id": "long"})
+def flat(**changes):
+    """A frame of three inputs with some columns changed."""
+    frame = pd.DataFrame(np.ones((3, 108), dtype=np.float32), columns=COLUMNS)
+    return frame.assign(**changes)
 
 
-def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_around(desk, source_of, tmp_path):
+CELLS = np.array([np.zeros(3), None], dtype=object)
+NAMED = {"inputs": COLUMNS, "shape": (3, 6, 6)}
+WRONG_USE = {
+    "a column is missing": (NAMED, flat()[["x1"]], "no column 'x0'"),
+    "no columns are named": ({}, flat(), "name the columns"),
+    "no batch": (NAMED, 3, "got int"),
+    "nan": (NAMED, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch is not finite"),
+    "words": (NAMED, flat(x3="seven"), "cannot be made float32"),
+    "none": ({"inputs": "x"}, {"x": CELLS}, "row 1 of the batch is None"),
+    "a name twice": ({**NAMED, "keep": ["label"]}, flat(label=9), "keep: 'label'"),
+    "nan as an integer": ({"dtype": "int64"}, np.array([[1.0], [np.nan]]), "int64 cannot hold"),
+    "too large for bytes": ({"dtype": "uint8"}, np.array([[1.0], [300.0]]), "uint8 cannot hold"),
+    "below 0 for bytes": ({"dtype": "uint8"}, np.array([[1.0], [-1.0]]), "uint8 cannot hold"),
+    "a half as an integer": ({"dtype": "int32"}, np.array([[1.0], [0.5]]), "int32 cannot hold"),
+    "another shape": ({"shape": (5, 5)}, np.ones((2, 3)), "of shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_USE)
+def test_wrong_batches_are_refused(source_of, case):
     source, more = source_of("hub")
-    frame = frame_of(desk)
-    predictor = BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6), **more)
-    # The error of a source is not one of the columns.
+    options, batch, words = WRONG_USE[case]
+    with pytest.raises(mola.errors.MolaError, match=words):
+        BatchPredictor(source, **options, **more)(batch)
+
+
+def test_wrong_options_and_sources_are_refused(desk, source_of, tmp_path):
+    source, _ = source_of("folder")
     with pytest.raises(mola.errors.StorageError, match=r"^[^:]*nowhere\.onnx is neither"):
-        BatchPredictor(tmp_path / "nowhere.onnx", inputs=COLUMNS)(frame)
-    with pytest.raises(mola.errors.DataError, match=r"^row 4 of the batch is not finite"):
-        predictor(frame.assign(x3=np.where(np.arange(len(frame)) == 4, np.nan, 1.0)))
-    # A column that is kept would be hidden by a prediction of the same name.
-    clashing = BatchPredictor(source, inputs=COLUMNS, keep=["label"], shape=(3, 6, 6), **more)
-    for batch in (frame.assign(label=9), {name: frame[name].to_numpy() for name in COLUMNS} | {"label": frame["id"]}):
-        with pytest.raises(
-            mola.errors.OptionError, match="keep: 'label' is also the name of a column of the predictions"
-        ):
-            clashing(batch)
-    with pytest.raises(mola.errors.DataError, match="row 1 of the batch is None"):
-        BatchPredictor(source, inputs="x", **more)({"x": np.array([np.zeros(3), None], dtype=object)})
-    # Numbers that a type cannot hold would become others in silence.
-    for dtype, value in (("int64", np.nan), ("uint8", 300.0), ("uint8", -1.0), ("int32", 0.5)):
-        with pytest.raises(mola.errors.DataError, match=f"row 2 of the batch has numbers that {dtype} cannot hold"):
-            BatchPredictor(source, dtype=dtype, **more)(np.array([[1.0], [2.0], [value]]))
-    # Columns may have numbers for names, as frames made of arrays do; tensors may be in a graph.
+        BatchPredictor(tmp_path / "nowhere.onnx", inputs=COLUMNS)(frame_of(desk))
+    for options in ({"batch_size": 0}, {"dtype": "complex64"}):
+        with pytest.raises(mola.errors.OptionError, match=next(iter(options))):
+            BatchPredictor(source, **options)
+    with pytest.raises(mola.errors.OptionError, match="got id"):
+        BatchPredictor(source, inputs=COLUMNS).spark_schema({"id": "long"})
+
+
+def test_columns_with_numbers_for_names_tensors_in_a_graph_and_nested_lists(desk, source_of):
+    source, more = source_of("hub")
     inputs, _ = desk.inputs("test")
+    predictor = BatchPredictor(source, **NAMED, **more)
+    expected = predictor(frame_of(desk))["confidence"].tolist()
     numbered = BatchPredictor(source, inputs=range(len(COLUMNS)), shape=(3, 6, 6), **more)
-    expected = predictor(frame)["confidence"].tolist()
     assert numbered(pd.DataFrame(inputs.flatten(1).numpy()))["confidence"].tolist() == expected
     assert predictor(inputs.flatten(1).requires_grad_())["confidence"].tolist() == expected
-    # Nested lists, as Arrow and Spark hand them out: arrays of arrays.
-    nested = np.empty(len(inputs), dtype=object)
+    nested = np.empty(len(inputs), dtype=object)  # as Arrow and Spark hand lists out: arrays of arrays
     for index, image in enumerate(inputs.numpy()):
         nested[index] = np.empty(3, dtype=object)
         for channel in range(3):
             nested[index][channel] = np.empty(6, dtype=object)
             nested[index][channel][:] = list(image[channel])
-    cells = BatchPredictor(source, inputs="picture", **more)
-    assert cells({"picture": nested})["confidence"].tolist() == expected
+    assert BatchPredictor(source, inputs="picture", **more)({"picture": nested})["confidence"].tolist() == expected
 
 
 def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):

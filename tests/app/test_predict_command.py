@@ -45,7 +45,8 @@ def read(path):
     if path.suffix == ".parquet":
         import pandas
 
-        rows = pandas.read_parquet(path).astype(object).to_dict("records")
+        frame = pandas.read_parquet(path)
+        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     elif path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     else:
