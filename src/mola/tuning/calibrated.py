@@ -40,7 +40,10 @@ NO_COVARIANCE = 1e12
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
 FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
-EXPONENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
+"""Distance exponents. Beyond 2 logits would fall faster with the distance than with the norm of the features, and inputs that differ a
+little from the validation data would lose more than the validation data can show."""
+
 
 SHARPENING = 0.5
 """Standard deviation of a Gaussian prior on `log T` below 0. Without it, logits would be sharpened without end on validation data that
