@@ -180,5 +180,5 @@ def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
     assert {"fit", "evaluate", "predict", "info"} <= set(ran)
     assert "MoLA" in (tmp_path / "report" / "index.html").read_text()
     assert (tmp_path / "predictions.csv").read_text().count("\n") == 101
-    assert (tmp_path / "predictions.jsonl").read_text().count("probabilities") == 12
+    assert (tmp_path / "predictions.jsonl").read_text().count("prob_cat") == 12
     assert (tmp_path / "posterior-nll" / "job.toml").exists()
