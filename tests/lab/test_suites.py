@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import struct
 import sys
 import time
 import warnings
@@ -90,9 +88,7 @@ def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet,
     assert outcome.exit_code == 0, outcome.output
     store = Store(tmp_path / "results")
     records = {record.method: record for record in store.records("imagenet")}
-    methods = {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "LLLA (distance)", "MoLA", "MoLA (NLL)", "MoLA (distance)"}
-    methods |= {"DE-L", "LLLA (calibrated)", "MoLA (calibrated)"}
-    assert set(records) == methods
+    assert {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"} < set(records)
     mola_record = records["MoLA"]
     assert list(mola_record.labelled) == ["test", *(f"severity {severity}" for severity in range(1, 6))]
     # 18 held-out images: 4 to tune on, 14 to test on, each under two corruptions.
@@ -126,37 +122,6 @@ def write_cifar(root, seed=0):
     test = rows(2100)
     (folder / "test_batch.bin").write_bytes(test.tobytes())
     return torch.from_numpy(test[:, 1:].reshape(-1, 3, 32, 32)), torch.from_numpy(test[:, 0]).long()
-
-
-def test_more_outliers_of_cifar10_are_taken_where_they_are_there(tmp_path):
-    write_cifar(tmp_path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", mola.errors.MolaWarning)
-        without = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
-    words = "TinyImageNet, shrunk to 32 x 32 is not in the data directory and is left out of the comparison."
-    assert words in [str(one.message) for one in caught]
-    assert not {"tinyimagenet", "mnist"} & set(without)
-    generator = np.random.default_rng(1)
-    (tmp_path / "tinyimagenet").mkdir()
-    tiny = generator.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
-    np.savez(tmp_path / "tinyimagenet" / "val_32x32.npz", images=tiny)
-    (tmp_path / "MNIST").mkdir()
-    digits = generator.integers(0, 256, (5, 28, 28), dtype=np.uint8)
-    header = struct.pack(">4B3I", 0, 0, 8, 3, *digits.shape)
-    (tmp_path / "MNIST" / "t10k-images-idx3-ubyte").write_bytes(header + digits.tobytes())
-    (tmp_path / "MNIST" / "t10k-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, 5) + bytes(5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.errors.MolaWarning)
-        found = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
-    assert {name: source.checksum for name, source in found.items() if name in without} == {
-        name: source.checksum for name, source in without.items()
-    }
-    assert [found[name].title for name in ("tinyimagenet", "mnist")] == ["TinyImageNet", "MNIST"]
-    assert torch.equal(found["tinyimagenet"].show(6), torch.from_numpy(tiny).permute(0, 3, 1, 2))
-    assert torch.cat([inputs for inputs, _ in found["mnist"].open()]).shape == (5, 3, 32, 32)
-    assert found["severity 3"].types == PAPER_CORRUPTIONS
-    assert len(PAPER_CORRUPTIONS) == 16
-    assert found["test"].types == ()
 
 
 def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypatch):
@@ -346,26 +311,3 @@ def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
     error = (tmp_path / "stderr").read_text()
     assert error.endswith("mola: stopped. The same command goes on where it can.\n")
     assert "Traceback" not in error
-
-
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["mola", "report", "--results", str(tmp_path)])
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device", "results/x.json")
-
-    monkeypatch.setattr("mola.app.cli.app", full)
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 1
-    assert capsys.readouterr().err == (
-        "mola: No space left on device (results/x.json). What was finished before is kept.\n"
-    )
-
-
-def test_records_are_plain_json_without_nan(imagenet, tmp_path):
-    path = Store(tmp_path).write_document("x", "suite.json", {"title": "x"})
-    assert json.loads(path.read_text())["title"] == "x"
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        Store(tmp_path).write_document("x", "suite.json", {"title": float("nan")})
-    assert json.loads(path.read_text())["title"] == "x"

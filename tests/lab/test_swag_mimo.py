@@ -10,9 +10,9 @@ from mola.baselines import MultiSwag, mimo_mola
 from mola.compare.store import Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, open_networks
-from mola.lab.cost import _Work, measure_cost
+from mola.lab.bench import BenchConfig
+from mola.lab.cost import measure_cost
 from mola.lab.networks import Training, find_networks, train_networks
-from mola.lab.order import Order
 from mola.lab.plan import Plan
 from mola.lab.runner import run_suite
 from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
@@ -52,16 +52,6 @@ def finished(plan, tmp_path_factory):
     return folder, {(record.method, record.run): record for record in run(plan, folder)}
 
 
-def test_records_stand_beside_the_main_ones(finished):
-    _, records = finished
-    assert {name for name, _ in records} == {"SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"}
-    assert {record.group for record in records.values()} == {"main"}
-    assert records["SWAG", 0].settings["components"] == 1
-    assert records["MultiSWAG", 1].settings["components"] == 2
-    assert records["MIMO-MoLA", 0].settings["components"] == 3
-    assert records["MultiSWAG", 0].settings["swag"]["snapshots"] == 3
-
-
 def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
@@ -80,7 +70,7 @@ def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
 def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
-    seed = plan.workshop(Activations("unused"), 0).seed(1)
+    seed = plan.training_context(Activations("unused"), 0).seed(1)
     mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, seed, None)
     labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
     test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))
@@ -91,12 +81,6 @@ def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
     assert record.chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
     expected = negative_log_likelihood(posterior.predict(test).probs, labels)
     assert_close(record.labelled["test"].metrics["nll"], expected, scale=1.0)
-
-
-def test_runs_have_networks_of_their_own(finished):
-    _, records = finished
-    for name in ("SWAG", "MIMO"):
-        assert records[name, 0].labelled["test"].metrics != records[name, 1].labelled["test"].metrics
 
 
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
@@ -174,7 +158,7 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
 
 def test_all_groups_are_all_but_the_long_ones(tmp_path):
     def groups(text):
-        return Order(SUITE, 1, 2, text, tmp_path, tmp_path, tmp_path).chosen_groups()
+        return BenchConfig(SUITE, 1, 2, text, tmp_path, tmp_path, tmp_path).chosen_groups()
 
     assert set(groups("all")) == {"main", "variants", "structures", "components", "rules", "weights", "cost"}
     assert set(groups("all,beyond")) == {*groups("all"), "beyond"}
@@ -206,61 +190,19 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
     assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
 
 
-def test_cost_without_methods_that_train(plan):
-    given = plan.members("beyond", 0), plan.sources["train"], plan.sources["test"]
-    found = measure_cost(*given, None, lambda doing, done: None, images=1, repeats=1)
-    assert [row["method"] for row in found["rows"]] == [
-        "MAP",
-        "DE",
-        "LLLA",
-        "MoLA",
-        "LLLA (distance)",
-        "MoLA (distance)",
-    ]
-    assert not any("SWAG" in name or "MIMO" in name for name in found["settings"])
-    assert found["settings"]["measured_on"] < plan.sources["train"].count
-
-
-def test_a_fit_is_extended_along_the_line_through_medians():
-    some = [(torch.zeros(10, 1), torch.zeros(10)) for _ in range(4)]
-    on_some, on_half = 3 + 0.1 * 40, 3 + 0.1 * 20  # 3 once, and a tenth for each datum; others were disturbed
-    work = _Work(len, some, times=3, on_some=[on_some, on_some, 99.0], on_half=[on_half, 0.0, on_half])
-    assert work.seconds(1000) == pytest.approx(3 * (3 + 0.1 * 1000))
-    noise = _Work(len, some, on_some=[2.0], on_half=[2.5])
-    assert noise.seconds(1000) == 2.0, "more data never take less"
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("epochs", "expected name=number of"),
-        ("speed=3", "of epochs, members, batch_repetition"),
-        ("epochs=many", "expected name=number"),
-        ("epochs=inf", "expected name=number"),
-        ("epochs=2.5", "epochs must be a whole number"),
-        ("epochs=0", "epochs of MIMO must be at least 1"),
-        ("members=0", "members of MIMO must be at least 1"),
-        ("batch_repetition=0", "batch repetition of MIMO must be at least 1"),
-    ],
-)
-def test_budgets_that_cannot_be(text, says):
-    with pytest.raises(OptionError, match=says):
-        changed(MimoBudget(), text)
-
-
-@pytest.mark.parametrize("text", ["snapshots=1", "samples=0", "images=0", "batch_size=0", "learning_rate=0"])
-def test_swag_budgets_that_cannot_be(text):
-    with pytest.raises(OptionError, match="must be"):
-        changed(SwagBudget(1e-2), text)
-
-
-def test_a_budget_changed_in_words():
-    found = changed(SwagBudget(1e-2), " snapshots=12, learning_rate=2e-3 ,images=12500,")
-    assert found == SwagBudget(2e-3, snapshots=12, images=12500)
-    assert changed(found, "") == found
-
-
 def test_a_suite_without_training_data_says_so(plan, tmp_path):
     plan = replace(plan, suite=replace(SUITE, training_data=None), runs=1)
     with pytest.raises(OptionError, match="no training data to train SWAG or MIMO with"):
         run(plan, tmp_path)
+
+
+def test_budgets_are_changed_in_words():
+    found = changed(SwagBudget(1e-2), " snapshots=12, learning_rate=2e-3 ,images=12500,")
+    assert found == SwagBudget(2e-3, snapshots=12, images=12500)
+    assert changed(found, "") == found
+    for text in ("epochs", "speed=3", "epochs=many", "epochs=2.5", "epochs=0", "members=0", "batch_repetition=0"):
+        with pytest.raises(OptionError, match=r"expected name=number|at least 1"):
+            changed(MimoBudget(), text)
+    for text in ("snapshots=1", "samples=0", "images=0", "batch_size=0", "learning_rate=0"):
+        with pytest.raises(OptionError, match="must be"):
+            changed(SwagBudget(1e-2), text)

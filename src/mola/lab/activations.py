@@ -1,8 +1,8 @@
-"""The networks of a suite, and what each makes of each set: computed once and kept on disk for every method and ablation.
+"""The networks of a suite and their activations, computed once and kept on disk for every method and ablation.
 
-One file for each network and set, named by their checksums, so that nothing stale is ever read and an interrupted run
-loses the file under way alone. Files are written batch by batch and read in slices. A set that is larger than `SLICE` is kept in
-several files: the processes of a job divide them among them, each read once for all networks.
+One file for each network and set, named by their checksums, so that nothing stale is read and an interrupted run loses only the
+file in progress. Files are written batch by batch and read in slices. A set larger than `SLICE` is kept in several files, which
+the processes of a team divide among them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +28,25 @@ from mola.likelihoods import CATEGORICAL
 from mola.network import evaluating, find_head, find_heads, peek, stream
 from mola.saving.weights import load_weights
 
+Progress = Callable[[str, float], None]
+
+SLICE = 1024
+"""Data in a file, for sets that can be read from any place: an interrupted run loses at most so many."""
+
+LOADED = 8
+"""Networks in memory at once, for sets in slices."""
+
+LARGEST_IN_MEMORY = 2**29
+"""Bytes of a set that is prepared (corrupted, rotated) once for all networks instead of once for each."""
+
 
 def fast_inputs(inputs: Tensor) -> Tensor:
-    """Images in the layout that is fastest."""
+    """Return images in the fastest memory layout."""
     return inputs.contiguous(memory_format=torch.channels_last) if _has_colours(inputs) else inputs
 
 
 def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
-    """A network in the layout that is fastest for images like these; the same object."""
+    """Bring a network to the fastest memory layout for such images, and return it."""
     if _has_colours(inputs):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
@@ -44,35 +56,32 @@ def _has_colours(inputs: Tensor) -> bool:
     return inputs.dim() == 4 and inputs.shape[1] > 1
 
 
-Progress = Callable[[str, float], None]
-
-
 class Keyed(Protocol):
     """A network whose activations are kept under a checksum."""
 
     @property
     def checksum(self) -> str:
-        """Of its weights and its architecture."""
+        """Checksum of weights and architecture."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network; built when it is asked for, in the precision of its inputs."""
+    """A trained network, built on demand."""
 
     path: Path | None
-    """Of its weights; None where what builds it brings them."""
+    """File of its weights; None where `build` returns a trained network."""
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""
-    """As the user wrote it, where networks are named one by one."""
+    """The user's name of it, where networks are named one by one."""
 
     @property
     def label(self) -> str:
-        """For messages and progress."""
+        """Label for messages and progress."""
         return self.name or (self.path.name if self.path is not None else self.checksum)
 
     def load(self) -> nn.Module:
-        """The network with its trained weights, in eval mode."""
+        """Return the network with its trained weights, in float32 and eval mode."""
         network = self.build()
         if self.path is not None:
             load_weights(network, self.path)
@@ -80,26 +89,22 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Networks of one architecture, by their files.
+    """Open networks of one architecture by their files.
 
     Args:
         paths: the weights files.
         build: makes the architecture.
-        name: of the architecture.
-
-    Returns:
-        The networks. Their checksums are of weights, name, layers and the layers' own code: the same weights in another
-        architecture are another network.
+        name: name of the architecture.
     """
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
 def network_checksum(network: nn.Module, name: str) -> str:
-    """A checksum of weights, name, layers and the layers' own code."""
+    """Return a checksum of weights, name, layers and the layers' source code."""
     digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
     for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
         if not kind.__module__.startswith("torch."):
-            with contextlib.suppress(OSError, TypeError):  # typed into a console, say: its name and layers must do
+            with contextlib.suppress(OSError, TypeError):  # typed into a console, for example: name and layers suffice
                 digest.update(inspect.getsource(kind).encode())
     for key, tensor in sorted(network.state_dict().items()):
         digest.update(key.encode())
@@ -108,104 +113,76 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations; what is missing is computed."""
+    """A folder of activations, computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
-    def path(self, network: Keyed, source: Source) -> Path:
-        """Where they are kept: a file, or a folder of files of `SLICE` data each."""
-        folder = self.directory / network.checksum
-        return folder / (source.checksum if _sliced(source) else f"{source.checksum}.safetensors")
-
     def paths(self, network: Keyed, source: Source) -> list[Path]:
-        """All the files of a set."""
-        if not _sliced(source):
-            return [self.path(network, source)]
-        folder = self.path(network, source)
-        return [folder / f"{start:09d}.safetensors" for start in range(0, source.count, SLICE)]
+        """Return the files of a set: one, or one for each slice."""
+        folder = self.directory / network.checksum
+        if not _is_sliced(source):
+            return [folder / f"{source.checksum}.safetensors"]
+        return [folder / source.checksum / f"{start:09d}.safetensors" for start in range(0, source.count, SLICE)]
 
     def compute(
-        self,
-        networks: Sequence[Network],
-        sources: Sequence[Source],
-        progress: Progress,
-        team: Team | None = None,
+        self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Run the networks over the sets where that has not been done; the data are made once for all networks.
+        """Compute missing activations.
 
         Args:
             networks: the trained networks.
             sources: the sets.
-            progress: told what is being done, and which share of the images is done.
-            team: the processes that divide the work among them: a network on a set, or all networks on a slice of a large set,
-                is the work of one. None is this one alone.
+            progress: called with the current step and the share of the work that is done.
+            team: the processes that divide the work: a network on a set, or all networks on a slice of a large set, is
+                computed by one process. None is this process alone.
         """
-        together = Team.single() if team is None else team
-        missing = [
-            (index, place)
-            for place, source in enumerate(sources)
-            for index, network in enumerate(networks)
-            if not _sliced(source) and not self.path(network, source).exists()
-        ]
-        slices = [
-            (place, number)
-            for place, source in enumerate(sources)
-            for number in range(-(-source.count // SLICE) if _sliced(source) else 0)
-            if not all(self.paths(network, source)[number].exists() for network in networks)
-        ]
-        # Listed by one: others may see files that were written meanwhile.
-        missing, slices = together.share((missing, slices))
-        if missing or slices:
+        team = team or Team.single()
+        # Networks, a set and a slice of it, by their indices. Rank 0 decides: another rank may look later.
+        tasks: list[tuple[list[int], int, int]] = []
+        for place, source in enumerate(sources):
+            paths = [self.paths(network, source) for network in networks]
+            for part in range(len(paths[0]) if paths else 0):
+                missing = [index for index, files in enumerate(paths) if not files[part].exists()]
+                # The images of a slice are decoded once for all networks.
+                groups = [missing] if _is_sliced(source) else [[index] for index in missing]
+                tasks += [(group, place, part) for group in groups if group]
+        tasks = team.share(tasks)
+        if tasks:
             _check_outputs(networks, sources[0])
-        mine = missing[together.rank :: together.size]
-        self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
-        ours = slices[together.rank :: together.size]
-        loaded = {network.checksum: network.load() for network in networks} if ours else {}
-        for done, (place, number) in enumerate(ours):
-            source = sources[place]
-            progress(f"all networks on {source.title}, slice {number + 1}", done / len(ours))
-            waiting = [one for one in networks if not self.paths(one, source)[number].exists()]
-            self._compute_slice(waiting, [loaded[one.checksum] for one in waiting], source, number)
-        together.collect(None)  # all files are written before anybody reads them
+        own = tasks[team.rank :: team.size]
+        load = lru_cache(maxsize=LOADED)(Network.load)
+        held: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
+        for done, (indices, place, part) in enumerate(own):
+            chosen, source = [networks[index] for index in indices], sources[place]
+            names = [network.label for network in chosen]
+            progress(f"{', '.join(names)} on {source.title}", done / len(own))
+            if _is_sliced(source) and source.open_part is not None:
+                start, stop = part * SLICE, min((part + 1) * SLICE, source.count)
+                count, batches = stop - start, source.open_part(start, stop)
+            else:
+                if place not in held:
+                    held = {place: _in_memory(source)}
+                count, batches = source.count, held[place] or source.open()
+            files = [self.paths(network, source)[part] for network in chosen]
+            self._run(files, [load(network) for network in chosen], batches, source, count, names)
+        team.collect(None)  # all files are complete before anybody reads them
         progress("activations are ready", 1.0)
 
-    def _compute_slice(
-        self, networks: Sequence[Network], loaded: Sequence[nn.Module], source: Source, number: int
-    ) -> None:
-        start, stop = number * SLICE, min((number + 1) * SLICE, source.count)
-        assert source.open_part is not None  # else the set is in one file
-        paths = [self.paths(network, source)[number] for network in networks]
-        names = [network.label for network in networks]
-        self._run(paths, loaded, source.open_part(start, stop), replace(source, count=stop - start), names)
-
-    def _compute(self, todo: list[tuple[Network, Source]], sources: Sequence[Source], progress: Progress) -> None:
-        total, done = sum(source.count for _, source in todo), 0
-        for source in sources:
-            waiting = [network for network, other in todo if other is source]
-            if not waiting:
-                continue
-            progress(f"preparing {source.title}", done / total)
-            batches = _held(source) if len(waiting) > 1 else None
-            for network in waiting:
-                progress(f"{network.label} on {source.title}", done / total)
-                given = source.open() if batches is None else batches
-                self._run([self.path(network, source)], [network.load()], given, source, [network.label])
-                done += source.count
-
     def compute_together(self, keys: Sequence[Keyed], load: Callable[[], Sequence[nn.Module]], source: Source) -> None:
-        """Run networks that share a trunk over a set, all in one pass, where that has not been done.
+        """Run networks that share a trunk over a set in one pass, unless their activations are there.
 
         Args:
-            keys: of the networks.
+            keys: checksums of the networks.
             load: makes the networks, if they are needed.
             source: the set.
         """
-        if all(self.path(key, source).exists() for key in keys):
-            return
-        self._run(
-            [self.path(key, source) for key in keys], load(), source.open(), source, [key.checksum for key in keys]
-        )
+        paths = [self._single_path(key, source) for key in keys]
+        if not all(path.exists() for path in paths):
+            self._run(paths, load(), source.open(), source, source.count, [key.checksum for key in keys])
+
+    def _single_path(self, key: Keyed, source: Source) -> Path:
+        return self.directory / key.checksum / f"{source.checksum}.safetensors"
 
     def _run(
         self,
@@ -213,11 +190,12 @@ class Activations:
         networks: Sequence[nn.Module],
         batches: Batches,
         source: Source,
+        count: int,
         names: Sequence[str],
     ) -> None:
-        # Write what each network makes of a set: one pass over the data for all.
+        # Write each network's activations: one pass over the data for all networks.
         device = self.device
-        # Outliers belong to no class of the network: their labels, if any, are not its own.
+        # Outliers belong to no class of the network: their labels, if any, are not used.
         labelled = source.role != "outlier"
         given: Iterable[Any] = (
             (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
@@ -232,19 +210,19 @@ class Activations:
             heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
             writers = [
                 stack.enter_context(
-                    written_rows(path, source.count, _layer(head.layer), {"set": source.name, "network": name})
+                    written_rows(path, count, _layer(head.layer), {"set": source.name, "network": name})
                 )
                 for path, head, name in zip(paths, heads, names, strict=True)
             ]
             for rows in stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL):
-                known = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
+                labels = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
                 for writer, head, phi, outputs in zip(writers, heads, rows.features, rows.outputs, strict=True):
-                    dtype = head.layer.weight.dtype  # what the networks computed: float64 adds no digits
+                    dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
-                    writer.add({"features": features, "logits": logits, "labels": known})
+                    writer.add({"features": features, "logits": logits, "labels": labels})
 
     def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
-        """What the networks' heads see of a set that was computed already, or of a part of one."""
+        """Return the stored activations of a set, or of a part of a set."""
         whole = source.whole or source
         stored = Stored.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
@@ -259,28 +237,18 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
-        raise OptionError(
-            f"the networks of a mixture tell the same classes apart, got different numbers of outputs ({listed})."
-        )
+        raise OptionError(f"the networks of a mixture must have the same classes, got numbers of outputs ({listed}).")
 
 
 def _layer(head: nn.Module) -> dict[str, Any]:
     return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
 
 
-SLICE = 1024
-"""Data of a file, of sets that can be read from any place on: what an interrupted run loses."""
-
-
-def _sliced(source: Source) -> bool:
+def _is_sliced(source: Source) -> bool:
     return source.open_part is not None and source.count > SLICE
 
 
-LARGEST_IN_MEMORY = 2**29
-"""Bytes of a set that is prepared once for all networks, rather than once for each."""
-
-
-def _held(source: Source) -> list[tuple[Tensor, Tensor]] | None:
+def _in_memory(source: Source) -> list[tuple[Tensor, Tensor]] | None:
     kept: list[tuple[Tensor, Tensor]] = []
     for inputs, labels in source.open():
         if not kept and inputs.nbytes / len(labels) * source.count > LARGEST_IN_MEMORY:

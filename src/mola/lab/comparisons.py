@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mola.compare.methods import RULES, WEIGHTS, LastLayer, Method
+from mola.lab.context import Context
 from mola.lab.suite import Budget
 from mola.lab.swag_mimo import MimoHeads, SwagMixture
 from mola.lab.whole import WholeNetworks
-from mola.lab.workshop import Context
 
 SuiteMethod = Method[Context]
 

@@ -26,13 +26,10 @@ from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled
 from mola.compare.tally import Answer, tally_set
 from mola.distributed import Team
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
-from mola.lab.data.transforms import rotate
+from mola.lab.data.transforms import ANGLES, rotate
 from mola.lab.training import Labelled, Recipe, digits_mlp, member_seeds, mlp, train
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
-
-ANGLES = tuple(range(0, 181, 15))
-"""Degrees, as for the paper's rotated MNIST."""
 
 FAR = 1000.0
 """How many times farther from the origin than the data the far-away sets lie."""

@@ -1,4 +1,4 @@
-"""The trained networks of a suite: a folder of `00.safetensors`, `01.safetensors`, ... made here or brought along."""
+"""The trained networks of a suite: a folder of `00.safetensors`, `01.safetensors`, ... trained here or elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Training:
-    """Which networks are to be trained, and how."""
+    """Options of `mola train`."""
 
     suite: Suite
     count: int
@@ -30,7 +30,7 @@ class Training:
     network: str | None = None
     """None is the suite's default."""
     seed: int = 0
-    """Of all the networks' seeds; more networks of the same seed begin with the same ones."""
+    """Seed of all networks' seeds; more networks of the same seed begin with the same networks."""
     options: DataOptions = field(default_factory=DataOptions)
     device: str = "cpu"
 
@@ -40,23 +40,23 @@ class Training:
         self.suite.builder(self.network)
 
     def read_data(self) -> TrainingData:
-        """What the networks are trained on."""
+        """Read the training data."""
         if self.suite.training_data is None:
             raise OptionError(
-                f"the {self.suite.name} suite does not train networks: bring trained ones with mola bench {self.suite.name} "
+                f"the {self.suite.name} suite does not train networks: provide trained networks with mola bench {self.suite.name} "
                 f"--networks DIR."
             )
         return self.suite.training_data(self.options, self.recipe)
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
-    """Train the networks that are not there yet; an interrupted training goes on where it stopped.
+    """Train missing networks; an interrupted training resumes.
 
     Args:
-        training: which, and how.
-        directory: where to keep them.
-        progress: told what is being done, and which share is done.
-        team: the processes that divide the networks among them. None is this one alone.
+        training: the options.
+        directory: folder of the networks.
+        progress: called with the current step and the share of the work that is done.
+        team: the processes that divide the networks among them; None is this process alone.
 
     Returns:
         The files, in order.
@@ -67,15 +67,15 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     data = training.read_data()
     images = data_checksum(data.data.inputs, data.data.labels)
     moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
-    together = Team.single() if team is None else team
+    team = team or Team.single()
     paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]
-    for index, (path, seed) in enumerate(zip(paths, member_seeds(training.count, training.seed), strict=True)):
-        if index % together.size != together.rank:
-            continue
+    seeds = member_seeds(training.count, training.seed)
+    for index in range(team.rank, training.count, team.size):
+        path = paths[index]
         identity = {
             "data": training.suite.name,
             "model": name,
-            "seed": seed,
+            "seed": seeds[index],
             "recipe": training.recipe.describe(),
             "normalisation": training.options.normalisation,
             "images": images,
@@ -94,70 +94,68 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             build,
             moved,
             training.recipe,
-            seed=seed,
+            seed=seeds[index],
             prepare=data.prepare,
             checkpoint=checkpoint,
             on_epoch=on_epoch,
         )
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
-    together.collect(None)  # all networks are written before anybody looks for them
+    team.collect(None)  # all networks are complete before anybody looks for them
     progress("done", 1.0)
     return paths
 
 
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
-    kept = read_metadata(path).get("identity")
+def _identity(path: Path) -> dict[str, Any] | None:
+    # How `mola train` made a file; None if it comes from elsewhere.
+    kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
-        raise StorageError(f"{path} does not say how it was trained. Train into another folder, or delete it.")
-    before, now = _flat(_parsed(kept, path)), _flat(identity)
-    if before != now:
-        changed = [
-            f"{name}: {before.get(name)} there, {now.get(name)} asked" for name in now if before.get(name) != now[name]
-        ]
-        reason = "; ".join(changed)
-        raise StorageError(
-            f"{path} is another network than asked for ({reason}). Train into another folder (--output), or delete it."
-        )
-
-
-def _parsed(kept: str, path: Path) -> dict[str, Any]:
+        return None
     try:
         identity = parse(kept, path)
-        check(identity, {"recipe": {}} if isinstance(identity, dict) and "recipe" in identity else {}, "identity")
+        check(identity, {"recipe": {}}, "identity")
     except (StorageError, ValueError, TypeError) as error:
         raise StorageError(
-            f"{path} is damaged where it says how it was trained ({error}). Train into another folder, or delete it."
+            f"{path} is damaged: its training options are unreadable ({error}). Train into another folder, or delete it."
         ) from error
     return dict(identity)
 
 
-def _flat(identity: dict[str, Any]) -> dict[str, Any]:
-    return {**{name: value for name, value in identity.items() if name != "recipe"}, **identity.get("recipe", {})}
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    kept = _identity(path)
+    if kept is None:
+        raise StorageError(f"{path} has no training options. Train into another folder, or delete it.")
+    before, now = ({**one, **one["recipe"]} for one in (kept, identity))
+    reason = "; ".join(
+        f"{name}: {before.get(name)} in the file, {now[name]} requested"
+        for name in now
+        if name != "recipe" and before.get(name) != now[name]
+    )
+    if reason:
+        raise StorageError(f"{path} is another network ({reason}). Train into another folder (--output), or delete it.")
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Refuse networks that `mola train` made for something else; those made elsewhere do not say what they are for."""
+    """Refuse networks that `mola train` made for another suite, architecture or normalisation."""
     for path in paths:
-        kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
-        if kept is None:
+        identity = _identity(path)
+        if identity is None:
             continue
-        identity = _parsed(kept, path)
         expected = {"data": suite.name, "model": network, "normalisation": options.normalisation}
         for name, value in expected.items():
             if identity.get(name) != value:
                 raise OptionError(
-                    f"{path} was trained with {name} {identity.get(name)!r}; this run has {value!r}. Choose the options that "
-                    f"the networks were trained with, or other networks."
+                    f"{path} was trained with {name} {identity.get(name)!r}; this run has {value!r}. Choose the options of the "
+                    f"training, or other networks."
                 )
 
 
 def find_networks(directory: Path) -> list[Path]:
-    """The weights files of a folder, in the order of their names; trainings under way are left out."""
+    """List the weights files of a folder, sorted by name, without unfinished trainings."""
     found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
-            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), or "
-            f"pass --train, or name their folder with --networks."
+            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), pass "
+            f"--train, or choose their folder with --networks."
         )
     return found

@@ -1,4 +1,4 @@
-"""What is to be run, checked before any work: networks, sets, runs, and the folder they may be written to."""
+"""The plan of a benchmark, checked before any work: networks, sets, runs, and the results folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mola.compare.store import SUITE, Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, Network
 from mola.lab.comparisons import COMPARISONS, SWEEP, SuiteMethod
+from mola.lab.context import TrainingContext
 from mola.lab.measures import Measure
 from mola.lab.suite import Budget, DataOptions, Source, Suite, checksum
-from mola.lab.workshop import Workshop
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run."""
+    """Networks, sets, runs and methods of a benchmark."""
 
     suite: Suite
     network: str
@@ -31,15 +31,15 @@ class Plan:
     groups: tuple[str, ...] = ("main",)
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
-    """For methods that train; None is the suite's."""
+    """Budget of methods that train; None is the suite's."""
     measures: tuple[Measure, ...] = ()
-    """What is asked of every method of the main comparison beside the common metrics."""
+    """Numbers of every method of the main comparison beside the common metrics."""
     folds: tuple[dict[str, Source], ...] = ()
-    """The sets of each run, where runs differ in their data and not in their networks; `sources` are those of the first."""
+    """The sets of each run, where runs share their networks and differ in their data; `sources` are those of the first."""
     stream: bool = False
-    """Whether training data go into sums as they are read, and are stored nowhere."""
+    """Whether training data are summed as they are read, instead of storing their activations."""
     notes: tuple[str, ...] = ()
-    """What readers must know besides the suite's own notes."""
+    """Notes besides the suite's own."""
 
     def __post_init__(self) -> None:
         _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
@@ -50,32 +50,29 @@ class Plan:
                 f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
             )
         several = self.components if self.folds else self.runs * self.components
-        needed = max(several, SWEEP if "components" in self.groups else 0)
+        needed = max(several, SWEEP if "components" in self.groups else 0, 1)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             raise OptionError(
-                f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {max(needed, 1)} networks, "
-                f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {max(needed, 1)}, or --train), "
-                f"or ask for fewer runs or components."
+                f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {needed} networks, "
+                f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {needed}, or --train), "
+                f"or choose fewer runs or components."
             )
 
     def members(self, group: str, run: int) -> Sequence[Network]:
-        """The networks of a run: no two runs share one, except in a cross-fit, whose runs differ in their data."""
+        """Return the networks of a run: no two runs share a network, except in a cross-fit, whose runs differ in their data."""
         size = SWEEP if group == "components" else self.components
         first = 0 if self.folds else run * size
         return self.networks[first : first + size]
 
     def sources_of(self, run: int) -> dict[str, Source]:
-        """The sets of a run."""
+        """Return the sets of a run."""
         return self.folds[run] if self.folds else self.sources
 
     def computed(self, needed: Collection[tuple[int, str]]) -> list[Source]:
-        """The sets that networks are run over, each once: parts share what was computed for the whole.
+        """Return the sets whose activations are computed, each once: parts share the activations of the whole.
 
         Args:
             needed: runs, and names of their sets.
-
-        Returns:
-            The sets, in the order of the suite; without those that are streamed.
         """
         every = [
             source.whole or source
@@ -86,33 +83,32 @@ class Plan:
         return list({source.checksum: source for source in every}.values())
 
     def runs_of(self, group: str) -> int:
-        """How many runs there are networks for."""
-        if self.folds:
+        """Return the number of runs that the networks suffice for."""
+        if group != "components" or self.folds:
             return self.runs
-        return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
+        return min(self.runs, len(self.networks) // SWEEP)
 
     def methods(self, group: str) -> list[SuiteMethod]:
-        """The methods of a group."""
+        """Return the methods of a group."""
         return COMPARISONS[group](self.budget or self.suite.budget)
 
-    def workshop(self, activations: Activations, run: int) -> Workshop:
-        """Where methods of a run work that need whole networks."""
+    def training_context(self, activations: Activations, run: int) -> TrainingContext:
+        """Return the context of methods that need whole networks."""
         build = self.networks[0].build
-        return Workshop(self.suite, self.network, build, self.options, self.sources_of(run), activations)
+        return TrainingContext(self.suite, self.network, build, self.options, self.sources_of(run), activations)
 
     def experiment(self) -> dict[str, Any]:
-        """What all records of a folder have in common: numbers of different experiments are not to be averaged."""
+        """Return what all records of a folder share: numbers of different experiments must not be averaged."""
+        every = {
+            name: [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)] for name in self.sources
+        }
         return {
             "network": self.network,
             "components": self.components,
             "threshold": self.suite.threshold,
             "options": self.options.describe(),
-            "data": {name: self._checksum(name) for name in self.sources},
+            "data": {name: sums[0] if len(set(sums)) == 1 else checksum(sums) for name, sums in every.items()},
         }
-
-    def _checksum(self, name: str) -> str:
-        every = [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)]
-        return every[0] if len(set(every)) == 1 else checksum(every)
 
 
 def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
@@ -123,73 +119,63 @@ def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
         first[value] = name
 
 
-def claim(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any] | None:
-    """Refuse a folder that holds another experiment, or forget that one.
+def check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any] | None:
+    """Return the suite's document in the results folder, if any; refuse or delete another experiment.
 
-    Sets of outliers may come and go: a record says which it was evaluated on, and those that it has are not affected.
+    Sets of outliers may come and go: a record lists the sets that it was evaluated on.
 
     Args:
-        plan: what is to be run.
-        store: where its records are to be kept.
-        fresh: whether to forget another experiment.
+        plan: the plan to run.
+        store: the results folder.
+        fresh: whether to delete another experiment.
 
-    Returns:
-        What the folder says of the suite so far, if there is anything.
+    Raises:
+        StorageError: the folder holds another experiment, and `fresh` is not set.
     """
-    before = store.read_document(plan.suite.name, SUITE)
-    if before is None:
+    document = store.read_document(plan.suite.name, SUITE)
+    if document is None:
         return None
-    kept = before.get("experiment")
-    kept = kept if isinstance(kept, dict) else {}
-    now = plan.experiment()
-    if _without_outliers(plan, before, kept, now) == _without_outliers(plan, before, now, kept):
-        return before
+    kept, now = document.get("experiment") or {}, plan.experiment()
+    roles = {name: found.get("role") for name, found in document.get("sets", {}).items()}
+    roles |= {name: source.role for name, source in plan.sources.items()}
+    before = kept.get("data", {})
+    sets = [
+        name
+        for name in {**before, **now["data"]}
+        if before.get(name) != now["data"].get(name)
+        and not (roles.get(name) == "outlier" and (name not in before or name not in now["data"]))
+    ]
+    names = [name for name in {**kept, **now} if name not in ("options", "data")]
+    options = [{**{name: one.get(name) for name in names}, **one.get("options", {})} for one in (kept, now)]
+    different = [
+        f"{name}: {options[0].get(name)} in the folder, {options[1].get(name)} requested"
+        for name in {**options[0], **options[1]}
+        if options[0].get(name) != options[1].get(name)
+    ]
+    if not sets and not different:
+        return document
     if fresh:
         store.forget(plan.suite.name)
         return None
-    changed = _differences(kept, now)
+    reason = "; ".join(different) or f"other data in {', '.join(sets)}"
     raise StorageError(
-        f"{store.directory / plan.suite.name} holds another experiment ({changed}). Write to another folder (--results), or "
+        f"{store.directory / plan.suite.name} holds another experiment ({reason}). Write to another folder (--results), or "
         f"replace it (--fresh)."
     )
 
 
-def _without_outliers(
-    plan: Plan, before: Mapping[str, Any], one: dict[str, Any], other: dict[str, Any]
-) -> dict[str, Any]:
-    roles = {name: found.get("role") for name, found in before.get("sets", {}).items()}
-    roles |= {name: source.role for name, source in plan.sources.items()}
-    there = other.get("data", {})
-    data = {name: value for name, value in one.get("data", {}).items() if name in there or roles.get(name) != "outlier"}
-    return {**one, "data": data}
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    # What differs, in words: the values of options, and no more than the names of data, whose checksums say nothing.
-    flat = [
-        {**{name: value for name, value in one.items() if name not in ("options", "data")}, **one.get("options", {})}
-        for one in (before, now)
-    ]
-    named = [
-        f"{name}: {flat[0].get(name)} there, {value} asked"
-        for name, value in flat[1].items()
-        if flat[0].get(name) != value
-    ]
-    sets = [name for name, value in now["data"].items() if before.get("data", {}).get(name) != value]
-    return "; ".join(named or [f"other data in {', '.join(sets)}"])
-
-
 def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the suite is, for the report: sets, shift, example images.
+    """Return the suite's document for reports: sets, shift, example images.
 
     Args:
-        plan: what is to be run.
-        before: what the folder says so far, see `claim`; its sets of outliers are kept, since records may have them.
-
-    Returns:
-        The document.
+        plan: the plan.
+        before: the document in the folder, see `check_results_dir`; its other sets are kept, since records may have them.
     """
-    suite = plan.suite
+    suite, kept = plan.suite, before or {}
+
+    def others(known: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in known.items() if name not in plan.sources}
+
     sets = {
         name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
         for name, source in plan.sources.items()
@@ -200,8 +186,8 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
             pixels = source.show(EXAMPLES).contiguous()
             packed = base64.b64encode(pixels.numpy().tobytes()).decode()
             examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
-    experiment, kept = plan.experiment(), {} if before is None else before
-    experiment["data"] = {**experiment["data"], **_others(plan, kept.get("experiment", {}).get("data", {}))}
+    experiment = plan.experiment()
+    experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
     return {
         "suite": suite.name,
         "title": suite.title,
@@ -210,13 +196,9 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
         "runs": plan.runs,
         "threshold": suite.threshold,
         "shift": None if suite.shift is None else {**asdict(suite.shift), "levels": list(suite.shift.levels)},
-        "sets": {**sets, **_others(plan, kept.get("sets", {}))},
+        "sets": sets | others(kept.get("sets", {})),
         "classes": list(suite.classes),
-        "examples": {**examples, **_others(plan, kept.get("examples", {}))},
+        "examples": examples | others(kept.get("examples", {})),
         "notes": [*suite.notes, *plan.notes],
         "experiment": experiment,
     }
-
-
-def _others(plan: Plan, known: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in known.items() if name not in plan.sources}

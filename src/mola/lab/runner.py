@@ -1,4 +1,4 @@
-"""Run a suite: activations once, then every method of every run, each record written as soon as it is made."""
+"""Run a suite: activations once, then every method of every run; each record is written as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import mola
-from mola.compare.activations_file import HeadOnly, Stored
+from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted
 from mola.compare.record import Record
 from mola.compare.results import METRICS, examples_of, labelled_result, outlier_result
@@ -24,18 +24,32 @@ from mola.distributed import Team
 from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
 from mola.lab.comparisons import LONG, SuiteMethod
+from mola.lab.context import Context
 from mola.lab.detectors import feature_scores
 from mola.lab.measures import Answers, Measure
-from mola.lab.plan import Plan, claim, describe
+from mola.lab.plan import Plan, check_results_dir, describe
 from mola.lab.streamed_sums import StreamedSums
 from mola.lab.suite import Source
-from mola.lab.workshop import Context
 
 PROTOCOL = 1
-"""Raised by hand when records of before would come out otherwise: a change of fitting, links, tuning or metrics."""
+"""Increased by hand when fitting, links, tuning or metrics change such that older records would differ."""
 
-FIRST_PART = 0.8
-"""Share of the work that activations are, as measured on images."""
+ACTIVATIONS_SHARE = 0.8
+"""Share of the time that activations take, as measured on images."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    # A method in a run. `record` and `missing` (names of measures) are what the results folder holds.
+    group: str
+    run: int
+    method: SuiteMethod
+    record: Record | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return self.record is not None and not self.missing
 
 
 def run_suite(
@@ -47,93 +61,84 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> list[Record]:
-    """Run every method that has no record yet, and return all the records.
-
-    A method that refuses its task does not keep the others from theirs.
+    """Run every method that has no record yet, and return all records.
 
     Args:
-        plan: what is to be run.
-        activations: where the networks' activations are kept.
-        store: where the records are kept.
-        progress: told what is being done, and which share is done.
-        fresh: whether to make all records anew, and forget those of another experiment.
-        team: the processes that divide the work among them: a record is the work of one, so that its numbers do not depend on
-            how many there are. None is this one alone.
+        plan: the plan.
+        activations: the cache of activations.
+        store: the results folder.
+        progress: called with the current step and the share of the work that is done.
+        fresh: whether to replace all records.
+        team: the processes that share the work; each record is made by one process, so that its numbers do not depend on
+            their number. None is this process alone.
 
-    Returns:
-        The records, those that were there already included.
+    Raises:
+        OptionError: some methods could not be run; the records of the others are kept.
     """
-    together = Team.single() if team is None else team
-    _check_same_data(plan, together)
-    if together.first:
-        before = claim(plan, store, fresh=fresh)
+    team = team or Team.single()
+    _check_same_data(plan, team)
+    jobs: list[_Job] = []
+    if team.first:
+        before = check_results_dir(plan, store, fresh=fresh)
         store.write_document(plan.suite.name, SUITE, describe(plan, before))
-    together.collect(None)  # nobody reads records before the folder is claimed
-    work = [
-        (group, run, method)
-        for group in plan.groups
-        for run in range(plan.runs_of(group))
-        for method in plan.methods(group)
-    ]
-    # Methods that train share what they trained for the same run.
-    mine = {
-        index: _examine(plan, store, job, fresh=fresh)
-        for index, job in enumerate(work)
-        if (job[1] if job[0] in LONG else index) % together.size == together.rank
-    }
-    wanted = [(index, job.needs(plan)) for index, job in mine.items() if not job.done]
-    unfinished = sorted(one for some in together.collect(wanted) for one in some)
-    jobs = [work[index] for index, _ in unfinished]
-    members = [network for group, run, _ in jobs for network in plan.members(group, run)]
-    needed = list({network.checksum: network for network in members}.values())
-    sets = plan.computed({(work[index][1], name) for index, names in unfinished for name in names})
-    activations.compute(needed, sets, lambda doing, done: progress(doing, FIRST_PART * done), together)
-    sums = StreamedSums(activations.directory / "sums", activations.device)
-    if plan.stream:
-        _stream(plan, jobs, sums, progress, together)
+        jobs = [
+            _with_record(plan, store, _Job(group, run, method), fresh=fresh)
+            for group in plan.groups
+            for run in range(plan.runs_of(group))
+            for method in plan.methods(group)
+        ]
+        _warn_of_missing_outliers(plan, jobs)
+    jobs = team.share(jobs)
+    waiting = [job for job in jobs if not job.done]
+    members = [network for job in waiting for network in plan.members(job.group, job.run)]
+    needed = plan.computed({(job.run, name) for job in waiting for name in _sets(plan, job)})
+    unique = list({network.checksum: network for network in members}.values())
+    activations.compute(unique, needed, lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team)
+    sums = StreamedSums(activations.directory / "sums", activations.device) if plan.stream else None
+    if sums is not None:
+        _compute_sums(plan, waiting, sums, progress, team)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
         return activations.read(networks, plan.sources_of(run)[name])
 
-    workshops = [plan.workshop(activations, run) for run in range(plan.runs)]
+    training = [plan.training_context(activations, run) for run in range(plan.runs)]
     refused: list[str] = []
-    older: list[list[str]] = []
-    for index, job in mine.items():
-        run, method, there, unasked = job.run, job.method, job.there, job.unasked
-        doing, done = f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work)
-        progress(doing, done)
-        if there is not None and not unasked:
-            progress(f"{doing} (there already)", done)
-            older.append(_lacking(there, plan.sources_of(run)))
+    for index, job in enumerate(jobs):
+        # Methods that train share their networks within a run: one process takes all of them.
+        if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
-        networks = tuple(plan.members(job.group, run))
-        threshold = plan.suite.threshold
-        given = partial(_given, sums, networks, plan.sources_of(run)["train"]) if plan.stream else None
-        read_run = partial(read, networks, run)
-        context = Context(read_run, threshold, feature_scores, networks, run, workshops[run], sums=given)
+        doing = f"run {job.run + 1}: {job.method.name}" + (" (there already)" if job.done else "")
+        progress(doing, ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs))
+        if job.done:
+            continue
+        networks = tuple(plan.members(job.group, job.run))
+        source = plan.sources_of(job.run)["train"]
+        context = Context(
+            partial(read, networks, job.run),
+            plan.suite.threshold,
+            feature_scores,
+            networks,
+            job.run,
+            training[job.run],
+            sums=None if sums is None else partial(sums.read, networks, source),
+        )
         try:
-            # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
-            made = (
-                _run(plan, method, context, job.identity) if there is None else _asked(there, method, context, unasked)
-            )
-            store.write(made)
+            store.write(_run(plan, job, context))
         except StorageError:
-            raise  # a damaged file is everybody's
+            raise  # a damaged file concerns every method
         except MolaError as error:
-            refused.append(f"{method.name}, run {run + 1}: {error}")
+            refused.append(f"{job.method.name}, run {job.run + 1}: {error}")
+    refusals = [one for some in team.collect(refused) for one in some]
     progress("records are ready", 1.0)
-    everyone = together.collect((refused, older))
-    refusals = [one for some, _ in everyone for one in some]
-    _tell_older([one for _, some in everyone for one in some])
     if refusals:
-        raise OptionError("some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refusals))
-    found = (store.read(plan.suite.name, method.name, run) for _, run, method in work)
+        raise OptionError("some methods could not be run; the other records are kept.\n  " + "\n  ".join(refusals))
+    found = (store.read(plan.suite.name, job.method.name, job.run) for job in jobs)
     return [record for record in found if record is not None]
 
 
 def _check_same_data(plan: Plan, team: Team) -> None:
-    # Refuse processes that read different files, before hours of passes are stored under names that others do not know.
+    # Refuse processes that read different files, before hours of passes are stored under different checksums.
     seen = {
         f"{source.title} ({name}, run {run + 1})": source.checksum
         for run in range(plan.runs if team.size > 1 else 0)
@@ -149,136 +154,93 @@ def _check_same_data(plan: Plan, team: Team) -> None:
             )
 
 
-def _stream(
-    plan: Plan, jobs: Sequence[tuple[str, int, SuiteMethod]], sums: StreamedSums, progress: Progress, team: Team
-) -> None:
-    # The sums that methods ask for: one pass over the training data for each structure and run.
-    asked = {
-        (run, tuple(plan.members(group, run)), structure): None
-        for group, run, method in jobs
-        if (structure := method.settings().get("structure")) is not None
-    }
-    for run, networks, structure in asked:
-        sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
-
-
-def _given(
-    sums: StreamedSums, networks: tuple[Network, ...], source: Source, structure: str, heads: Sequence[HeadOnly]
-) -> mola.MoLA:
-    return sums.read(networks, source, structure, heads)
-
-
-Identity = tuple[dict[str, Any], list[str], dict[str, str]]
-"""Settings, checksums of networks and checksums of data: what a record that is there must agree in."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    group: str
-    run: int
-    method: SuiteMethod
-    identity: Identity
-    there: Record | None
-    """The record of before, if it counts."""
-    unasked: list[Measure]
-    """What it was not asked yet."""
-
-    @property
-    def done(self) -> bool:
-        return self.there is not None and not self.unasked
-
-    def needs(self, plan: Plan) -> list[str]:
-        """Names of the sets that networks must have seen: all of them, or for a few questions more those that these are about."""
-        sources = plan.sources_of(self.run)
-        if self.there is None:
-            return list(sources)
-        asked = {name for measure in self.unasked for name in measure.sets}
-        return [name for name, source in sources.items() if source.role in ("train", "validation") or name in asked]
-
-
-def _examine(plan: Plan, store: Store, job: tuple[str, int, SuiteMethod], *, fresh: bool) -> _Job:
-    group, run, method = job
-    identity = _identity(plan, method, tuple(plan.members(group, run)), run)
-    known = None if fresh else _known(store, plan.suite.name, method.name, run)
-    there = known if known is not None and _counts(known, identity, plan.sources_of(run)) else None
-    return _Job(group, run, method, identity, there, [] if there is None else _unasked(there, plan))
-
-
-def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...], run: int) -> Identity:
-    used = networks if method.components is None else networks[: method.components]
-    settings = {"components": len(used), "threshold": plan.suite.threshold, **method.settings()}
+def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    # Settings, checksums of networks and checksums of data: a record counts if it agrees in all.
+    used = plan.members(job.group, job.run)[: job.method.components]
+    settings = {"components": len(used), "threshold": plan.suite.threshold, **job.method.settings()}
     settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
-    data = {name: source.checksum for name, source in plan.sources_of(run).items()}
+    data = {name: source.checksum for name, source in plan.sources_of(job.run).items()}
     return settings, [network.checksum for network in used], data
 
 
-def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
-    # The record, if it is there; one that cannot be read is made again, and said so.
+def _with_record(plan: Plan, store: Store, job: _Job, *, fresh: bool) -> _Job:
+    if fresh:
+        return job
     try:
-        return store.read(suite, method, run)
+        record = store.read(plan.suite.name, job.method.name, job.run)
     except StorageError as error:
         warn(f"{error} It is made again.")
-        return None
+        return job
+    if record is None or not _counts(record, _identity(plan, job), plan.sources_of(job.run)):
+        return job
+    # Methods that train are not trained again for a new measure.
+    complete = record.group != "main" or job.group in LONG
+    missing = () if complete else tuple(one.name for one in plan.measures if one.name not in record.measures)
+    return replace(job, record=record, missing=missing)
 
 
-def _counts(known: Record, identity: Identity, sources: Mapping[str, Source]) -> bool:
-    # Whether a record is of the same method, networks and data; it may lack sets of outliers, or have more of them.
+def _counts(
+    record: Record, identity: tuple[dict[str, Any], list[str], dict[str, str]], sources: Mapping[str, Source]
+) -> bool:
+    # Whether a record is of the same method, networks and data; sets of outliers may be missing or additional.
     settings, networks, data = identity
-    optional = {*known.outliers, *(name for name, source in sources.items() if source.role == "outlier")}
-    return (known.settings, known.networks) == (settings, networks) and all(
-        known.data.get(name) == data.get(name) or (name in optional and (name not in known.data or name not in data))
-        for name in {*known.data, *data}
+    outliers = {*record.outliers, *(name for name, source in sources.items() if source.role == "outlier")}
+    return (record.settings, record.networks) == (settings, networks) and all(
+        record.data.get(name) == data.get(name) or (name in outliers and (name not in record.data or name not in data))
+        for name in {*record.data, *data}
     )
 
 
-def _lacking(known: Record, sources: Mapping[str, Source]) -> list[str]:
-    # What the record of today would have more.
-    outliers = [source for source in sources.values() if source.role == "outlier"]
-    found = [source.title for source in outliers if source.name not in known.outliers]
-    scores = [numbers for result in known.outliers.values() for numbers in result.scores.values()]
-    if any("fpr95_out" not in numbers for numbers in scores):
-        found.append("FPR95 with outliers as positives and the scores that came with it")
-    typed = [name for name, source in sources.items() if source.types and name in known.labelled]
-    if known.group == "main" and any(not known.labelled[name].types for name in typed):
-        found.append("results by type of shift")
-    return found
-
-
-def _unasked(known: Record, plan: Plan) -> list[Measure]:
-    # Measures of the suite that a record lacks; methods that would have to be trained again are not asked.
-    trained = {method.name for group in LONG for method in plan.methods(group)}
-    if known.group != "main" or known.method in trained:
-        return []
-    return [measure for measure in plan.measures if measure.name not in known.measures]
-
-
-def _asked(known: Record, method: SuiteMethod, context: Context, measures: list[Measure]) -> Record:
-    answers = _answers(method.fit(context))
-    return replace(known, measures=known.measures | {measure.name: measure(answers) for measure in measures})
-
-
-def _tell_older(lacking: list[list[str]]) -> None:
-    some = [one for one in lacking if one]
-    if some:
-        what = ", ".join(dict.fromkeys(name for one in some for name in one))
+def _warn_of_missing_outliers(plan: Plan, jobs: Sequence[_Job]) -> None:
+    lacking = [
+        source.title
+        for job in jobs
+        if job.record is not None
+        for source in plan.sources_of(job.run).values()
+        if source.role == "outlier" and source.name not in job.record.outliers
+    ]
+    if lacking:
         warn(
-            f"{len(some)} of {len(lacking)} records that were there already were made without {what}. They count, and reports leave "
-            f"these cells empty; --fresh makes them anew."
+            f"some records were made without {', '.join(dict.fromkeys(lacking))}: reports leave these cells empty; --fresh makes all "
+            f"records again."
         )
 
 
-def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) -> Record:
-    fitted = method.fit(context)
-    clock = [0.0]
+def _sets(plan: Plan, job: _Job) -> list[str]:
+    # All sets; for a few measures, those that the measures need.
+    sources = plan.sources_of(job.run)
+    if job.record is None:
+        return list(sources)
+    needed = {name for measure in plan.measures if measure.name in job.missing for name in measure.sets}
+    return [name for name, source in sources.items() if source.role in ("train", "validation") or name in needed]
+
+
+def _compute_sums(plan: Plan, jobs: Sequence[_Job], sums: StreamedSums, progress: Progress, team: Team) -> None:
+    # One pass over the training data for each structure and run.
+    needed = {
+        (job.run, tuple(plan.members(job.group, job.run)), structure): None
+        for job in jobs
+        if (structure := job.method.settings().get("structure")) is not None
+    }
+    for run, networks, structure in needed:
+        sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
+
+
+def _run(plan: Plan, job: _Job, context: Context) -> Record:
+    fitted = job.method.fit(context)
+    if job.record is not None:
+        measured = {one.name: one(_answers(fitted)) for one in plan.measures if one.name in job.missing}
+        return replace(job.record, measures=job.record.measures | measured)
+    seconds = {"fit": fitted.seconds, "predict": 0.0}
     labelled, outliers, examples = {}, {}, {}
-    detail = method.group == "main"  # figures show no more than these
+    detail = job.method.group == "main"  # figures show nothing else
     sources = plan.sources_of(context.run)
     scored = any(source.role == "outlier" for source in sources.values())
-    inside = _tally(fitted, sources["test"], scored, clock)
+    inside = _tally(fitted, sources["test"], scored, seconds)
     for source in sources.values():
         if source.role in ("train", "validation"):
             continue
-        tally = inside if source.role == "test" else _tally(fitted, source, source.role == "outlier", clock)
+        tally = inside if source.role == "test" else _tally(fitted, source, source.role == "outlier", seconds)
         if source.role == "outlier":
             outliers[source.name] = outlier_result(inside, tally, detail=detail)
         else:
@@ -286,34 +248,34 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
             labelled[source.name] = labelled_result(tally, source.level, detail=detail, types=types)
         if detail:
             examples[source.name] = examples_of(tally)
-    settings, networks, data = identity
-    measured = {measure.name: measure(_answers(fitted)) for measure in plan.measures if detail}
+    settings, networks, data = _identity(plan, job)
+    measures: Sequence[Measure] = plan.measures if detail else ()
     return Record(
         suite=plan.suite.name,
-        method=method.name,
-        group=method.group,
+        method=job.method.name,
+        group=job.method.group,
         run=context.run,
         settings=settings,
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds={"fit": fitted.seconds, "predict": clock[0]},
+        seconds=seconds,
         labelled=labelled,
         outliers=outliers,
         examples=examples,
-        measures=measured,
+        measures={measure.name: measure(_answers(fitted)) for measure in measures},
         environment=environment(),
     )
 
 
-def _tally(fitted: Fitted, source: Source, scores: bool, clock: list[float]) -> Tally:
-    # What a method says of a set; the time that its answers take is added to the clock.
+def _tally(fitted: Fitted, source: Source, scores: bool, seconds: dict[str, float]) -> Tally:
+    # The time of predictions is added to `seconds`.
 
     def answers() -> Iterator[tuple[dict[str, Answer], Tensor | None]]:
         for batch, labels in fitted.batches(source.name):
             start = time.perf_counter()
             answer = fitted.answer(batch, scores)
-            clock[0] += time.perf_counter() - start
+            seconds["predict"] += time.perf_counter() - start
             yield {"": answer}, None if source.role == "outlier" else labels
 
     return tally_set(answers(), what=source.title)[""]
@@ -327,7 +289,7 @@ def _answers(fitted: Fitted) -> Answers:
 
 
 def _finite(value: Any) -> Any:
-    # JSON has no infinity: what is not finite becomes null.
+    # JSON has no infinity: values that are not finite become null.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -336,7 +298,7 @@ def _finite(value: Any) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Versions that the numbers were made with."""
+    """Return the versions that numbers are made with."""
     return {
         "mola": mola.__version__,
         "torch": torch.__version__,

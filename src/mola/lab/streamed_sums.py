@@ -1,14 +1,12 @@
-"""Training data that are stored nowhere: they go into the sums as they are read, once for all networks and methods.
+"""Sums of training data that are not stored: one pass for all networks and methods, kept under the checksums of networks and data.
 
-The sums of K networks over a training set are kept under the checksums of both; every method that takes them reads them from there.
-A fit under way keeps checkpoints, and the processes of a job divide the data among them.
+A fit in progress keeps checkpoints, and the processes of a team divide the data among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +25,11 @@ CHECKPOINT = 200
 
 
 class StreamedSums:
-    """A folder of sums; what is missing is computed.
+    """A folder of sums, computed on demand.
 
     Args:
-        directory: where they are kept.
-        device: where networks are run.
+        directory: the folder.
+        device: device to run networks on.
     """
 
     def __init__(self, directory: Path, device: str | torch.device = "cpu") -> None:
@@ -39,27 +37,25 @@ class StreamedSums:
         self._loaded: dict[str, mola.MoLA] = {}
 
     def path(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
-        """Where sums are kept."""
+        """Return the folder of some sums."""
         return self.directory / checksum([network.checksum for network in networks], source.checksum, structure)
 
     def compute(
         self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
     ) -> None:
-        """Run all networks over a training set, unless that has been done.
+        """Run all networks over a training set, unless the sums are there.
 
         Args:
             networks: the trained networks.
             source: the training set.
-            structure: of the curvature.
-            progress: told which share of the data this process has read.
+            structure: structure of the curvature.
+            progress: called with the share of the data that this process has read.
             team: the processes that divide the data among them; all of them call this.
         """
         if source.open_part is None and team.size > 1:
-            raise OptionError(f"{source.title} can only be read from its first datum on: stream it with one process.")
+            raise OptionError(f"{source.title} can only be read from its start: stream it with one process.")
         path = self.path(networks, source, structure)
-        # One looks: others may see what is written meanwhile.
-        done = team.share(path.exists())
-        if done:
+        if team.share(path.exists()):  # rank 0 decides: another rank may look later
             return
         posterior = mola.fit(
             [network.to(self.device) for network in self._networks(networks, source)],
@@ -72,19 +68,16 @@ class StreamedSums:
         )
         if team.first:
             posterior.save(path)
-        team.collect(None)  # written before anybody reads it
+        team.collect(None)  # complete before anybody reads it
 
     def read(self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]) -> mola.MoLA:
-        """The posterior at its first prior precision, over heads whose features are known.
+        """Return the posterior at its first prior precision, over heads whose features are known.
 
         Args:
-            networks: that the sums were computed for.
+            networks: the networks of the sums.
             source: the training set.
-            structure: of the curvature.
-            heads: of the first of the networks, or of all.
-
-        Returns:
-            The posterior of these heads.
+            structure: structure of the curvature.
+            heads: heads of the first networks, or of all.
         """
         path = self.path(networks, source, structure)
         if path.name not in self._loaded:
@@ -103,23 +96,21 @@ class StreamedSums:
 
 
 class _Shard:
-    # The batches of a training set that are one process's: every so many slices, read anew each time.
+    # This process's slices of a training set, read anew each time.
 
     def __init__(self, source: Source, team: Team, progress: Progress) -> None:
         self.source, self.team, self.progress = source, team, progress
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        done = 0
-        for start, stop, read in self._slices():
-            for inputs, labels in read(start, stop):
+        source, team, done = self.source, self.team, 0
+        starts = range(team.rank * SLICE, source.count, team.size * SLICE)
+        parts = (
+            [source.open()]
+            if source.open_part is None
+            else (source.open_part(s, min(s + SLICE, source.count)) for s in starts)
+        )
+        for part in parts:
+            for inputs, labels in part:
                 yield inputs, labels
                 done += len(labels)
-                self.progress(f"sums over {self.source.title}", min(1.0, done * self.team.size / self.source.count))
-
-    def _slices(self) -> Iterator[tuple[int, int, Callable[[int, int], Any]]]:
-        count, read = self.source.count, self.source.open_part
-        if read is None:
-            yield 0, count, lambda start, stop: self.source.open()
-            return
-        for start in range(self.team.rank * SLICE, count, self.team.size * SLICE):
-            yield start, min(start + SLICE, count), read
+                self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))

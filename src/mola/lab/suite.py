@@ -1,13 +1,9 @@
-"""What a suite is made of: sets of data with their roles, a network, a recipe, and how much methods that train may spend.
-
-Declarations only.
-"""
+"""Declarations of a suite: sets of data with their roles, networks, a recipe, and the budget of methods that train."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -26,15 +22,20 @@ from mola.lab.training import Labelled, Recipe
 from mola.options import one_of
 
 
+def _require(holds: bool, what: str, expected: str, found: object) -> None:
+    if not holds:
+        raise OptionError(f"{what} must be {expected}, got {found!r}.")
+
+
 @dataclass(frozen=True)
 class SwagBudget:
-    """Of SWAG and MultiSWAG, for each trained network."""
+    """Budget of SWAG and MultiSWAG, for each trained network."""
 
     learning_rate: float
     snapshots: int = 40
     images: int | None = None
-    """Training images between two snapshots, and in the pass that makes BatchNorm's statistics for a draw; None is all of
-    them, a snapshot an epoch."""
+    """Training images between two snapshots, and in the pass that makes BatchNorm's statistics for a draw; None is all
+    images, a snapshot an epoch."""
     batch_size: int = 512
     samples: int = 30
     """Draws from each network's Gaussian."""
@@ -46,32 +47,23 @@ class SwagBudget:
         _require(self.images is None or self.images >= 1, "images between snapshots", "at least 1", self.images)
         _require(self.batch_size >= 1, "batch size of SWAG", "at least 1", self.batch_size)
 
-    def describe(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class MimoBudget:
-    """Of a MIMO network."""
+    """Budget of a MIMO network."""
 
     epochs: int = 100
     members: int = 3
     batch_repetition: int = 4
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, "epochs of MIMO", "at least 1", self.epochs)
-        _require(self.members >= 1, "members of MIMO", "at least 1", self.members)
-        _require(self.batch_repetition >= 1, "batch repetition of MIMO", "at least 1", self.batch_repetition)
-
-    def describe(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
+        for name, value in asdict(self).items():
+            _require(value >= 1, f"{name} of MIMO", "at least 1", value)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Of all methods that train."""
+    """Budget of all methods that train."""
 
     swag: SwagBudget
     mimo: MimoBudget = field(default_factory=MimoBudget)
@@ -81,70 +73,52 @@ Part = TypeVar("Part", SwagBudget, MimoBudget)
 
 
 def changed(part: Part, text: str) -> Part:
-    """A budget with some of its numbers changed, as a user writes them.
-
-    Args:
-        part: the budget to begin with.
-        text: such as "snapshots=12, images=12500".
-
-    Returns:
-        The new budget.
-    """
+    """Return a budget with some numbers changed, from text such as "snapshots=12, images=12500"."""
     names = [one.name for one in fields(part)]
     values: dict[str, Any] = {}
     for pair in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = (piece.strip() for piece in pair.partition("="))
         try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if name not in names or not math.isfinite(number):
-            raise OptionError(f"expected name=number of {', '.join(names)}, separated by commas; got {pair!r}.")
-        if name == "learning_rate":
-            values[name] = number
-        else:
-            _require(number == int(number), name, "a whole number", number)
-            values[name] = int(number)
+            values[one_of(name, names, "name")] = float(value) if name == "learning_rate" else int(value)
+        except (ValueError, OptionError) as error:
+            raise OptionError(
+                f"expected name=number for {', '.join(names)}, separated by commas; got {pair!r}."
+            ) from error
     return replace(part, **values)
 
 
-def _require(holds: bool, what: str, expected: str, found: object) -> None:
-    if not holds:
-        raise OptionError(f"{what} must be {expected}, got {found!r}.")
-
-
 SAMPLE = 64
-"""Images of each set whose inputs enter its checksum: enough for every type of corruption to come up."""
+"""Images of each set whose inputs enter its checksum: enough for every type of corruption to occur."""
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One set of data as the networks see it; nothing is read before it is asked for."""
+    """One set of data as network inputs, read on demand."""
 
     name: str
     title: str
     role: Role
     count: int
     checksum: str
-    """Of the data and of all that is done to them: two sources with the same checksum give the same batches."""
+    """Of the data and of their processing: two sources with the same checksum give the same batches."""
     open: Callable[[], Batches]
-    """Batches of (inputs, labels), in the same order every time."""
+    """Returns batches of (inputs, labels), in the same order every time."""
     show: Callable[[int], Tensor] | None
-    """The first few images as bytes (n, channels, height, width); None where the data are no images but rows in memory."""
+    """Returns the first images as bytes (n, channels, height, width); None where the data are not images."""
     level: float = 0.0
     """How far the data are shifted."""
     labels: tuple[int, ...] = ()
-    """Of the first few images; none for outliers, which belong to no class."""
+    """Labels of the first images; none for outliers."""
     types: tuple[str, ...] = ()
     """Kinds of shift that were dealt over the data in turn: datum i has type i modulo their number."""
     open_part: Callable[[int, int], Batches] | None = None
-    """Batches of the data from one place up to another; None where the data can only be read from the first on."""
+    """Returns batches of the data from one place up to another; None where the data can only be read from the start."""
     whole: Source | None = None
-    """The set that this one is a part of, if networks are run over that one and its activations are shared."""
+    """The set that this set is a part of, if their activations are shared."""
     places: tuple[int, ...] = ()
-    """Where the data of this part lie in the whole, in this order."""
+    """Places of this part's data in the whole, in this order."""
 
 
 @dataclass(frozen=True)
@@ -155,60 +129,57 @@ class Shift:
     title: str
     axis: str
     levels: tuple[float, ...]
-    """0, the test set itself, included."""
+    """Levels, including 0, the test set itself."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where data lie, and how much of them to use."""
+    """Which data to use."""
 
     directory: Path | None = None
     train: int | None = None
-    """At most so many training images, evenly spaced; None is all of them."""
+    """At most so many training images, evenly spaced; None is all."""
     outliers: int | None = None
     """At most so many of each outlier set."""
     test: int | None = None
     """At most so many test images, shifted or not."""
     download: bool = False
     normalisation: str | None = None
-    """Of the inputs, by name, in distribution and out of it; None is the suite's."""
+    """Name of the inputs' normalisation, in distribution and out of it; None is the suite's."""
     corruptions: str = "paper"
-    """"paper" is the 16 types it speaks of, "all" the 19 that were published."""
+    """"paper" is the paper's 16 types, "all" the published 19."""
     shifted: int | None = None
     """At most so many images of each shifted test set."""
     image_size: int | None = None
-    """Pixels of the side of the images that networks are given, where they lie in folders; None is the suite's."""
+    """Pixels of the side of images from folders; None is the suite's."""
     types: tuple[str, ...] = ()
     """Corruptions to shift test sets by, where there is a choice; none is the suite's."""
     cross_fit: bool = False
     """Whether to divide the labelled images into folds instead of reading training data."""
     conventions: str = "consistent"
-    """"consistent" normalises outliers like the training data, as a deployed network would; "authors" does as the paper's
-    scripts: each set with statistics of its own, and EMNIST's digits, untransposed, instead of its letters."""
+    """"consistent" normalises outliers like the training data, as a deployed network would; "authors" follows the paper's
+    scripts: statistics of each set, and EMNIST's digits, untransposed, instead of its letters."""
 
     def __post_init__(self) -> None:
         one_of(self.conventions, ("consistent", "authors"), "conventions")
         one_of(self.corruptions, ("paper", "all"), "corruptions")
-        if self.normalisation is not None:
-            known = [name for name in NORMALISATIONS if not name.endswith("-own")]
-            one_of(
-                self.normalisation,
-                (*known, self.normalisation) if self.normalisation.endswith("-own") else known,
-                "normalisation",
-            )
         if self.normalisation is not None and self.normalisation.endswith("-own"):
             raise OptionError(
                 f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
             )
+        if self.normalisation is not None:
+            known = [name for name in NORMALISATIONS if not name.endswith("-own")]
+            one_of(self.normalisation, known, "normalisation")
 
     def describe(self) -> dict[str, Any]:
-        """What matters of it for the numbers, as plain JSON values."""
+        """Return the options that affect numbers, as JSON values."""
         names = ("train", "outliers", "test", "normalisation", "corruptions", "conventions")
-        described = {name: getattr(self, name) for name in names}
-        # Left out where they were not chosen: records of before did not know them.
-        later = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
-        later |= {"cross_fit": self.cross_fit}
-        return described | {name: value for name, value in later.items() if value}
+        optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
+        optional |= {"cross_fit": self.cross_fit}
+        # Left out unless chosen: most records have none of them.
+        return {name: getattr(self, name) for name in names} | {
+            name: value for name, value in optional.items() if value
+        }
 
 
 @dataclass(frozen=True)
@@ -218,17 +189,16 @@ class Folds:
     sources: tuple[dict[str, Source], ...]
     """The sets of each fold, by the same names."""
     notes: tuple[str, ...] = ()
-    """What readers of the numbers must know."""
+    """Notes for readers of the numbers."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What networks are trained on."""
+    """Training data in memory."""
 
     data: Labelled
-    """As it lies in memory."""
     prepare: Callable[[Tensor], Tensor]
-    """Makes a batch what the network sees, augmentation included; it may draw from torch's random state."""
+    """Turns a batch into network inputs, augmentation included; it may draw from torch's random state."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +208,7 @@ class Suite:
     name: str
     title: str
     builders: Mapping[str, Callable[[], nn.Module]]
-    """The networks it knows, by name; the first is the default."""
+    """Networks by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
     """For `mola train`."""
@@ -247,31 +217,31 @@ class Suite:
     shift: Shift | None
     """None if nothing is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
-    """All sets by name, "train", "validation" and "test" among them."""
+    """Returns all sets by name, "train", "validation" and "test" among them."""
     make_folds: Callable[[DataOptions], Folds] | None = None
-    """The same for each fold of a cross-fit; None where the suite has training data."""
+    """Returns the folds of a cross-fit; None where the suite has training data."""
     components: int = 5
     class_count: int = 0
-    """Where the classes have no names here; 0 counts these."""
+    """Number of classes, where they have no names here."""
     notes: tuple[str, ...] = ()
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
-    """What `mola train` reads."""
+    """Returns the data of `mola train`."""
     measures: Callable[[DataOptions], tuple[Measure, ...]] = lambda _: ()
-    """Numbers beyond the common metrics that are asked of every method of the main comparison."""
+    """Returns numbers to compute besides the common metrics."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
-    """What methods that train may spend, unless the user says otherwise."""
+    """Default budget of methods that train."""
     cost_images: int = 2000
     """Images on which the cost of methods is measured, and extended to all."""
     cost_of_training: bool = True
-    """Whether the cost of methods that train (SWAG, MIMO) is measured, too: their steps are those of training."""
+    """Whether the cost of methods that train (SWAG, MIMO) is measured."""
 
     @property
     def outputs(self) -> int:
-        """Number of classes that networks of the suite tell apart."""
+        """Number of classes."""
         return self.class_count or len(self.classes)
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
-        """Name and builder of the network asked for: one of the suite's, or the user's own `package.module:function`."""
+        """Return name and builder of a network: one of the suite's, or the user's own `package.module:function`."""
         if network is not None and ":" in network:
             return network, import_builder(network)
         name = next(iter(self.builders)) if network is None else one_of(network, tuple(self.builders), "network")
@@ -279,17 +249,12 @@ class Suite:
 
 
 def checksum(*parts: Any) -> str:
-    """A checksum of plain JSON values."""
+    """Return a checksum of plain JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def image_checksum(images: Images) -> str:
-    """A checksum of pixels and labels."""
-    return data_checksum(images.pixels, images.labels)
-
-
 def data_checksum(inputs: Tensor, labels: Tensor) -> str:
-    """A checksum of inputs and labels in memory."""
+    """Return a checksum of inputs and labels in memory."""
     digest = hashlib.sha256(str(tuple(inputs.shape)).encode())
     digest.update(inputs.contiguous().numpy().tobytes())
     digest.update(labels.contiguous().numpy().tobytes())
@@ -309,42 +274,35 @@ def from_memory(
     batch_size: int = 64,
     types: tuple[str, ...] = (),
 ) -> Source:
-    """A source of images that are in memory, changed (rotated, corrupted) when they are asked for.
+    """Make a source of images in memory, changed (rotated, corrupted) when they are read.
 
     Args:
-        name: of the set.
-        title: for readers.
-        role: what it is for.
-        images: as they lie on disk.
-        prepare: makes a batch of bytes what the network sees.
-        made_by: plain values that name what `prepare` and `change` do; they enter the checksum, and so does what they make
-            of the first images.
-        change: what is done to the images, with their labels kept.
+        name: name of the set.
+        title: title for readers.
+        role: use of the set.
+        images: the images as on disk.
+        prepare: turns a batch of bytes into network inputs.
+        made_by: plain values that identify `prepare` and `change`; they enter the checksum, and so do the first inputs.
+        change: changes the images and keeps their labels.
         level: how far the data are shifted.
-        batch_size: images a batch.
+        batch_size: images in a batch.
         types: kinds of shift that `change` deals over the images in turn.
-
-    Returns:
-        The source.
     """
 
     def batches() -> Batches:
-        changed = change(images)
-        for pixels, labels in zip(
-            torch.split(changed.pixels, batch_size), torch.split(changed.labels, batch_size), strict=True
-        ):
-            yield prepare(pixels), labels
+        shown = change(images)
+        pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
+        return ((prepare(part), own) for part, own in zip(pixels, labels, strict=True))
 
     def show(count: int) -> Tensor:
         return change(images.part(slice(0, count))).pixels
 
-    sample = change(images.part(slice(0, SAMPLE)))
-    seen = hashlib.sha256(prepare(sample.pixels).contiguous().numpy().tobytes()).hexdigest()
-    key = checksum(image_checksum(images), *made_by, seen)
+    first_inputs = hashlib.sha256(prepare(show(SAMPLE)).contiguous().numpy().tobytes()).hexdigest()
+    key = checksum(data_checksum(images.pixels, images.labels), *made_by, first_inputs)
     labels = first_labels(role, images.labels)
     return Source(name, title, role, len(images), key, batches, show, level, labels, types)
 
 
 def first_labels(role: Role, labels: Tensor) -> tuple[int, ...]:
-    """Labels of the images that a report shows."""
+    """Return the labels of the images that a report shows; none for outliers."""
     return () if role == "outlier" else tuple(labels[:EXAMPLES].tolist())

@@ -1,7 +1,4 @@
-"""Methods that train further or anew: SWAG and MultiSWAG from a suite's networks, MIMO and MIMO-MoLA from its architecture.
-
-What was interrupted goes on where it stopped.
-"""
+"""Methods that train: SWAG and MultiSWAG from a suite's networks, MIMO and MIMO-MoLA from its architecture. Trainings resume."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,21 +20,23 @@ from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted, LastLayer
 from mola.compare.tally import Answer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
+from mola.lab.context import Context, Predictor, StoredPrediction, TrainingContext
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
 from mola.lab.training import Recipe, train_mimo
 from mola.lab.training import fit_swag as fit_swag_path
-from mola.lab.workshop import Context, StoredPrediction, Voice, Workshop
 from mola.likelihoods import CATEGORICAL
 from mola.network import call, evaluating
+
+RESUMED = "fit time is of this command alone: what had been trained before was taken up."
 
 
 class Shuffled:
     """Training data as a loader: a new order every time, drawn from torch's random state.
 
     Args:
-        training: data and what is done to them.
-        batch_size: images a batch.
-        images: how many of them each time, drawn without replacement; None is all.
+        training: data and their preparation.
+        batch_size: images in a batch.
+        images: number of images in each pass, drawn without replacement; None is all.
     """
 
     def __init__(self, training: TrainingData, batch_size: int, images: int | None = None) -> None:
@@ -53,20 +52,22 @@ class Shuffled:
             yield fast_inputs(self.training.prepare(data.inputs[rows])), data.labels[rows]
 
 
+def _example(training: TrainingData) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return training.prepare(training.data.inputs[:2])
+
+
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """SWAG from one trained network; its seed belongs to the network, so that it is the same in whatever run.
+    """Fit SWAG from a trained network; the seed follows from the network, so that all runs share the result.
 
     Args:
-        network: trained.
-        training: what it was trained on.
-        budget: how much to train.
-        folder: to keep the path and the draws in; what is there already is taken up.
-        device: where to train.
-
-    Returns:
-        The predictor.
+        network: the trained network.
+        training: its training data.
+        budget: amount of training.
+        folder: checkpoint of the path and the draws.
+        device: device to train on.
     """
     return fit_swag_path(
         fast_network(network.load().to(device), _example(training)),
@@ -90,19 +91,16 @@ def fit_mimo(
     folder: Path | None,
     device: str = "cpu",
 ) -> Mimo:
-    """The MIMO form of an architecture, trained by the suite's own recipe.
+    """Train the MIMO form of an architecture by the suite's recipe.
 
     Args:
         build: makes a network with fresh weights.
-        training: what to train on.
-        recipe: optimiser, schedule and batch size; the number of epochs is the budget's.
-        budget: how much to train.
-        seed: of weights, orders and augmentation.
-        folder: to keep the training in; what is there already is taken up.
-        device: where to train.
-
-    Returns:
-        The trained network.
+        training: training data.
+        recipe: optimiser, schedule and batch size.
+        budget: number of epochs, members and repetitions.
+        seed: seed of weights, orders and augmentation.
+        folder: checkpoint of the training.
+        device: device to train on.
     """
     example = _example(training)
     with torch.random.fork_rng(devices=[]):
@@ -122,14 +120,6 @@ def fit_mimo(
     )
 
 
-def _example(training: TrainingData) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        return training.prepare(training.data.inputs[:2])
-
-
-TAKEN_UP = "fit time is of this command alone: what had been trained before was taken up."
-
-
 @dataclass(frozen=True)
 class SwagMixture:
     """SWAG of one network, or the mixture of the SWAGs of several."""
@@ -140,31 +130,31 @@ class SwagMixture:
     group: str = "main"
 
     def settings(self) -> dict[str, Any]:
-        """What makes it, as plain JSON values."""
-        return {"weights": "uniform", "swag": self.budget.describe()}
+        """Return the settings as JSON values."""
+        return {"weights": "uniform", "swag": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Walk from every network, or take up the walks of before."""
-        workshop, start = context.workshop, time.perf_counter()
+        """Fit SWAG from every network, or resume."""
+        training, start = context.training, time.perf_counter()
         swags: dict[str, Swag] = {}
         for network in context.networks[: self.components]:
-            folder = workshop.folder("swag", network.checksum, self.budget.describe())
-            swags[folder.name] = fit_swag(network, workshop.training, self.budget, folder, workshop.device)
+            folder = training.folder("swag", network.checksum, asdict(self.budget))
+            swags[folder.name] = fit_swag(network, training.training, self.budget, folder, training.device)
         seconds = time.perf_counter() - start
 
         def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-            source, opinions = workshop.sources[name], workshop.opinions
-            asked = [opinions.ask(key, source, partial(_voices, swag)) for key, swag in swags.items()]
-            return context.labelled(name, asked)
+            return context.labelled(
+                name, [training.predictions(key, name, partial(_predictors, swag)) for key, swag in swags.items()]
+            )
 
         def answer(found: list[StoredPrediction], scores: bool) -> Answer:
             return StoredPrediction.mean(found).answer(len(found) * self.budget.samples)
 
-        return Fitted(batches, answer, {"notes": [TAKEN_UP]}, seconds)
+        return Fitted(batches, answer, {"notes": [RESUMED]}, seconds)
 
 
 def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
-    """Networks with the weights of each draw, one after the other in the same object: a set is run through each at once."""
+    """Yield a network with the weights of each draw, the same object every time: use it before the next draw."""
     network = copy.deepcopy(swag.network)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for index in range(swag.samples):
@@ -174,7 +164,7 @@ def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
         yield network
 
 
-def _voices(swag: Swag) -> Iterator[Voice]:
+def _predictors(swag: Swag) -> Iterator[Predictor]:
     return (partial(_probabilities, network) for network in drawn_networks(swag))
 
 
@@ -184,63 +174,63 @@ def _probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class _Head(NamedTuple):
-    # One head of a trained MIMO network, as activations know it.
+    # A head of a trained MIMO network, as a key of activations.
 
     checksum: str
 
 
 @dataclass(frozen=True)
 class MimoHeads:
-    """MIMO, or MIMO-MoLA: a last-layer method on the heads of one network that is trained for it."""
+    """MIMO, or MIMO-MoLA: a last-layer method on the heads of a MIMO network, which is trained for it."""
 
     method: LastLayer
     budget: MimoBudget
     components: int | None = 0
-    """It takes none of the suite's networks."""
+    """None of the suite's networks are used."""
 
     @property
     def name(self) -> str:
-        """That of the method."""
+        """Name of the method."""
         return self.method.name
 
     @property
     def group(self) -> str:
-        """That of the method."""
+        """Group of the method."""
         return self.method.group
 
     def settings(self) -> dict[str, Any]:
-        """What makes it, as plain JSON values."""
-        return {**self.method.settings(), "components": self.budget.members, "mimo": self.budget.describe()}
+        """Return the settings as JSON values."""
+        return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Train the network, or take it up; then do with its heads what is done with networks."""
+        """Train the network, or resume; then fit the method on its heads."""
         start = time.perf_counter()
-        trained = _TrainedMimo(context.workshop, self.budget, context.run)
+        trained = _TrainedMimo(context.training, self.budget, context.run)
         trained.mimo  # noqa: B018  (trained now, so that its time is counted)
         seconds = time.perf_counter() - start
         fitted = self.method.fit(replace(context, read=trained.read))
-        notes = [*fitted.chosen.get("notes", []), TAKEN_UP]
+        notes = [*fitted.chosen.get("notes", []), RESUMED]
         return replace(fitted, chosen={**fitted.chosen, "notes": notes}, seconds=seconds + fitted.seconds)
 
 
 class _TrainedMimo:
-    def __init__(self, workshop: Workshop, budget: MimoBudget, run: int) -> None:
-        self.workshop, self.budget, self.seed = workshop, budget, workshop.seed(run)
+    def __init__(self, training: TrainingContext, budget: MimoBudget, run: int) -> None:
+        self.training, self.budget, self.seed = training, budget, training.seed(run)
 
     @cached_property
     def mimo(self) -> Mimo:
-        workshop, recipe = self.workshop, self.workshop.suite.recipe
-        identity = ({**recipe.describe(), "epochs": self.budget.epochs}, self.budget.describe(), self.seed)
-        folder = workshop.folder("mimo", *identity)
-        return fit_mimo(workshop.build, workshop.training, recipe, self.budget, self.seed, folder, workshop.device)
+        training, recipe = self.training, self.training.suite.recipe
+        identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), self.seed)
+        folder = training.folder("mimo", *identity)
+        return fit_mimo(training.build, training.training, recipe, self.budget, self.seed, folder, training.device)
 
     @cached_property
     def heads(self) -> list[_Head]:
-        whole = network_checksum(self.mimo, self.workshop.network)
-        return [_Head(f"{whole}-{index}") for index in range(self.budget.members)]
+        checksum = network_checksum(self.mimo, self.training.network)
+        return [_Head(f"{checksum}-{index}") for index in range(self.budget.members)]
 
     def read(self, name: str) -> Stored:
-        """What the heads see of a set, all of the same features."""
-        source, activations = self.workshop.sources[name], self.workshop.activations
+        """Return the heads' stored activations of a set, which share their features."""
+        source, activations = self.training.sources[name], self.training.activations
         activations.compute_together(self.heads, lambda: self.mimo.networks, source)
         return activations.read(self.heads, source)

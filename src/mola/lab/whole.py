@@ -13,73 +13,65 @@ from torch import Tensor, nn
 import mola.whole
 from mola.compare.methods import RULES, Fitted, noting
 from mola.compare.tally import Answer
+from mola.lab.context import Context, StoredPrediction
 from mola.lab.suite import Source
-from mola.lab.swag_mimo import TAKEN_UP
-from mola.lab.workshop import Context, StoredPrediction
+from mola.lab.swag_mimo import RESUMED
 from mola.saving.files import DOCUMENT
 from mola.whole import WholeMoLA
 
 
 @dataclass(frozen=True)
 class WholeNetworks:
-    """The mixture of Laplace approximations of the run's networks, all their weights or some, predicting by linearisation."""
+    """Mixture of Laplace approximations of the run's networks, over all weights or some, with linearised predictions."""
 
     name: str
     structure: str | None = None
     subnetwork: int | None = None
-    """So many weights, or all where a network has fewer."""
+    """Number of weights, or all weights of a smaller network."""
     components: int | None = None
     group: str = "main"
 
     def settings(self) -> dict[str, Any]:
-        """What makes it, as plain JSON values."""
+        """Return the settings as JSON values."""
         covered = "all layers" if self.subnetwork is None else f"{self.subnetwork} weights"
         structure = self.structure or ("kron" if self.subnetwork is None else "full")
         return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit on all training images and tune on the validation images, or load what was fitted before."""
-        workshop, start = context.workshop, time.perf_counter()
+        """Fit on all training images and tune on the validation images, or load the stored posterior."""
+        training, start = context.training, time.perf_counter()
         networks = context.networks[: self.components]
-        models = [workshop.load(network) for network in networks]
-        held_out = workshop.sources["validation"].checksum
+        models = [training.load(network) for network in networks]
+        held_out = training.sources["validation"].checksum
         identity = ([network.checksum for network in networks], self.settings(), held_out, context.threshold)
-        folder = workshop.folder("whole", *identity)
+        folder = training.folder("whole", *identity)
         with noting() as notes:
             posterior = self._posterior(models, context, folder)
         seconds = time.perf_counter() - start
 
         def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-            asked = workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior])
-            return context.labelled(name, [asked])
+            return context.labelled(name, [training.predictions(folder.name, name, lambda: [posterior])])
 
         def answer(found: list[StoredPrediction], scores: bool) -> Answer:
-            return found[0].answer(voices=1)
+            return found[0].answer(predictors=1)
 
-        chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, TAKEN_UP]}
+        chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, RESUMED]}
         return Fitted(batches, answer, chosen, seconds)
 
     def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> WholeMoLA:
         if (folder / DOCUMENT).exists():
             return mola.whole.load(folder, models)
-        sources = context.workshop.sources
+        train, validation = (_Loader(context.training.sources[name]) for name in ("train", "validation"))
         sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
-        posterior = mola.whole.fit(
-            models,
-            Reopened(sources["train"]),
-            structure=self.structure,
-            subnetwork=None if self.subnetwork is None else min(self.subnetwork, *sizes),
-            progress=False,
-        )
-        posterior = posterior.tune(
-            Reopened(sources["validation"]), rule=RULES["threshold"](context.threshold), progress=False
-        )
+        subnetwork = None if self.subnetwork is None else min(self.subnetwork, *sizes)
+        posterior = mola.whole.fit(models, train, structure=self.structure, subnetwork=subnetwork, progress=False)
+        posterior = posterior.tune(validation, rule=RULES["threshold"](context.threshold), progress=False)
         posterior.save(folder)
         return posterior
 
 
-class Reopened:
-    """A source as a loader, which can be read again."""
+class _Loader:
+    # A source as a loader, which can be read several times.
 
     def __init__(self, source: Source) -> None:
         self.source = source

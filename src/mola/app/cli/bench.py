@@ -104,7 +104,7 @@ def bench(
     import torch
 
     from mola.distributed import join
-    from mola.lab.order import Order, carry_out
+    from mola.lab.bench import BenchConfig, run_bench
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
 
@@ -114,7 +114,7 @@ def bench(
         _bench_uci(data, results, sets, splits, gaps=gaps, fresh=fresh, quiet=quiet)
         return
     chosen = find_suite(suite)
-    order = Order(
+    config = BenchConfig(
         suite=chosen,
         runs=runs,
         components=components or chosen.components,
@@ -145,7 +145,7 @@ def bench(
         mimo=mimo,
     )
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
-        folder = carry_out(order, progress, team)
+        folder = run_bench(config, progress, team)
     if not quiet and team.first:
         Console(highlight=False).print(
             f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {chosen.name} --results "

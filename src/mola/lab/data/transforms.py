@@ -11,6 +11,9 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
+ANGLES = tuple(range(0, 181, 15))
+"""Degrees of the paper's rotated MNIST."""
+
 FRACTION_BITS = 16
 """Of the fixed-point numbers in which Pillow computes places."""
 

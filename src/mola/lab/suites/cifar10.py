@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from mola.errors import DataError, warn
-from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
+from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
 from mola.lab.data.catalogue import load_images
 from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c, load_cifar10h
 from mola.lab.data.images import Images, split_validation
@@ -15,23 +16,13 @@ from mola.lab.data.transforms import in_colour
 from mola.lab.measures import HumanLabels, Measure
 from mola.lab.models import build_network
 from mola.lab.suite import Budget, DataOptions, Shift, Source, Suite, SwagBudget
-from mola.lab.suites.image_sources import (
-    Change,
-    image_source,
-    in_distribution,
-    limited,
-    outlier_sources,
-    test_images,
-    training,
-)
+from mola.lab.suites.image_sources import image_source, in_distribution, outlier_sources, test_images, training
 from mola.lab.training import RECIPES
-from mola.options import one_of
 
 CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
 CORRUPTION_SEED = 0
-SEVERITIES = (1, 2, 3, 4, 5)
 SIDE = 32
-"""Pixels of an image's side."""
+NETWORKS = ("wrn-16-4", "resnet-20", "resnet-32", "resnet-44", "resnet-56", "resnet-110")
 
 OUTLIERS = {
     "svhn": "SVHN",
@@ -43,82 +34,70 @@ OUTLIERS = {
 """The paper's three, and two more of OpenOOD's."""
 
 AUTHORS = {"svhn": "svhn-own", "lsun": "lsun-own", "cifar100": "cifar100-own"}
-"""Normalisations that the paper's scripts give the outliers."""
+"""Normalisations of outliers in the paper's scripts."""
 
 
 def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
-    """Every image corrupted once, the types dealt in turn: image i gets type i modulo their number."""
+    """Corrupt every image once, the types dealt in turn: image i gets type i modulo their number."""
 
     def generate(corruption: str, rows: slice) -> Images:
         chosen = images.part(rows)
         return Images(corrupt(chosen.pixels, corruption, severity, seed=CORRUPTION_SEED), chosen.labels)
 
-    return _dealt(images, types, generate)
+    return _deal(images, types, generate)
 
 
 def _published(images: Images, severity: int, types: tuple[str, ...], options: DataOptions) -> Images:
-    # The same, from the published files; `images` are the first of the test set.
+    # The same from the published files; `images` are the first of the test set.
 
     def read(corruption: str, rows: slice) -> Images:
         _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
-        return limited(test, options.test).part(slice(0, len(images))).part(rows)
+        return test.evenly(options.test).part(slice(0, len(images))).part(rows)
 
-    return _dealt(images, types, read)
+    return _deal(images, types, read)
 
 
-def _dealt(images: Images, types: tuple[str, ...], make: Callable[[str, slice], Images]) -> Images:
+def _deal(images: Images, types: tuple[str, ...], make: Callable[[str, slice], Images]) -> Images:
     pixels = images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
         made = make(corruption, rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
-                f"the labels of CIFAR-10-C's {corruption} are not those of the CIFAR-10 test set: fetch both again."
+                f"the labels of CIFAR-10-C's {corruption} differ from those of the CIFAR-10 test set: download both again."
             )
         pixels[rows] = made.pixels
     return Images(pixels, images.labels)
 
 
 def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
-    if has_cifar10_c(types, options.directory):
-        return True
-    if options.download:
+    if not has_cifar10_c(types, options.directory) and options.download:
         try:
             load_cifar10_c(types[0], 1, options.directory, download=True)
         except DataError as error:
-            warn(f"CIFAR-10-C cannot be fetched and is generated instead: {error}")
-        return has_cifar10_c(types, options.directory)
-    return False
+            warn(f"CIFAR-10-C cannot be downloaded and is generated instead: {error}")
+    return has_cifar10_c(types, options.directory)
 
 
-def _fitted(images: Images) -> Images:
-    # Outliers of other sizes as the networks take them; of the right size, as they are.
+def _resized(images: Images) -> Images:
     return Images(in_colour(images.pixels, SIDE), images.labels)
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    types = CORRUPTION_SETS[one_of(options.corruptions, tuple(CORRUPTION_SETS), "corruptions")]
+    types = CORRUPTION_SETS[options.corruptions]
     test = test_images("cifar10", options)
     published = _is_published(types, options)
-    origin = "CIFAR-10-C" if published else "CIFAR-10-C, generated,"
-    made_by = ("published",) if published else (CORRUPTION_SEED,)
-    normalised = "cifar10-c-own" if options.conventions == "authors" else "cifar10"
-
-    def change(severity: int) -> Change:
-        if published:
-            return lambda images: _published(images, severity, types, options)
-        return lambda images: corrupted(images, severity, types)
-
+    change = partial(_published, types=types, options=options) if published else partial(corrupted, types=types)
     severities = {
         f"severity {severity}": image_source(
             options,
-            normalised,
+            "cifar10-c-own" if options.conventions == "authors" else "cifar10",
             f"severity {severity}",
-            f"{origin} at severity {severity}",
+            f"CIFAR-10-C{'' if published else ', generated,'} at severity {severity}",
             "shift",
             test,
-            change=change(severity),
-            changed_by=("corruption", severity, list(types), *made_by),
+            change=partial(change, severity=severity),
+            changed_by=("corruption", severity, list(types), "published" if published else CORRUPTION_SEED),
             level=severity,
             types=types,
         )
@@ -127,7 +106,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     return {
         **in_distribution("cifar10", "CIFAR-10", "cifar10", options),
         **severities,
-        **outlier_sources(options, "cifar10", OUTLIERS, AUTHORS, _fitted),
+        **outlier_sources(options, "cifar10", OUTLIERS, AUTHORS, _resized),
     }
 
 
@@ -137,18 +116,16 @@ def _measures(options: DataOptions) -> tuple[Measure, ...]:
     counts = load_cifar10h(images.labels, options.directory)
     if counts is None:
         return ()
-    # Divided like the images: each goes with its place.
-    places = Images(torch.zeros(len(images), 1, 1, 1, dtype=torch.uint8), torch.arange(len(images)))
+    # Divided like the images: labels are replaced by places.
+    places = Images(images.pixels, torch.arange(len(images)))
     _, test = split_validation(places)
-    return (HumanLabels(counts[limited(test, options.test).labels]),)
+    return (HumanLabels(counts[test.evenly(options.test).labels]),)
 
-
-NETWORKS = ("wrn-16-4", "resnet-20", "resnet-32", "resnet-44", "resnet-56", "resnet-110")
 
 CIFAR10 = Suite(
     name="cifar10",
     title="CIFAR-10",
-    builders={name: (lambda name=name: build_network(name, 10)) for name in NETWORKS},  # type: ignore[misc]
+    builders={name: partial(build_network, name, 10) for name in NETWORKS},
     classes=("aeroplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry"),
     recipe=RECIPES["cifar10"],
     threshold=None,

@@ -6,7 +6,6 @@ import hashlib
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from mola.compare.record import Role
 from mola.errors import OptionError
@@ -26,50 +25,47 @@ def _rows(requests: Requests) -> Labelled:
     return Labelled(embed(requests.sentences), torch.tensor(requests.labels))
 
 
-def _limited(rows: Labelled, count: int | None) -> Labelled:
-    if count is None or count >= len(rows.labels):
-        return rows
-    places = even_places(len(rows.labels), count)
-    return Labelled(rows.inputs[places], rows.labels[places])
-
-
 def _read(options: DataOptions) -> dict[str, Labelled]:
     if options.normalisation is not None:
         raise OptionError(f"normalisation {options.normalisation!r} is for images: clinc has sentences. Leave it out.")
     intents, parts = load_clinc150(options.directory)
     if len(intents) != INTENTS:
         raise OptionError(f"expected {INTENTS} intents, got {len(intents)}: use data_full.json, not a part of it.")
-    return {part: _rows(requests) for part, requests in parts.items()}
+    limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
+    found = {}
+    for part, requests in parts.items():
+        rows, count = _rows(requests), limits.get(part)
+        if count is not None and count < len(rows):
+            places = even_places(len(rows), count)
+            rows = Labelled(rows.inputs[places], rows.labels[places])
+        found[part] = rows
+    return found
 
 
 def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
     def batches() -> Batches:
-        return zip(torch.split(rows.inputs, BATCH), torch.split(rows.labels, BATCH), strict=True)
+        return rows.batches(BATCH)
 
     digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
-    return Source(name, title, role, len(rows.labels), checksum("sentences", digest), batches, show=None)
+    return Source(name, title, role, len(rows), checksum("sentences", digest), batches, show=None)
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
     parts = _read(options)
-    outside = _limited(parts["oos_val"], options.outliers)
-    # Of no class: only whether they are rejected is counted.
+    outside = parts["oos_val"]
+    # Of no class: only rejections are counted.
     unknown = Labelled(outside.inputs, torch.zeros_like(outside.labels))
     return {
-        "train": _source("train", "CLINC150 train", "train", _limited(parts["train"], options.train)),
+        "train": _source("train", "CLINC150 train", "train", parts["train"]),
         "validation": _source("validation", "CLINC150 validation", "validation", parts["val"]),
         OUTSIDE_VALIDATION: _source(OUTSIDE_VALIDATION, "CLINC150 out of scope, validation", "validation", unknown),
-        "test": _source("test", "CLINC150 test", "test", _limited(parts["test"], options.test)),
-        OUTSIDE: _source(OUTSIDE, "out of scope", "outlier", _limited(parts["oos_test"], options.outliers)),
+        "test": _source("test", "CLINC150 test", "test", parts["test"]),
+        OUTSIDE: _source(OUTSIDE, "out of scope", "outlier", parts["oos_test"]),
     }
 
 
-def _unchanged(rows: Tensor) -> Tensor:
-    return rows
-
-
 def _training(options: DataOptions, recipe: Recipe) -> TrainingData:
-    return TrainingData(_limited(_read(options)["train"], options.train), _unchanged)
+    return TrainingData(_read(options)["train"], lambda rows: rows)
 
 
 def _measures(_: DataOptions) -> tuple[Measure, ...]:

@@ -1,73 +1,61 @@
-"""Handwritten digits that come with scikit-learn: everything in a minute, without files."""
+"""Handwritten digits of scikit-learn: the whole suite in a minute, without files."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from mola.compare.record import Role
 from mola.lab.data.embedded import SIDE, load_digits, natural_patches, uniform_noise
 from mola.lab.data.images import Images, normalisation
-from mola.lab.demo import ANGLES, build_network
+from mola.lab.data.transforms import ANGLES
 from mola.lab.suite import Budget, DataOptions, MimoBudget, Shift, Source, Suite, SwagBudget, TrainingData
-from mola.lab.suites.image_sources import image_source, limited, rotated
-from mola.lab.training import Labelled, Recipe
+from mola.lab.suites.image_sources import image_source, rotations
+from mola.lab.training import Labelled, Recipe, digits_mlp
 
 OUTLIERS = 500
-"""Images in each set of outliers, unless the user asks for another number."""
+"""Default number of images in each set of outliers."""
+
+
+def _images(inputs: Tensor, labels: Tensor | None = None) -> Images:
+    given = torch.zeros(len(inputs), dtype=torch.int64) if labels is None else labels
+    return Images((255 * inputs).round().to(torch.uint8), given)
 
 
 @cache
 def _digits() -> tuple[Images, Images, Images]:
     digits = load_digits(0)
-
-    def images(data: Labelled) -> Images:
-        return Images((255 * data.inputs).round().to(torch.uint8), data.labels)
-
-    return images(digits.train), images(digits.val), images(digits.test)
+    train, val, test = (_images(part.inputs, part.labels) for part in (digits.train, digits.val, digits.test))
+    return train, val, test
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
     train, validation, whole_test = _digits()
-    test = limited(whole_test, options.test)
-    parts: dict[Role, Images] = {
-        "train": limited(train, options.train),
-        "validation": validation,
-        "test": test,
-    }
-    sources: dict[str, Source] = {}
-    for role, images in parts.items():
-        sources[role] = image_source(options, "none", role, f"digits {role}", role, images)
-    for angle in ANGLES[1:]:
-        name = f"rotation {angle}"
-        sources[name] = image_source(
-            options,
-            "none",
-            name,
-            f"digits turned by {angle}°",
-            "shift",
-            test,
-            change=rotated(angle, "bilinear"),
-            changed_by=("rotation", angle, "bilinear"),
-            level=angle,
-        )
+    test = whole_test.evenly(options.test)
+    parts: dict[Role, Images] = {"train": train.evenly(options.train), "validation": validation, "test": test}
     count = options.outliers or OUTLIERS
-    for name, inputs in (("natural patches", natural_patches(count, SIDE)), ("noise", uniform_noise(count, SIDE))):
-        images = Images((255 * inputs).round().to(torch.uint8), torch.zeros(len(inputs), dtype=torch.int64))
-        sources[name] = image_source(options, "none", name, name, "outlier", images)
-    return sources
+    outliers = {"natural patches": natural_patches(count, SIDE), "noise": uniform_noise(count, SIDE)}
+    return {
+        **{role: image_source(options, "none", role, f"digits {role}", role, one) for role, one in parts.items()},
+        **rotations(options, "digits", test, "bilinear"),
+        **{
+            name: image_source(options, "none", name, name, "outlier", _images(inputs))
+            for name, inputs in outliers.items()
+        },
+    }
 
 
 def _training(options: DataOptions, recipe: Recipe) -> TrainingData:
-    train = limited(_digits()[0], options.train)
+    train = _digits()[0].evenly(options.train)
     return TrainingData(Labelled(train.pixels, train.labels), normalisation("none"))
 
 
 DIGITS = Suite(
     name="digits",
     title="Handwritten digits",
-    builders={"mlp": build_network},
+    builders={"mlp": digits_mlp},
     classes=tuple("0123456789"),
     recipe=Recipe(epochs=60),
     threshold=None,

@@ -12,16 +12,11 @@ from mola.compare.record import Role
 from mola.errors import DataError, warn
 from mola.lab.data.catalogue import DATASETS, check_original, has_images, load_images
 from mola.lab.data.images import Images, normalisation, split_validation
-from mola.lab.data.transforms import flip_and_crop, rotate
+from mola.lab.data.transforms import ANGLES, flip_and_crop, rotate
 from mola.lab.suite import DataOptions, Source, TrainingData, from_memory
 from mola.lab.training import Labelled, Recipe
 
 Change = Callable[[Images], Images]
-
-
-def limited(images: Images, count: int | None) -> Images:
-    """At most so many, evenly spaced; None is all of them."""
-    return images if count is None else images.evenly(count)
 
 
 def _load(name: str, split: str, options: DataOptions) -> Images:
@@ -43,26 +38,21 @@ def image_source(
     level: float = 0.0,
     types: tuple[str, ...] = (),
 ) -> Source:
-    """A source of images in memory.
+    """Make a source of images in memory; see `mola.lab.suite.from_memory`.
 
     Args:
-        options: what the user chose.
-        normalised: the normalisation, unless the user chose another.
-        name: of the set.
-        title: for readers.
-        role: what it is for.
-        images: as they lie on disk.
-        change: what is done to them.
-        changed_by: plain values that name it.
-        level: how far they are shifted.
-        types: kinds of shift that are dealt over them in turn.
-
-    Returns:
-        The source.
+        options: the user's options.
+        normalised: name of the normalisation, unless the user chose another.
+        name: name of the set.
+        title: title for readers.
+        role: use of the set.
+        images: the images as on disk.
+        change: changes the images.
+        changed_by: plain values that identify `change`.
+        level: how far the images are shifted.
+        types: kinds of shift that are dealt over the images in turn.
     """
     chosen = options.normalisation or normalised
-    # Small colour batches stay in the processor's cache: measured, a tenth faster than larger ones.
-    size = 32 if images.pixels.shape[1] > 1 else 128
     return from_memory(
         name,
         title,
@@ -72,38 +62,66 @@ def image_source(
         made_by=("normalisation", chosen, *changed_by),
         change=change,
         level=level,
-        batch_size=size,
+        # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
+        batch_size=32 if images.pixels.shape[1] > 1 else 128,
         types=types,
     )
 
 
-def rotated(degrees: float, interpolation: str) -> Change:
-    """Turned counter-clockwise."""
+def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
+    """Make sources of test images rotated counter-clockwise by `ANGLES`."""
 
-    def change(images: Images) -> Images:
-        turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
-        return Images(turned.round().to(torch.uint8), images.labels)
+    def rotated(degrees: float) -> Change:
+        def change(images: Images) -> Images:
+            turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
+            return Images(turned.round().to(torch.uint8), images.labels)
 
-    return change
+        return change
+
+    return {
+        f"rotation {angle}": image_source(
+            options,
+            "none",
+            f"rotation {angle}",
+            f"{title} turned by {angle}°",
+            "shift",
+            test,
+            change=rotated(angle),
+            changed_by=("rotation", angle, interpolation),
+            level=angle,
+        )
+        for angle in ANGLES[1:]
+    }
 
 
 def test_images(name: str, options: DataOptions) -> Images:
-    """The part of a test set that is for testing."""
+    """Return the images of a published test set that are for testing, not for validation."""
     _, test = split_validation(_load(name, "test", options))
-    return limited(test, options.test)
+    return test.evenly(options.test)
 
 
 def in_distribution(name: str, title: str, normalised: str, options: DataOptions) -> dict[str, Source]:
-    """Training, validation and test set: the published test set is divided into the last two."""
+    """Make sources of training, validation and test images; the published test set is divided into the last two."""
     validation, test = split_validation(_load(name, "test", options))
-    parts: dict[Role, Images] = {
-        "train": limited(_load(name, "train", options), options.train),
-        "validation": validation,
-        "test": limited(test, options.test),
-    }
+    train = _load(name, "train", options).evenly(options.train)
+    parts: dict[Role, Images] = {"train": train, "validation": validation, "test": test.evenly(options.test)}
     return {
         role: image_source(options, normalised, role, f"{title} {role}", role, images) for role, images in parts.items()
     }
+
+
+def load_outliers(name: str, options: DataOptions) -> Images | None:
+    """Read a set of outliers; a set that is not in the data directory is left out with a warning."""
+    if has_images(name, "test", options.directory) or options.download:
+        try:
+            return _load(name, "test", options).evenly(options.outliers)
+        except DataError as error:
+            if has_images(name, "test", options.directory):
+                raise
+            warn(f"{DATASETS[name].title} cannot be downloaded ({error}) and is left out of the comparison.")
+            return None
+    warn(f"{DATASETS[name].title} is not in the data directory and is left out of the comparison.")
+    return None
 
 
 def outlier_sources(
@@ -113,51 +131,34 @@ def outlier_sources(
     authors: Mapping[str, str],
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
-    """Sets of outliers; one that is not in the data directory is left out, and said so.
+    """Make sources of outliers.
 
     Args:
-        options: what the user chose.
-        normalised: the normalisation of the data in distribution.
-        titles: of the sets, by name.
-        authors: the normalisations that the paper's scripts give some of them.
-        change: makes images of other sizes what the networks take.
-
-    Returns:
-        The sources, by name.
+        options: the user's options.
+        normalised: name of the normalisation in distribution.
+        titles: titles of the sets, by name.
+        authors: normalisations of the paper's scripts, by name of the set.
+        change: brings images of other sizes to the networks' size.
     """
     sources = {}
     for name, title in titles.items():
-        images = _outliers(name, options)
+        images = load_outliers(name, options)
         if images is not None:
             own = authors.get(name, normalised) if options.conventions == "authors" else normalised
             sources[name] = image_source(options, own, name, title, "outlier", change(images))
     return sources
 
 
-def _outliers(name: str, options: DataOptions) -> Images | None:
-    if not has_images(name, "test", options.directory):
-        reason = "is not in the data directory"
-        if options.download:
-            try:
-                return limited(_load(name, "test", options), options.outliers)
-            except DataError as error:
-                reason = f"cannot be fetched ({error})"
-        warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
-        return None
-    return limited(_load(name, "test", options), options.outliers)
-
-
 def training(name: str, normalised: str) -> Callable[[DataOptions, Recipe], TrainingData]:
-    """What networks of a suite are trained on, augmented if the recipe says so."""
+    """Return a reader of a suite's training data, augmented if the recipe requires it."""
 
     def read(options: DataOptions, recipe: Recipe) -> TrainingData:
-        images = limited(_load(name, "train", options), options.train)
+        images = _load(name, "train", options).evenly(options.train)
         normalise = normalisation(options.normalisation or normalised)
 
         def prepare(pixels: Tensor) -> Tensor:
-            # The training loop seeds torch's own generator, and keeps its state in checkpoints.
-            augmented = flip_and_crop(pixels, torch.default_generator) if recipe.augment else pixels
-            return normalise(augmented)
+            # The training loop seeds torch's generator, and keeps its state in checkpoints.
+            return normalise(flip_and_crop(pixels, torch.default_generator) if recipe.augment else pixels)
 
         return TrainingData(Labelled(images.pixels, images.labels), prepare)
 

@@ -1,14 +1,15 @@
 """ImageNet and ImageNet-C: too large for memory, read batch by batch from folders.
 
-With training images, it is the paper's experiment. Without them (`--cross-fit`), the validation images of each class are divided into
-five parts: two give the sums, one tunes, two test, in five rotations. ImageNet-C is read from the published folders, or made from
-the published parameters.
+With training images, it is the paper's experiment. Without training images (`--cross-fit`), the validation images of each class are
+divided into five parts: two give the sums, one tunes, two test, in five rotations. ImageNet-C is read from the published folders,
+or generated from the published parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from mola.compare.record import Role
 from mola.compare.results import EXAMPLES
 from mola.errors import DataError, warn
-from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_PARAMETERS, corrupt
-from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
+from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_PARAMETERS, SEVERITIES, corrupt
+from mola.lab.data.catalogue import data_directory
 from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, open_imagenet, open_imagenet_c
 from mola.lab.data.images import Images, Normalisation, even_places, normalisation
 from mola.lab.data.transforms import in_colour
@@ -31,24 +32,24 @@ from mola.lab.suite import (
     Source,
     Suite,
     checksum,
+    data_checksum,
     first_labels,
-    image_checksum,
 )
+from mola.lab.suites.image_sources import load_outliers
 from mola.lab.training import RECIPES
 from mola.options import one_of
 
-SEVERITIES = (1, 2, 3, 4, 5)
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
 """Of the labelled images that are not for training: 2000 of 10,000 elsewhere, 10,000 of 50,000 here."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[int, ...]] = {"train": (0, 1), "validation": (2,), "test": (3, 4)}
-"""Fifths of each class that are for the sums, to tune and to test, in the first rotation."""
-WORDS: dict[Role, str] = {"train": "images for the sums", "validation": "images to tune on", "test": "test images"}
+"""Fifths of each class for the sums, for tuning and for testing, in the first rotation."""
+TITLES: dict[Role, str] = {"train": "images for the sums", "validation": "images to tune on", "test": "test images"}
 
 GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
-"""Made where none are published and none are asked for: one of each family (noise, blur, weather, digital)."""
+"""Default corruptions where none are published: one of each family (noise, blur, weather, digital)."""
 
 OUTLIERS = {"svhn": "SVHN", "notmnist": "notMNIST (letters)", "kmnist": "KMNIST (brush strokes)"}
 """House numbers, and drawings that show no object: enlarged to the size of the images."""
@@ -57,7 +58,7 @@ THUMBNAIL = 64
 """Pixels of the side of examples for reports."""
 
 BATCH = 16
-"""Images in a batch: large ones leave the processor's cache, and a quarter of the speed."""
+"""Images in a batch: larger batches leave the processor's cache, and cost a quarter of the speed."""
 
 
 def _preparation(options: DataOptions) -> Preparation:
@@ -68,15 +69,14 @@ def _preparation(options: DataOptions) -> Preparation:
 
 @dataclass(frozen=True)
 class _Pictures:
-    # Image files; each is corrupted when it is read, or none is.
+    # Image files, corrupted when they are read if `kinds` names a corruption for each.
 
     images: ImageFolder
     severity: int = 0
     kinds: tuple[str, ...] = ()
-    """What each is corrupted by; none leaves them as they are."""
 
     def read(self, places: Sequence[int]) -> Batches:
-        """Bytes and labels at some places, batch by batch; how an image is corrupted depends on its place alone."""
+        """Yield bytes and labels at some places; the corruption of an image depends on its place alone."""
         first = 0
         for pixels, labels in self.images.part(places).batches(BATCH, workers=2):
             yield self._corrupted(pixels, places[first : first + len(labels)]), labels
@@ -93,7 +93,7 @@ class _Pictures:
         return torch.cat(every)
 
     def key(self, root: Path) -> str:
-        """A checksum of the files, their labels and what is done to them."""
+        """Return a checksum of the files, their labels and their processing."""
         files = [(path.relative_to(root).as_posix(), path.stat()) for path in self.images.paths]
         listed = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
         made_by = [CORRUPTION_SEED, self.severity, list(self.kinds)] if self.kinds else []
@@ -112,8 +112,7 @@ def _source(
     whole: Source | None = None,
     places: Sequence[int] | None = None,
 ) -> Source:
-    # `types` are dealt over the images in turn; `places` are those of a part in the whole, whose activations are
-    # computed for all of it.
+    # `types` are dealt over the images in turn; `places` are the places of a part in `whole`, whose activations are shared.
     normalise = normalisation(options.normalisation or "imagenet")
     chosen = range(len(pictures.images)) if places is None else tuple(places)
 
@@ -149,18 +148,14 @@ def _limited(images: ImageFolder, count: int | None) -> ImageFolder:
 
 
 def _outliers(options: DataOptions) -> dict[str, Source]:
-    # Sets of outliers, enlarged when they are read; one that is not in the data directory is left out, and said so.
     normalise = normalisation(options.normalisation or "imagenet")
-    side = _preparation(options).crop or CENTRE_224.crop
-    found = {}
-    for name, title in OUTLIERS.items():
-        if not has_images(name, "test", options.directory):
-            warn(f"{DATASETS[name].title} is not in the data directory and is left out of the comparison.")
-            continue
-        images = load_images(name, "test", options.directory)
-        images = images if options.outliers is None else images.evenly(options.outliers)
-        found[name] = _enlarged(name, title, images, side or 224, normalise)
-    return found
+    side = _preparation(options).crop or 224
+    found = {name: load_outliers(name, options) for name in OUTLIERS}
+    return {
+        name: _enlarged(name, OUTLIERS[name], images, side, normalise)
+        for name, images in found.items()
+        if images is not None
+    }
 
 
 def _enlarged(name: str, title: str, images: Images, side: int, normalise: Normalisation) -> Source:
@@ -172,7 +167,7 @@ def _enlarged(name: str, title: str, images: Images, side: int, normalise: Norma
     def show(count: int) -> Tensor:
         return in_colour(images.pixels[:count], THUMBNAIL)
 
-    key = checksum(image_checksum(images), side, repr(normalise))
+    key = checksum(data_checksum(images.pixels, images.labels), side, repr(normalise))
     return Source(name, title, "outlier", len(images), key, lambda: part(0, len(images)), show, open_part=part)
 
 
@@ -180,7 +175,7 @@ def _enlarged(name: str, title: str, images: Images, side: int, normalise: Norma
 
 
 def _published(directory: Path, wanted: Sequence[str]) -> list[str]:
-    # The corruptions of ImageNet-C that are there with all severities; a note says which are not, if some are.
+    # The corruptions of ImageNet-C that are there with all severities; warns if only some are.
     there = []
     for corruption in wanted:
         try:
@@ -312,7 +307,9 @@ def _folds(options: DataOptions) -> Folds:
             role: torch.nonzero(_in_parts(ranks, wanted, turn)).flatten() for role, wanted in PARTS.items()
         }
         fold: dict[str, Source] = {
-            role: _source(options, role, f"ImageNet {WORDS[role]}", role, pictures, whole=whole, places=places.tolist())
+            role: _source(
+                options, role, f"ImageNet {TITLES[role]}", role, pictures, whole=whole, places=places.tolist()
+            )
             for role, places in parts.items()
         }
         # In the order of ranks, then of classes: the types then come in turn.
@@ -370,10 +367,7 @@ def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, 
 IMAGENET = Suite(
     name="imagenet",
     title="ImageNet",
-    builders={
-        name: (lambda name=name: build_network(name, CLASSES))  # type: ignore[misc]
-        for name in ("wrn-50-2",)
-    },
+    builders={"wrn-50-2": partial(build_network, "wrn-50-2", CLASSES)},
     classes=(),
     recipe=RECIPES["imagenet"],
     threshold=None,

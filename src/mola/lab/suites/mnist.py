@@ -1,11 +1,11 @@
-"""MNIST: turned, and against other sets of 28 x 28 grey images."""
+"""MNIST: rotated, and against other sets of 28 x 28 grey images."""
 
 from __future__ import annotations
 
-from mola.lab.demo import ANGLES
+from mola.lab.data.transforms import ANGLES
 from mola.lab.models import build_network
 from mola.lab.suite import DataOptions, Shift, Source, Suite
-from mola.lab.suites.image_sources import image_source, in_distribution, outlier_sources, rotated, test_images, training
+from mola.lab.suites.image_sources import in_distribution, outlier_sources, rotations, test_images, training
 from mola.lab.training import RECIPES
 
 OUTLIERS = {"fashion-mnist": "FMNIST", "emnist-letters": "EMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
@@ -18,25 +18,10 @@ AUTHORS_OUTLIERS = {
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    test = test_images("mnist", options)
-    rotations = {
-        f"rotation {angle}": image_source(
-            options,
-            "none",
-            f"rotation {angle}",
-            f"MNIST turned by {angle}°",
-            "shift",
-            test,
-            change=rotated(angle, "nearest"),
-            changed_by=("rotation", angle, "nearest"),
-            level=angle,
-        )
-        for angle in ANGLES[1:]
-    }
     outliers = AUTHORS_OUTLIERS if options.conventions == "authors" else OUTLIERS
     return {
         **in_distribution("mnist", "MNIST", "none", options),
-        **rotations,
+        **rotations(options, "MNIST", test_images("mnist", options), "nearest"),
         **outlier_sources(options, "none", outliers, {}),
     }
 

@@ -14,5 +14,5 @@ SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR
 
 
 def find_suite(name: str) -> Suite:
-    """The suite of that name; `OptionError` listing the known ones, if there is none."""
+    """Return the suite of this name; `OptionError` if there is none."""
     return SUITES[one_of(name, tuple(SUITES), "suite")]
