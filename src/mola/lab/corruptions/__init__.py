@@ -1,15 +1,8 @@
-"""The 19 corruptions of CIFAR-10-C at 5 severities, made afresh from their published parameters.
+"""The 19 corruptions of CIFAR-10-C at 5 severities, generated from their published parameters; frost has a synthetic texture.
 
-`corrupt` does the work; one file holds each family. Frost without the original's photographs is synthetic.
+`corrupt` applies them; one file holds each family.
 """
 
-from mola.lab.corruptions.catalogue import (
-    CORRUPTIONS,
-    PAPER_CORRUPTIONS,
-    SEVERITIES,
-    SYNTHETIC,
-    USUAL_CORRUPTIONS,
-    corrupt,
-)
+from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
 
-__all__ = ["CORRUPTIONS", "PAPER_CORRUPTIONS", "SEVERITIES", "SYNTHETIC", "USUAL_CORRUPTIONS", "corrupt"]
+__all__ = ["CORRUPTIONS", "PAPER_CORRUPTIONS", "SEVERITIES", "corrupt"]

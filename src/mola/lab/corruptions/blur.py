@@ -34,15 +34,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     """Each image (n, channels, side, side) blurred along its own angle, edges repeated.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel.
-
-    Args:
-        images: (n, channels, side, side).
-        radius: reach of the kernel, which has 2 radius + 1 taps.
-        sigma: its standard deviation in pixels.
-        degrees: angle of each image, y pointing down.
-
-    Returns:
-        Images of the same shape, not rounded.
+    The kernel has 2 radius + 1 taps; degrees hold the angle of each image, y pointing down. The result is not rounded.
     """
     side = images.shape[-1]
     weights = half_gaussian(radius, sigma)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -17,7 +16,7 @@ from mola.lab.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, m
 from mola.lab.corruptions.digital import brightness, contrast, elastic_transform, jpeg_compression, pixelate, saturate
 from mola.lab.corruptions.filters import Bytes, Streams, Table
 from mola.lab.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
-from mola.lab.corruptions.weather import fog, frost, photographs, snow, spatter
+from mola.lab.corruptions.weather import fog, frost, snow, spatter
 from mola.options import one_of
 
 Corruption = Callable[[Bytes, int, Streams], Bytes]
@@ -47,16 +46,10 @@ _BY_NAME: dict[str, Corruption] = {
 CORRUPTIONS: tuple[str, ...] = tuple(_BY_NAME)
 """The 19 of CIFAR-10-C (Hendrycks and Dietterich, 2019), in their spelling and order."""
 
-USUAL_CORRUPTIONS: tuple[str, ...] = CORRUPTIONS[:15]
-"""The 15 that most papers average over."""
-
 PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
     name for name in CORRUPTIONS if name not in {"motion_blur", "snow", "jpeg_compression"}
 )
 """The 16 that the paper most plausibly used: it gives the number, not the names."""
-
-SYNTHETIC: frozenset[str] = frozenset({"frost"})
-"""Where something of ours stands in for what is not available: frost without its photographs."""
 
 IMAGENET_PARAMETERS: Mapping[str, Table] = MappingProxyType(
     {
@@ -90,47 +83,36 @@ def corrupt(
     *,
     seed: int = 0,
     first: int = 0,
-    frost_photographs: Path | None = None,
     parameters: str = "cifar10-c",
 ) -> Tensor:
-    """Corrupt images as CIFAR-10-C does, with its parameters for images of 32 x 32, or with those of ImageNet-C.
+    """Corrupt images with the parameters of CIFAR-10-C, for 32 x 32 pixels, or of ImageNet-C.
 
-    An image's randomness depends on the seed, the corruption, the severity and the image's index, and on nothing else:
-    a set corrupted in pieces, each with its `first`, is the set corrupted at once. The published arrays are other draws
-    from the same distributions, with programs (OpenCV, ImageMagick) that round here and there; averages over many
-    images agree, single images do not.
+    An image's randomness depends on the seed, the corruption, the severity and the image's index alone: a set corrupted in pieces,
+    each with its `first`, equals the set corrupted at once. The published images are other draws from the same distributions, with
+    programs (OpenCV, ImageMagick) that round here and there; averages over many images agree, single images do not.
 
     Args:
-        pixels: bytes (n, 3, side, side), with a side of 8 or more; anything else is a DataError.
+        pixels: bytes (n, 3, side, side), with a side of 8 or more.
         corruption: one of `CORRUPTIONS`.
         severity: 1 to 5; 0 returns the pixels themselves.
-        seed: of everything random.
+        seed: seed of all draws.
         first: index of the first image.
-        frost_photographs: folder with the original's photographs frost1 to frost5; only frost looks at it, and is
-            synthetic (see `SYNTHETIC`) without it.
-        parameters: "cifar10-c"; or "imagenet-c" for images of about 224 x 224, which has those of `IMAGENET_PARAMETERS`.
-
-    Returns:
-        Bytes of the same shape, on the same device.
+        parameters: "cifar10-c"; or "imagenet-c", for images of about 224 x 224 and the corruptions of `IMAGENET_PARAMETERS`.
     """
     one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters")
     one_of(corruption, CORRUPTIONS if parameters == "cifar10-c" else tuple(IMAGENET_PARAMETERS), "corruption")
     if not _is_whole(severity) or severity not in (0, *SEVERITIES):
+        raise OptionError(f"severity must be a whole number from 1 to 5, or 0 for unchanged images; got {severity!r}.")
+    if not _is_whole(seed) or not _is_whole(first) or first < 0:
         raise OptionError(
-            f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
+            f"seed and first must be whole numbers, first not negative; got seed {seed!r}, first {first!r}."
         )
-    if not _is_whole(seed):
-        raise OptionError(f"seed must be a whole number, got {seed!r}.")
-    if not _is_whole(first) or first < 0:
-        raise OptionError(f"first must be the index of the first image, 0 or more; got {first!r}.")
     images = _checked(pixels)
     if severity == 0 or len(pixels) == 0:
         return pixels
     apply = _BY_NAME[corruption]
     if parameters == "imagenet-c":
         apply = partial(apply, table=IMAGENET_PARAMETERS[corruption])  # type: ignore[call-arg]
-    if corruption == "frost" and frost_photographs is not None:
-        apply = partial(frost, pictures=photographs(Path(frost_photographs)))
     result = np.empty_like(images)
     size = max(1, PIECE // images.shape[-1] ** 2)
     for start in range(0, len(images), size):
@@ -146,17 +128,10 @@ def _is_whole(value: object) -> bool:
 
 
 def _checked(pixels: Tensor) -> Bytes:
-    if not isinstance(pixels, Tensor):
-        raise DataError(f"pixels must be a tensor of bytes (n, 3, side, side), got {type(pixels).__name__}.")
-    if pixels.dtype != torch.uint8:
-        raise DataError(
-            f"pixels must be bytes (torch.uint8) from 0 to 255, got {pixels.dtype}; corrupt images before they are "
-            "scaled and normalised."
-        )
     shape = tuple(pixels.shape)
-    if len(shape) != 4 or shape[1] != 3:
+    if pixels.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
         raise DataError(
-            f"pixels must be colour images (n, 3, side, side), got {shape}; grey images can be repeated 3 times."
+            f"pixels must be colour images (n, 3, side, side) in uint8, not normalised; got {shape} in {pixels.dtype}."
         )
     if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
         raise DataError(

@@ -1,8 +1,8 @@
 """Weather: fog, snow, frost and spatter.
 
-Frost is made of pieces of a picture of frost, laid over the image. The original takes them from five photographs, which are not
-part of this library. Without them, five pictures of **synthetic** frost stand in: bluish-white crystals grown from ridges of
-band-limited noise. Results on them are not comparable with the published ones; `SYNTHETIC` in the catalogue says so.
+Frost is a piece of a picture of frost, added to the image. The original's five photographs are not part of this library: five
+pictures of **synthetic** frost replace them, bluish-white crystals grown from ridges of band-limited noise. Results on them are not
+comparable with the published results.
 
 Spatter is drops of water at severities 1 to 3, mud at 4 and 5. It needs Canny's edges and the distance to them, computed as OpenCV
 does, for a whole batch.
@@ -11,12 +11,11 @@ does, for a whole batch.
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.errors import DataError, MissingExtraError
+from mola.errors import MissingExtraError
 from mola.lab.corruptions.blur import moved
 from mola.lab.corruptions.filters import (
     Bytes,
@@ -49,14 +48,6 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
     There is no smoothing. A ridge is larger than its neighbour before and at least as large as the one after, along
     the gradient rounded to one of four directions (on diagonals, larger than both).
-
-    Args:
-        layers: bytes (n, side, side).
-        low: least strength of an edge.
-        high: strength that some pixel of a connected edge must exceed.
-
-    Returns:
-        Whether each pixel is on an edge.
     """
     try:
         from scipy import ndimage
@@ -95,12 +86,6 @@ def distance(edges: NDArray[np.bool_]) -> Floats:
 
     OpenCV's DIST_L2 with a mask of 5: one sweep forwards, one backwards, in whole numbers of 1 / 65536. Without any
     edge all pixels are far (8192).
-
-    Args:
-        edges: whether each pixel (n, side, side) is on an edge.
-
-    Returns:
-        The distances; 0 on edges.
     """
     side = edges.shape[-1]
     margin = 2
@@ -191,9 +176,6 @@ def snow(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 FROST = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
 """Weights of the image and of the frost."""
 PICTURES = 5
-SHRINK = 5
-"""Photographs are used at a fifth of their size."""
-ENDINGS = (".png", ".jpg", ".jpeg")
 
 GLASS = np.array([0.20, 0.30, 0.42])
 ICE = np.array([0.86, 0.94, 1.0])
@@ -201,29 +183,11 @@ ICE = np.array([0.86, 0.94, 1.0])
 OCTAVES = 5
 
 
-def frost(pixels: Bytes, severity: int, streams: Streams, pictures: tuple[Bytes, ...] | None = None) -> Bytes:
-    """The sum a image + b frost, in levels, cut off at 255.
-
-    Args:
-        pixels: (n, 3, side, side).
-        severity: 1 to 5.
-        streams: one per image: which picture, and where its piece is cut out.
-        pictures: of frost, (3, height, width); synthetic ones if None.
-
-    Returns:
-        The frosted images.
-    """
+def frost(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+    """The sum a image + b frost, in levels, cut off at 255; the piece of a picture of frost is drawn for each image."""
     ours, theirs = FROST[severity - 1]
     side = pixels.shape[-1]
-    if pictures is None:
-        pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
-    for picture in pictures:
-        if min(picture.shape[1:]) < side:
-            height, width = picture.shape[1:]
-            raise DataError(
-                f"frost photographs must be at least as large as the images ({side} x {side}) at a fifth of their "
-                f"size, got {height} x {width}; leave frost_photographs out to use synthetic frost."
-            )
+    pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
     for index, generator in enumerate(streams):
         picture = pictures[generator.integers(len(pictures))]
@@ -233,55 +197,13 @@ def frost(pixels: Bytes, severity: int, streams: Streams, pictures: tuple[Bytes,
     return np.clip(ours * pixels + theirs * pieces, 0, 255).astype(np.uint8)
 
 
-@lru_cache(maxsize=4)
-def photographs(folder: Path) -> tuple[Bytes, ...]:
-    """The five photographs frost1 to frost5 (PNG or JPEG) of a folder, every fifth pixel of each.
-
-    OpenCV's linear resizing to 20% reads exactly the middle one of five pixels. The original's sixth photograph is
-    never drawn.
-
-    Args:
-        folder: that holds them.
-
-    Returns:
-        Pictures (3, height, width).
-    """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtraError(feature="reading frost photographs", package="pillow", extra="bench") from error
-    pictures = []
-    for number in range(1, PICTURES + 1):
-        found = [path for ending in ENDINGS if (path := folder / f"frost{number}{ending}").is_file()]
-        if not found:
-            raise DataError(
-                f"no frost{number} (.png, .jpg or .jpeg) in {folder}; expected the photographs frost1 to "
-                f"frost{PICTURES} of the original corruptions. Leave frost_photographs out to use synthetic frost."
-            )
-        try:
-            with Image.open(found[0]) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-        except (UnidentifiedImageError, OSError) as error:
-            raise DataError(f"{found[0]} cannot be read as an image ({error}); fetch it again.") from error
-        half = SHRINK // 2
-        pictures.append(np.ascontiguousarray(np.moveaxis(pixels[half::SHRINK, half::SHRINK], -1, 0)))
-    return tuple(pictures)
-
-
 @lru_cache(maxsize=2 * PICTURES)
 def synthetic_frost(index: int, side: int) -> Bytes:
-    """A picture of frost (3, side, side) that is none: ridged noise of several octaves, each growing on the one before.
+    """Make a picture of frost (3, side, side): ridged noise of several octaves, each growing on the octave before.
 
     A ridge is where a smooth random field crosses 0: a thin curve. Fields are stretched along a direction of their own,
     which makes needles. Every octave has twice the frequency, and shows where the octaves before it are bright, as
     crystals branch from crystals.
-
-    Args:
-        index: which one; the same index gives the same picture.
-        side: height and width.
-
-    Returns:
-        The picture.
     """
     generator = np.random.Generator(np.random.Philox(key=index))
     direction = generator.uniform(0, np.pi)
