@@ -21,8 +21,16 @@ from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import ARROWS, Column, Table, as_markdown
 from mola.compare.store import Store
-from mola.lab.uci import METHODS, read_records
-from mola.lab.uci_tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
+from mola.lab.uci import (
+    METHODS,
+    as_good,
+    estimates,
+    gap_findings,
+    gap_table,
+    published_table,
+    read_records,
+    score_table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"

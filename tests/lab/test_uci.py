@@ -8,11 +8,22 @@ import pytest
 import torch
 
 from mola.errors import DataError, OptionError, StorageError
-from mola.lab import uci
-from mola.lab.data.uci import SETS, read_uci
 from mola.lab.training import Recipe
-from mola.lab.uci import METHODS, UciOrder, read_records, run_uci
-from mola.lab.uci_tables import PUBLISHED, Estimate, as_good, estimates, gap_findings, gap_table, score_table
+from mola.lab.uci import (
+    METHODS,
+    SETS,
+    UciConfig,
+    as_good,
+    comparison,
+    estimates,
+    gap_findings,
+    gap_table,
+    read_records,
+    read_uci,
+    run_uci,
+    score_table,
+)
+from mola.lab.uci.tables import PUBLISHED, Estimate
 from tests.conftest import require_shared
 
 
@@ -63,10 +74,10 @@ def test_files_that_are_missing_or_garbled_are_named(folder):
 
 
 def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(uci, "RECIPE", Recipe(epochs=15, batch_size=16, learning_rate=1e-2, optimiser="adam"))
-    monkeypatch.setattr(uci, "MEMBERS", 2)
-    monkeypatch.setattr(uci, "SWAG_EPOCHS", 2)
-    order = UciOrder(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
+    monkeypatch.setattr(comparison, "RECIPE", Recipe(epochs=15, batch_size=16, learning_rate=1e-2, optimiser="adam"))
+    monkeypatch.setattr(comparison, "MEMBERS", 2)
+    monkeypatch.setattr(comparison, "SWAG_EPOCHS", 2)
+    order = UciConfig(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
     place = run_uci(order)
     files = sorted(path.name for path in place.glob("*/*.json"))
     assert files == ["gap-0.json", "gap-1.json", "gap-2.json", "split-0.json", "split-1.json"]

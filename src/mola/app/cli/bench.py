@@ -158,9 +158,7 @@ def _bench_uci(
     data: Path | None, results: Path, sets: str | None, splits: int | None, *, gaps: bool, fresh: bool, quiet: bool
 ) -> None:
     from mola.errors import OptionError
-    from mola.lab.data.uci import SETS
-    from mola.lab.uci import UciOrder, read_records, run_uci
-    from mola.lab.uci_tables import as_good, estimates, gap_table, score_table
+    from mola.lab.uci import SETS, UciConfig, as_good, estimates, gap_table, read_records, run_uci, score_table
     from mola.options import one_of
 
     if data is None:
@@ -169,8 +167,8 @@ def _bench_uci(
         )
     names = SETS if sets is None else tuple(one_of(name.strip(), SETS, "--sets") for name in sets.split(","))
     with showing_progress(quiet=quiet) as progress:
-        order = UciOrder(data, results, names, splits, gaps, fresh)
-        folder = run_uci(order, lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total))
+        config = UciConfig(data, results, names, splits, gaps, fresh)
+        folder = run_uci(config, lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total))
     if quiet:
         return
     records, console = read_records(results), Console(highlight=False)

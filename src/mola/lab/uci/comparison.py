@@ -1,11 +1,8 @@
-"""The UCI regression sets: small networks trained on each published split, every method on the same ones, a record for each split.
+"""The comparison on the UCI sets: small networks trained on each split, every method on the same networks, a record for each split.
 
-As the papers do (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one hidden layer of 50
+As in the papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one hidden layer of 50
 ReLU units, 100 for the protein set, 40 epochs, inputs and targets standardised by the training rows. A tenth of the training rows is
-held out: it chooses noise, prior precision and distance exponent, for every method alike, and the networks never see it.
-
-A split may also leave out the middle third of the rows by one feature (Foong et al., 2019): then the test rows lie between what was
-seen.
+held out to choose noise, prior precision and distance exponent of every method.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ from torch import Tensor, nn
 from mola.baselines.noise import scale_noise
 from mola.errors import MolaWarning, StorageError
 from mola.fitting import ensemble, fit
-from mola.lab.data.uci import SETS, Split, UciSet, read_uci
 from mola.lab.runner import environment
 from mola.lab.training import DivergedError, Labelled, Recipe, fit_swag, train_mlps
+from mola.lab.uci.data import SETS, Split, UciSet, read_uci
 from mola.likelihoods import Gaussian
 from mola.metrics import auroc
 from mola.prediction import RegressionPrediction
@@ -41,7 +38,7 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""One of so many training rows is for validation."""
+"""One of so many training rows is held out."""
 
 STRUCTURE = "kron-exact"
 """For one output and constant noise, the exact posterior of the last layer."""
@@ -52,7 +49,7 @@ RATES = (3e-2, 3e-3)
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
 METHODS = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
-"""In the order of tables: one network, all, one with its last layer's posterior, all with theirs, and one that walks on."""
+"""In the order of tables."""
 
 GAP_METHODS = METHODS[:-1]
 
@@ -69,16 +66,16 @@ SCHEMA = {
 
 
 @dataclass(frozen=True)
-class UciOrder:
-    """What to run.
+class UciConfig:
+    """Options of `mola bench uci`.
 
     Attributes:
-        data: folder that holds a folder for each set.
-        results: folder for the records, in a folder `uci`.
+        data: folder with a subfolder for each set.
+        results: folder for the records, in a subfolder `uci`.
         sets: names of sets.
-        splits: at most so many published splits of each; None is all.
+        splits: largest number of published splits of each set; None is all.
         gaps: whether to run the splits that leave out the middle of each feature, too.
-        fresh: whether to make records anew that are there already.
+        fresh: whether to replace records.
     """
 
     data: Path
@@ -89,27 +86,27 @@ class UciOrder:
     fresh: bool = False
 
 
-def run_uci(order: UciOrder, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Path:
-    """Train and compare; each record is written as soon as it is made, and one that is there is kept.
+def run_uci(config: UciConfig, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Path:
+    """Train and compare; each record is written as soon as it is complete, and existing records are kept.
 
     Args:
-        order: what to run.
-        progress: told what is done, and how much there is.
+        config: the options.
+        progress: called with the set, the splits done, and their number.
 
     Returns:
         The folder of the records.
     """
-    folder = order.results / "uci"
-    for name in order.sets:
-        data = read_uci(order.data, name)
-        jobs = list(_jobs(data, order))
+    folder = config.results / "uci"
+    for name in config.sets:
+        data = read_uci(config.data, name)
+        jobs = list(_jobs(data, config))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
-            path = folder / name / f"{label}.json"
-            settings = _settings(data, methods)
-            if not order.fresh and _is_made(path, settings, data.checksum):
-                continue
-            found = compare(data, split, methods, seed=_seed(label))
+            path, settings = folder / name / f"{label}.json", _settings(data, methods)
+            if not config.fresh and path.exists():
+                record = _read(path)
+                if record["settings"] == settings and record["data"] == data.checksum:
+                    continue
             document = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -117,7 +114,7 @@ def run_uci(order: UciOrder, progress: Callable[[str, int, int], None] = lambda 
                 "split": label,
                 "settings": settings,
                 "data": data.checksum,
-                "methods": found,
+                "methods": compare(data, split, methods, seed=_seed(label)),
                 "environment": environment(),
             }
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,11 +126,11 @@ def run_uci(order: UciOrder, progress: Callable[[str, int, int], None] = lambda 
     return folder
 
 
-def _jobs(data: UciSet, order: UciOrder) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
-    count = len(data.tests) if order.splits is None else min(order.splits, len(data.tests))
+def _jobs(data: UciSet, config: UciConfig) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
+    count = len(data.tests) if config.splits is None else min(config.splits, len(data.tests))
     for number in range(count):
         yield f"split-{number}", data.split(number), METHODS
-    if order.gaps:
+    if config.gaps:
         for feature in range(data.inputs.shape[1]):
             if len(set(data.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
                 yield f"gap-{feature}", data.gap(feature), GAP_METHODS
@@ -155,13 +152,6 @@ def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _is_made(path: Path, settings: dict[str, Any], checksum: str) -> bool:
-    if not path.exists():
-        return False
-    record = _read(path)
-    return record["settings"] == settings and record["data"] == checksum
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = parse(path.read_bytes(), path)
@@ -176,7 +166,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_records(results: str | Path) -> list[dict[str, Any]]:
-    """All records under a folder of results."""
+    """Read all records under a results folder."""
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
@@ -185,13 +175,13 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
-    """Train the networks of a split, and score the methods on its test rows.
+    """Train the networks of a split, and score methods on its test rows.
 
     Args:
         data: the set.
-        split: of it.
-        methods: of `METHODS`.
-        seed: of the networks, and of which training rows are held out.
+        split: a split of the set.
+        methods: some of `METHODS`.
+        seed: seed of the networks and of the held-out rows.
 
     Returns:
         For each method "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (its share of the variance) on the
@@ -240,7 +230,7 @@ class _Work:
     seed: int
 
     def predictor(self, method: str) -> Any:
-        """A method, fitted and tuned."""
+        """Return a method, fitted and tuned."""
         if method == "SWAG":
             return self._swag()
         networks = self.networks[:1] if method in ("MAP", "LLLA") else self.networks
@@ -258,12 +248,11 @@ class _Work:
         )
 
     def _swag(self) -> Any:
-        loader = _Shuffled(*self.train, SWAG_BATCH)
         for rate in RATES:
             try:
                 made = fit_swag(
                     self.networks[0],
-                    loader,
+                    _Shuffled(*self.train, SWAG_BATCH),
                     learning_rate=rate,
                     epochs=SWAG_EPOCHS,
                     weight_decay=RECIPE.weight_decay,
@@ -271,31 +260,29 @@ class _Work:
                     likelihood=self.likelihood,
                     progress=False,
                 )
-            except DivergedError:
-                if rate == RATES[-1]:
-                    raise
-            else:
                 return scale_noise(made, [self.validation])
-        raise AssertionError
+            except DivergedError as error:
+                diverged = error
+        raise diverged
 
     def scored(self, predictor: Any) -> dict[str, float]:
-        """What it says of the test rows, in numbers."""
+        """Score a method on the test rows."""
         inputs, targets = self.test
-        said: RegressionPrediction = predictor.predict(inputs)
+        predicted: RegressionPrediction = predictor.predict(inputs)
         inside: RegressionPrediction = predictor.predict(self.validation[0])
-        lower, upper = said.interval(0.9)
-        noise = said.aleatoric.mean().sqrt()
+        lower, upper = predicted.interval(0.9)
+        noise = predicted.aleatoric.mean().sqrt()
         exponent = getattr(predictor, "distance_exponent", 0.0)
         precision = predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0
         return {
-            "rmse": float((said.mean - targets).square().mean().sqrt()),
-            "nll": float(-said.log_prob(targets).double().mean()),
-            "crps": float(said.crps(targets).double().mean()),
+            "rmse": float((predicted.mean - targets).square().mean().sqrt()),
+            "nll": float(-predicted.log_prob(targets).double().mean()),
+            "crps": float(predicted.crps(targets).double().mean()),
             "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
-            "std": float(said.std.double().mean()),
+            "std": float(predicted.std.double().mean()),
             "std_inside": float(inside.std.double().mean()),
-            "epistemic": float((said.epistemic / said.variance).double().mean()),
-            "ood": float(auroc(inside.ood_score, said.ood_score)),
+            "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
+            "ood": float(auroc(inside.ood_score, predicted.ood_score)),
             "noise": float(noise),
             "prior_precision": float(precision),
             "distance_exponent": float(exponent),

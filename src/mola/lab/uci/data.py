@@ -1,7 +1,7 @@
-"""The UCI regression sets in the form in which papers compare on them: numbers in a text file, and published splits.
+"""The UCI regression sets as papers compare on them: numbers in a text file, and published splits.
 
-The folder of a set holds `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (which columns are what), and
-`index_test_0.txt`, ... (which rows are for testing), as published with "Dropout as a Bayesian Approximation" (Gal, Ghahramani, 2016).
+The folder of a set holds `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
+`index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal, Ghahramani, 2016).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
+WIDE = "protein-tertiary-structure"
+"""The set whose networks have 100 hidden units, and which has 5 splits."""
+
 SETS = (
     "bostonHousing",
     "concrete",
@@ -26,23 +29,20 @@ SETS = (
     "kin8nm",
     "naval-propulsion-plant",
     "power-plant",
-    "protein-tertiary-structure",
+    WIDE,
     "wine-quality-red",
     "yacht",
 )
-"""The nine sets of Hernández-Lobato and Adams (2015) that can be had as text; the tenth has half a million rows."""
-
-WIDE = "protein-tertiary-structure"
-"""The one whose networks have 100 hidden units, and which has 5 splits."""
+"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text; the tenth has half a million rows."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which rows are for training and which for testing, standardised by what the training rows show.
+    """Training and test rows, standardised by the training rows.
 
     Attributes:
-        train: inputs (n, P) and targets (n, 1) in units of their standard deviation, less their mean.
-        test: inputs (m, P), standardised alike, and targets (m, 1) as they are.
+        train: inputs (n, P) and targets (n, 1), standardised.
+        test: inputs (m, P), standardised alike, and targets (m, 1) in their own units.
         location: mean of the training targets.
         scale: their standard deviation.
     """
@@ -55,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class UciSet:
-    """A set of numbers: inputs (N, P), targets (N, 1), and the test rows of each published split."""
+    """Inputs (N, P), targets (N, 1), and the test rows of each published split."""
 
     name: str
     inputs: Tensor
@@ -64,46 +64,32 @@ class UciSet:
 
     @property
     def hidden(self) -> int:
-        """Hidden units that papers use for it."""
+        """Hidden units in the papers."""
         return 100 if self.name == WIDE else 50
 
     @cached_property
     def checksum(self) -> str:
-        """Of the numbers and the splits."""
+        """Checksum of the numbers and the splits."""
         digest = hashlib.sha256()
         for tensor in (self.inputs, self.targets, *self.tests):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def split(self, number: int) -> Split:
-        """A published split.
-
-        Args:
-            number: from 0.
-
-        Returns:
-            The split.
-        """
+        """Return a published split, counted from 0."""
         if not 0 <= number < len(self.tests):
             raise OptionError(
                 f"{self.name} has {len(self.tests)} published splits, from 0 to {len(self.tests) - 1}; got {number}."
             )
-        return self._divided(self.tests[number])
+        return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:
-        """A split whose test rows are the middle third by one feature (Foong et al., 2019): in between, and never seen.
-
-        Args:
-            feature: from 0.
-
-        Returns:
-            The split.
-        """
+        """Return a split whose test rows are the middle third by one feature (Foong et al., 2019)."""
         order = self.inputs[:, feature].argsort(stable=True)
         third = len(order) // 3
-        return self._divided(order[third : len(order) - third])
+        return self._divide(order[third : len(order) - third])
 
-    def _divided(self, test: Tensor) -> Split:
+    def _divide(self, test: Tensor) -> Split:
         kept = torch.ones(len(self.inputs), dtype=torch.bool)
         kept[test] = False
         inputs, targets = self.inputs[kept], self.targets[kept]
@@ -119,25 +105,21 @@ class UciSet:
 
 
 def read_uci(folder: str | Path, name: str) -> UciSet:
-    """A set with its published splits.
+    """Read a set with its published splits, in float64.
 
     Args:
-        folder: which holds a folder for each set.
+        folder: folder with a subfolder for each set.
         name: one of `SETS`.
-
-    Returns:
-        The set, in float64.
     """
     place = Path(folder) / one_of(name, SETS, "set")
     rows = _numbers(place / "data.txt", 2)
-    columns = [_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target")]
+    features, target = (_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
+    if len(target) != 1:
+        raise DataError(f"{place / 'index_target.txt'}: expected one column, got {len(target)}.")
     files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
         raise DataError(f"{place} holds no index_test_0.txt: the published splits are missing.")
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
-    features, target = columns
-    if len(target) != 1:
-        raise DataError(f"{place / 'index_target.txt'}: expected one column, got {len(target)}.")
     inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
     return UciSet(name, torch.from_numpy(inputs), torch.from_numpy(targets), tests)
 
@@ -158,7 +140,6 @@ def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...
 
 
 def _indices(path: Path, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    # Whole numbers from 0 to below `count`, each once.
     given = _numbers(path, 1)
     found = given.astype(np.int64)
     if (found != given).any() or found.min() < 0 or found.max() >= count or len(np.unique(found)) < len(found):

@@ -1,20 +1,21 @@
-"""What the comparison on the UCI sets found, as tables beside published numbers; in how many sets a method is as good as the best."""
+"""Tables of the records on the UCI sets beside published numbers, in Markdown."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mola.lab.data.uci import SETS
-from mola.lab.uci import GAP_METHODS, METHODS
+from mola.lab.uci.comparison import GAP_METHODS, METHODS
+from mola.lab.uci.data import SETS
 
 ALIKE = 0.01
-"""Nats of negative log-likelihood between methods on a split that are none: the price that caution by distance may have."""
+"""Differences of negative log-likelihood on a split, in nats, that count as equal: the price of the distance rule."""
 
 DUELS = (("MoLA", "DE"), ("MoLA (distance)", "DE"), ("MoLA (distance)", "MoLA"))
-"""Which methods are compared split by split."""
+"""Pairs of methods that are compared split by split."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,12 @@ splits (protein 5): table 1 of Lakshminarayanan et al. (2017)."""
 def estimates(
     records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool = False
 ) -> dict[str, dict[str, Estimate]]:
-    """Mean and standard error over splits, by set and method.
+    """Return mean and standard error over splits, by set and method, for sets with records.
 
     Args:
-        records: as `read_records` gives them.
+        records: records of `read_records`.
         score: such as "rmse" or "nll".
-        gaps: over the splits that leave out the middle of a feature, instead of the published ones.
-
-    Returns:
-        Sets in the order of tables, those that have records.
+        gaps: over the splits that leave out the middle of a feature, instead of the published splits.
     """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in SETS}
     for record in records:
@@ -75,15 +73,12 @@ def estimates(
 
 def _mean(values: Sequence[float]) -> Estimate:
     count = len(values)
-    mean = sum(values) / count
-    if count < 2:
-        return Estimate(mean, math.nan, count)
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    return Estimate(mean, spread / math.sqrt(count), count)
+    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
+    return Estimate(statistics.fmean(values), error, count)
 
 
 def as_good(found: Mapping[str, Mapping[str, Estimate]], method: str) -> list[str]:
-    """Sets in which a method's mean is within one standard error, its own or the best one's, of the best method's."""
+    """List the sets in which a method's mean is within one standard error, its own or the best method's, of the best mean."""
     good = []
     for name, methods in found.items():
         best = min(methods.values(), key=lambda one: one.mean)
@@ -95,7 +90,7 @@ def as_good(found: Mapping[str, Mapping[str, Estimate]], method: str) -> list[st
 
 
 def score_table(records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool = False) -> str:
-    """A table in Markdown: a row for each set, a column for each method, the best one in bold."""
+    """Make a table with a row for each set and a column for each method, the best in bold."""
     found = estimates(records, score, gaps=gaps)
     methods = [name for name in (GAP_METHODS if gaps else METHODS) if any(name in one for one in found.values())]
     lines = [f"| set | splits | {' | '.join(methods)} |", f"|---|---|{'---|' * len(methods)}"]
@@ -107,10 +102,10 @@ def score_table(records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool 
 
 
 def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table in Markdown of the splits that leave out the middle of a feature: what is said of rows in between.
+    """Make a table of the splits that leave out the middle of a feature.
 
-    NLL has a median over splits, as a mean is that of the worst feature; coverage of 90 % intervals, and how much wider the standard
-    deviation is than on validation rows, are means.
+    NLL is a median over splits, since the worst feature dominates the mean; coverage of 90 % intervals, and the ratio of the standard
+    deviation to that on validation rows, are means.
     """
     lines = [
         "| set | features | method | median NLL | 90 % intervals hold | times as wide as inside |",
@@ -120,16 +115,15 @@ def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
         own = [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
         for method in GAP_METHODS if own else ():
             values = [one[method] for one in own]
-            middle = sorted(one["nll"] for one in values)
-            median = (middle[(len(middle) - 1) // 2] + middle[len(middle) // 2]) / 2
-            coverage = sum(one["coverage"] for one in values) / len(values)
-            wider = sum(one["std"] / one["std_inside"] for one in values) / len(values)
+            median = statistics.median(one["nll"] for one in values)
+            coverage = statistics.fmean(one["coverage"] for one in values)
+            wider = statistics.fmean(one["std"] / one["std_inside"] for one in values)
             lines.append(f"| {name} | {len(values)} | {method} | {median:.2f} | {100 * coverage:.0f} % | {wider:.2f} |")
     return "\n".join(lines)
 
 
 def gap_findings(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table in Markdown of the same splits: on how many a method has the lower NLL, about the same, or the higher."""
+    """Make a table of these splits: the numbers of splits on which a method has lower, about equal or higher NLL."""
     heads = [f"{one} against {other}" for one, other in DUELS]
     lines = [f"| set | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     totals = [[0, 0, 0] for _ in DUELS]
@@ -150,7 +144,7 @@ def gap_findings(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def published_table(sets: Sequence[str]) -> str:
-    """The published numbers in Markdown."""
+    """Make a table of the published numbers."""
     lines = [
         "| set | RMSE: PBP | MC dropout | deep ensembles | NLL: PBP | MC dropout | deep ensembles |",
         "|---|---|---|---|---|---|---|",
