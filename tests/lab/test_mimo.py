@@ -145,22 +145,6 @@ def test_a_step_is_sgd_on_the_mean_over_rows_of_the_sum_over_heads():
         torch.testing.assert_close(ours.detach(), (theirs - 0.1 * gradient).detach())
 
 
-def test_it_learns():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(3, (300,), generator=generator)
-    inputs = 0.5 * torch.randn(300, 2, 6, 6, generator=generator)
-    inputs[torch.arange(300), 0, labels, labels] += 3
-    mimo = Mimo(conv_net(), 3, example=inputs[:2])
-    train_mimo(mimo, Batches(inputs, labels, 50), epochs=12, optimiser=optimiser, progress=False)
-    own = [(head.argmax(1) == labels).double().mean() for head in mimo.logits(inputs)]
-    assert min(own) > 0.9
-    # Each head follows its own input, not another's.
-    other = torch.randperm(300, generator=generator)
-    logits = mimo.logits([inputs, inputs[other], inputs[other]])
-    assert (logits[0].argmax(1) == labels).double().mean() > 0.8
-    assert (logits[1].argmax(1) == labels[other]).double().mean() > 0.8
-
-
 def test_the_seed_gives_the_same_bits_interrupted_or_not(tmp_path):
     whole, again, other = trained(epochs=4, seed=1), trained(epochs=4, seed=1), trained(epochs=4, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
@@ -186,51 +170,6 @@ def test_the_seed_gives_the_same_bits_interrupted_or_not(tmp_path):
         train_mimo(Mimo(conv_net(), 3, example=inputs[:2]), Batches(inputs, labels), **(options | {"seed": 3}))
     with pytest.raises(StorageError, match="another training or another network"):
         train_mimo(Mimo(conv_net(seed=1), 3, example=inputs[:2]), Batches(inputs, labels), **options)
-
-
-RATES = torch.optim.lr_scheduler
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR's own, before torch 2.9
-@pytest.mark.parametrize(
-    ("made", "schedule"),
-    [
-        (torch.optim.Adam, None),
-        (optimiser, lambda of, steps: RATES.MultiStepLR(of, [steps // 2, 3 * steps // 4])),
-        (optimiser, lambda of, steps: RATES.OneCycleLR(of, 0.1, total_steps=steps)),  # cycles the momentum, too
-        (torch.optim.Adam, lambda of, steps: RATES.OneCycleLR(of, 0.01, total_steps=steps)),
-        (
-            optimiser,
-            lambda of, steps: RATES.SequentialLR(
-                of, [RATES.LinearLR(of, 0.1, 1, 4), RATES.MultiStepLR(of, [steps // 2])], [4]
-            ),
-        ),
-    ],
-    ids=["adam", "steps", "one cycle", "one cycle with adam", "one after the other"],
-)
-def test_every_optimiser_and_schedule_resumes_to_the_same_bits(tmp_path, made, schedule):
-    inputs, labels = images()
-    options = {"epochs": 5, "optimiser": made, "schedule": schedule, "progress": False}
-    loader = Batches(inputs, labels)
-    whole = train_mimo(Mimo(conv_net(), 2, example=inputs[:2]), loader, **options)
-
-    def broken(epoch=[0]):  # noqa: B006
-        epoch[0] += 1
-        if epoch[0] == 3:
-            raise KeyboardInterrupt
-        yield from loader
-
-    class Once:
-        def __len__(self):
-            return len(loader)
-
-        def __iter__(self):
-            return broken()
-
-    with pytest.raises(KeyboardInterrupt):
-        train_mimo(Mimo(conv_net(), 2, example=inputs[:2]), Once(), checkpoint=tmp_path, **options)
-    resumed = train_mimo(Mimo(conv_net(), 2, example=inputs[:2]), loader, checkpoint=tmp_path, **options)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
 def test_the_users_network_and_random_state_are_untouched():
@@ -315,30 +254,6 @@ def test_one_pass_of_the_trunk_serves_all_heads():
     assert count(lambda: posterior.predict(loader)) == len(loader)
     assert count(lambda: mimo.predict(loader)) == len(loader)
     assert count(lambda: posterior.reweight(loader, progress=False)) == len(loader)
-    assert mimo.trunk._memory is None
-
-
-def test_the_trunk_never_answers_from_a_stale_memory():
-    mimo, (inputs, _) = trained(), images()
-    first, second, third = mimo.eval().networks
-    with torch.no_grad():
-        batch = inputs.clone()
-        first(batch)
-        batch.numpy()[:] = inputs.flip(0).numpy()  # the same tensor, filled again behind torch's back
-        torch.testing.assert_close(second(batch), by_hand(mimo, [inputs.flip(0)] * 3)[1])
-        first(inputs)
-        mimo.trunk.network[0].weight.mul_(1.5)
-        torch.testing.assert_close(third(inputs), by_hand(mimo, [inputs] * 3)[2])
-        first(inputs)
-        mimo.trunk.train()
-        expected = copy.deepcopy(mimo.trunk.network).train()(torch.cat([inputs] * 3, 1))
-        torch.testing.assert_close(second(inputs), mimo.heads[1](expected))
-        mimo.eval()
-    mimo.trunk._memory = None
-    first(inputs)  # with gradients nothing is remembered
-    assert mimo.trunk._memory is None
-    first(inputs).sum().backward()
-    assert mimo.trunk.network[0].weight.grad is not None
 
 
 def test_files(tmp_path):
@@ -432,3 +347,26 @@ def test_bad_input_is_refused():
             optimiser=lambda parameters: torch.optim.SGD(parameters, lr=1e300),
             progress=False,
         )
+
+
+def test_the_trunk_never_answers_from_a_stale_memory():
+    mimo, (inputs, _) = trained(), images()
+    first, second, third = mimo.eval().networks
+    with torch.no_grad():
+        batch = inputs.clone()
+        first(batch)
+        batch.numpy()[:] = inputs.flip(0).numpy()  # the same tensor, filled again behind torch's back
+        torch.testing.assert_close(second(batch), by_hand(mimo, [inputs.flip(0)] * 3)[1])
+        first(inputs)
+        mimo.trunk.network[0].weight.mul_(1.5)
+        torch.testing.assert_close(third(inputs), by_hand(mimo, [inputs] * 3)[2])
+        first(inputs)
+        mimo.trunk.train()
+        expected = copy.deepcopy(mimo.trunk.network).train()(torch.cat([inputs] * 3, 1))
+        torch.testing.assert_close(second(inputs), mimo.heads[1](expected))
+        mimo.eval()
+    mimo.trunk._memory = None
+    first(inputs)  # with gradients nothing is remembered
+    assert mimo.trunk._memory is None
+    first(inputs).sum().backward()
+    assert mimo.trunk.network[0].weight.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import mola
 from mola.baselines import McDropout, MultiSwag, Swag, scale_noise
 from mola.baselines.swag import Moments
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
-from mola.lab.training import fit_multi_swag, fit_swag, resample_swag
+from mola.lab.training import fit_multi_swag, fit_swag
 from mola.lab.training.swag import choose_learning_rate
 from mola.likelihoods import Bernoulli, Gaussian
 from mola.rules import Threshold
@@ -170,7 +169,7 @@ def test_batchnorm_statistics_are_those_of_a_literal_pass_and_kept_for_every_dra
     torch.testing.assert_close(swag(problem.inputs), torch.stack(seen).mean(0))
 
 
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", [2, 9])
 def test_an_interrupted_path_goes_on_to_the_same_bits(tmp_path, stop):
     problem, network = make_problem(), with_norm()
     whole = fit(problem, network)
@@ -186,55 +185,12 @@ def test_an_interrupted_path_goes_on_to_the_same_bits(tmp_path, stop):
         fit_swag(network, Broken(problem), **options)
     loader = Batches(problem)
     again = fit_swag(network, loader, **options)
-    assert loader.passes == 6 - stop + 5
+    assert loader.passes == 6 + 5 - stop, "epochs and statistics of draws that were done are kept"
     for name, tensor in whole.moments.tensors().items():
         assert torch.equal(tensor, again.moments.tensors()[name]), name
     for name, tensor in whole.statistics.items():
         assert torch.equal(tensor, again.statistics[name]), name
     assert torch.equal(whole(problem.inputs), again(problem.inputs))
-
-
-def test_interrupted_statistics_go_on_too(tmp_path):
-    problem, network = make_problem(), with_norm()
-    whole = fit(problem, network)
-
-    class Broken(Batches):
-        def __iter__(self):
-            if self.passes == 6 + 3:
-                raise KeyboardInterrupt
-            yield from super().__iter__()
-
-    options = {"learning_rate": RATE, "epochs": 6, "rank": 4, "samples": 5, "progress": False, "checkpoint": tmp_path}
-    with pytest.raises(KeyboardInterrupt):
-        fit_swag(network, Broken(problem), **options)
-    loader = Batches(problem)
-    again = fit_swag(network, loader, **options)
-    assert loader.passes == 2
-    assert torch.equal(whole(problem.inputs), again(problem.inputs))
-    loader = Batches(problem)
-    other = fit_swag(network, loader, **(options | {"scale": 0.1}))  # other draws: nothing that was kept fits
-    assert loader.passes == 5
-    assert torch.equal(other(problem.inputs), fit(problem, network, scale=0.1)(problem.inputs))
-
-
-def test_threads_do_not_mix_up_their_draws():
-    problem, network = make_problem(), with_norm()
-    swag = fit(problem, network)
-    batches = [torch.randn(30, 3) for _ in range(8)]
-    expected = [swag(batch) for batch in batches]
-    with ThreadPoolExecutor(4) as pool:
-        for found, wanted in zip(pool.map(swag, batches * 3), expected * 3, strict=True):
-            torch.testing.assert_close(found, wanted)
-
-
-def test_it_follows_its_network_to_another_precision():
-    problem, network = make_problem(), with_norm()
-    swag = fit(problem, network)
-    expected = swag(problem.inputs)
-    found = swag.float()(problem.inputs.float())
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-    assert network[0].weight.dtype == torch.float64
 
 
 def test_the_users_network_and_random_state_are_untouched():
@@ -263,19 +219,6 @@ def test_frozen_parameters_stay_where_they_are():
     problem.network.requires_grad_(False)
     with pytest.raises(OptionError, match="no parameter of Sequential requires gradients"):
         fit(problem)
-
-
-def test_more_draws_begin_with_the_same_ones():
-    problem = make_problem()
-    few = fit(problem)
-    more = resample_swag(few, samples=9)
-    assert all(torch.equal(few.sample(4)[name], more.sample(4)[name]) for name in few.moments.mean)
-    assert not torch.equal(few.sample(4)["0.weight"], resample_swag(few, seed=3).sample(4)["0.weight"])
-    torch.testing.assert_close(
-        resample_swag(few, scale=0.0)(problem.inputs), few.network(problem.inputs).softmax(-1), rtol=1e-9, atol=1e-12
-    )
-    with pytest.raises(OptionError, match="pass train_loader"):
-        resample_swag(fit(problem, with_norm()), samples=9)
 
 
 def test_a_learning_rate_that_diverges_is_named_with_its_epoch():
@@ -406,12 +349,8 @@ def test_a_checkpoint_of_another_path_or_network_is_refused(tmp_path):
         ({"epochs": 1}, "epochs must be"),
         ({"samples": 0}, "samples must be"),
         ({"scale": -1.0}, "scale must be"),
-        ({"scale": "a"}, "scale must be"),
         ({"momentum": 1.0}, "momentum must lie"),
-        ({"momentum": None}, "momentum must lie"),
         ({"learning_rate": "0.01"}, "learning_rate must be"),
-        ({"learning_rate": True}, "learning_rate must be"),
-        ({"learning_rate": [0.1, None]}, "learning_rate must be"),
         ({"seed": -1}, "seed must be"),
         ({"rule": Threshold()}, "pass several"),
     ],
@@ -435,39 +374,6 @@ def test_bad_data_are_refused():
         fit_swag(problem.network, [(problem.inputs, problem.labels + 4)], epochs=2, progress=False)
 
 
-def test_mappings_and_logit_objects_work():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = make_problem().network
-
-        def forward(self, pixels, scale):
-            return {"logits": self.inner(pixels) * scale[:, None]}
-
-    problem = make_problem()
-    ones = torch.ones(len(problem.inputs))
-    loader = [{"pixels": problem.inputs, "scale": ones, "labels": problem.labels}]
-    swag = fit_swag(Net(), loader, learning_rate=RATE, epochs=2, samples=3, progress=False)
-    plain = fit_swag(
-        problem.network, [(problem.inputs, problem.labels)], learning_rate=RATE, epochs=2, samples=3, progress=False
-    )
-    torch.testing.assert_close(swag({"pixels": problem.inputs, "scale": ones}), plain(problem.inputs))
-
-
-def test_every_kind_of_folder_names_what_loads_it(tmp_path):
-    for kind, loader in LOADERS.items():
-        names = loader.removeprefix("mola.").split(".")
-        thing = mola
-        for name in names:
-            thing = getattr(thing, name)
-        assert callable(thing), kind
-    McDropout(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2))).save(tmp_path)
-    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
-        mola.load(tmp_path, torch.nn.Linear(2, 2))
-    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
-        Swag.load(tmp_path, torch.nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "bernoulli"])
 def test_regression_and_labels(kind, tmp_path):
     problem = make_problem()
@@ -489,3 +395,17 @@ def test_regression_and_labels(kind, tmp_path):
     else:
         assert torch.equal(found.probs, expected.probs)
         assert found.probs.shape == (40, 2)
+
+
+def test_every_kind_of_folder_names_what_loads_it(tmp_path):
+    for kind, loader in LOADERS.items():
+        names = loader.removeprefix("mola.").split(".")
+        thing = mola
+        for name in names:
+            thing = getattr(thing, name)
+        assert callable(thing), kind
+    McDropout(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2))).save(tmp_path)
+    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
+        mola.load(tmp_path, torch.nn.Linear(2, 2))
+    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
+        Swag.load(tmp_path, torch.nn.Linear(2, 2))

@@ -5,7 +5,7 @@ from mola.lab.training.loop import member_seeds, train, train_ensemble
 from mola.lab.training.mimo import train_mimo
 from mola.lab.training.mlps import digits_mlp, train_mlps
 from mola.lab.training.recipe import RECIPES, Labelled, Recipe
-from mola.lab.training.swag import fit_multi_swag, fit_swag, resample_swag
+from mola.lab.training.swag import fit_multi_swag, fit_swag
 from mola.perceptrons import mlp
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "fit_swag",
     "member_seeds",
     "mlp",
-    "resample_swag",
     "train",
     "train_ensemble",
     "train_mimo",

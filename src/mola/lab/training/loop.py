@@ -16,7 +16,7 @@ from mola.lab.training.recipe import Labelled, Recipe
 
 
 def member_seeds(members: int, seed: int) -> list[int]:
-    """A seed for each network of an ensemble; a larger ensemble begins with the same seeds.
+    """Draw a seed for each network of an ensemble; a larger ensemble begins with the same seeds.
 
     Drawn rather than counted up, so that ensembles of neighbouring seeds share no member.
     """

@@ -23,7 +23,7 @@ from mola.network import Batch, batch_count, batches, call, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-EPOCHS = 0  # purpose of the seeds of the epochs
+EPOCHS = 0  # purpose of the seeds
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer, int], LRScheduler]

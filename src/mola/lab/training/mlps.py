@@ -17,7 +17,7 @@ from mola.perceptrons import Loss, mlp
 
 
 def digits_mlp(classes: int = 10) -> nn.Sequential:
-    """For the embedded digits: two hidden layers of 256 without biases, so that the far-field theory holds exactly."""
+    """Make the network of the embedded digits: two hidden layers of 256 without biases, for which the far-field theory is exact."""
     return mlp(64, (256, 256), classes, bias=False)
 
 

@@ -1,6 +1,6 @@
 """Fitting of SWAG: SGD with constant learning rate from a trained network, one snapshot per epoch, and draws with their statistics.
 
-The learning rate may be chosen by the confidence that it leaves on validation data: the paper's rule for lambda, applied to SWAG.
+The learning rate may be chosen by the mean confidence on validation data: the paper's rule for lambda, applied to SWAG.
 """
 
 from __future__ import annotations
@@ -31,145 +31,13 @@ from mola.rules import Threshold
 from mola.saving.files import DOCUMENT, read_folder, write_folder
 from mola.tuning.search import points
 
-EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: of epochs, of the draws' statistics, of the members of MultiSWAG
+EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: epochs, statistics of the draws, members of MultiSWAG
 DRAW_KIND = "swag-draw"
 
 LARGEST_LOSS = 10
-"""Largest usable loss, in units of that of a guess: above, a network is confident and wrong, and would meet any threshold."""
+"""Largest usable loss, in units of a guess's: above, a network is confident and wrong, and would meet any threshold."""
 
 Made = TypeVar("Made", Swag, MultiSwag, Mixture)
-
-
-@dataclass(frozen=True)
-class SgdPath:
-    """SGD with constant learning rate.
-
-    Args:
-        learning_rate: constant.
-        rank: how many deviations are kept; 0 keeps none (the diagonal form).
-        momentum: of SGD, without Nesterov's change.
-        weight_decay: in the gradient.
-        seed: of the order of the data, dropout and augmentation.
-    """
-
-    learning_rate: float
-    rank: int = 20
-    momentum: float = 0.9
-    weight_decay: float = 3e-4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (is_real(self.learning_rate) and math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise OptionError(f"learning_rate must be a finite number above 0, got {self.learning_rate!r}.")
-        if whole_number(self.rank, "rank", 0) == 1:
-            raise OptionError("rank must be 0 (the diagonal form) or a whole number of at least 2, got 1.")
-        usable = is_real(self.momentum) and is_real(self.weight_decay)
-        if not (usable and 0 <= self.momentum < 1 and math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise OptionError(
-                f"momentum must lie in [0, 1) and weight_decay must be finite and not negative, got {self.momentum!r} and "
-                f"{self.weight_decay!r}."
-            )
-        check_seed(self.seed)
-
-    def follow(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        epochs: int,
-        checkpoint: Path | None = None,
-        *,
-        progress: bool = False,
-        likelihood: Likelihood = CATEGORICAL,
-    ) -> Moments:
-        """Train an own copy of a network in place and return the moments of the parameters that require gradients.
-
-        Every epoch begins at a random state derived from the seed and its number, so an interrupted path continues to the same bits,
-        provided that the loader draws from torch's random state alone.
-        """
-        weights = trainable(network)
-        optimiser = torch.optim.SGD(
-            weights.values(), lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
-        )
-        identity = {"path": asdict(self), "batches": batch_count(loader), "network": state_checksum(network)}
-        keeper = None if checkpoint is None else TrainingCheckpoint(checkpoint, "swag-checkpoint", identity)
-        moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})
-        if keeper is not None:
-            done, _, kept = keeper.restore(epochs, network, optimiser)
-            if done:
-                moments = Moments.from_tensors(done, kept).to(next(iter(weights.values())).device)
-        seeds = derived_seeds(self.seed, EPOCHS, epochs)
-        bar = {"initial": moments.count, "total": epochs, "disable": None if progress else True, "leave": False}
-        for epoch in tqdm(range(moments.count, epochs), desc=f"SWAG at learning rate {self.learning_rate:g}", **bar):
-            with seeded(network, seeds[epoch]):
-                loss, chance = sgd_epoch(network, loader, optimiser, likelihood)
-            snapshot = {name: tensor.detach() for name, tensor in weights.items()}
-            finite = math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())
-            if not (finite and loss <= LARGEST_LOSS * chance):
-                raise DivergedError(
-                    f"SWAG diverged in epoch {epoch + 1} of {epochs} at learning rate {self.learning_rate:g}: the mean loss is "
-                    f"{loss:.4g}, and that of a guess {chance:.4g}. Lower the learning rate; if none is low enough, the network did "
-                    f"not fit these data to begin with."
-                )
-            moments.add(snapshot, self.rank)
-            if keeper is not None:
-                keeper.save(moments.count, network, optimiser, more=moments.tensors())
-        return moments
-
-
-def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require gradients, by name; `OptionError` if there are none."""
-    if not isinstance(network, nn.Module):
-        raise OptionError(
-            f"expected one trained nn.Module, got {type(network).__name__}. For several, use mola.lab.training.fit_multi_swag."
-        )
-    found = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
-    if not found:
-        raise OptionError(
-            f"no parameter of {type(network).__name__} requires gradients, so SGD has nothing to move. Call "
-            f"network.requires_grad_(True), or leave at least the last layer free."
-        )
-    return found
-
-
-def sgd_epoch(
-    network: nn.Module,
-    loader: Iterable[Any],
-    optimiser: torch.optim.Optimizer,
-    likelihood: Likelihood = CATEGORICAL,
-) -> tuple[float, float]:
-    """Train for one epoch and return the mean loss of its batches, and that of a guess which ignores the inputs."""
-    network.train()
-    differentiable = WithGradients(network)
-    total, count, chance = 0.0, 0, math.inf
-    for index, batch in enumerate(batches(loader, "training loader")):
-        place = f"batch {index} of the training loader"
-        if batch.labels is None:
-            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
-        outputs = likelihood.check_outputs(call(differentiable, batch.inputs))
-        labels = likelihood.check_labels(batch.labels, outputs, place)
-        optimiser.zero_grad()
-        with torch.enable_grad():
-            loss, chance = _losses(likelihood, outputs, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        total, count = total + float(loss.detach()), count + 1
-        if not math.isfinite(total):
-            check_inputs(batch.inputs, place)
-            break
-    return total / count, chance
-
-
-def _losses(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    # The mean loss, and that of a guess: equal probabilities, or the standardised mean of the targets.
-    if isinstance(likelihood, DiscreteLikelihood):
-        questions = 1 if likelihood.mutually_exclusive else outputs.shape[1]
-        chance = questions * math.log(likelihood.num_choices(outputs.shape[1]))
-        return -likelihood.log_likelihood(outputs, labels).mean(), chance
-    assert isinstance(likelihood, Gaussian)
-    location, scale = (one.to(labels) for one in likelihood.units(labels.shape[1]))
-    targets = (labels - location) / scale
-    errors = (targets.to(outputs) - likelihood.means(outputs)).square()
-    return 0.5 * errors.sum(1).mean(), 0.5 * max(float(targets.square().mean()), 1.0) * labels.shape[1]
 
 
 def fit_swag(
@@ -215,13 +83,13 @@ def fit_swag(
     meaning = homoscedastic(likelihood, "SWAG")
     _check_choice(several, val_loader, rule)
     if several and not meaning.discrete:
-        raise OptionError(
-            "learning rates are compared by the confidence in classes: pass one learning_rate for regression."
-        )
+        raise OptionError("learning rates are compared by mean confidence: pass one learning_rate for regression.")
     paths = {rate: SgdPath(rate, rank, momentum, weight_decay, seed) for rate in rates}
     trainable(network)
     epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
-    factor = _check_scale(scale, rank)
+    factor = (0.5 if rank else 1.0) if scale is None else scale
+    if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
+        raise OptionError(f"scale must be a finite number, not negative; got {scale!r}.")
 
     def make(rate: float) -> Swag:
         folder = None if checkpoint is None else Path(checkpoint)
@@ -231,7 +99,7 @@ def fit_swag(
             copied = own_copy(network)
             moments = paths[rate].follow(copied, train_loader, epochs, folder, progress=progress, likelihood=meaning)
         statistics = _statistics(copied, moments, train_loader, samples, factor, seed, folder, progress=progress)
-        return Swag(copied, moments, statistics, samples=samples, scale=factor, seed=seed, likelihood=meaning)
+        return Swag(copied, moments, statistics, samples=samples, scale=float(factor), seed=seed, likelihood=meaning)
 
     if not several:
         return make(rates[0])
@@ -283,46 +151,140 @@ def fit_multi_swag(
     return mixture
 
 
-def resample_swag(
-    swag: Swag,
-    train_loader: Iterable[Any] | None = None,
-    *,
-    samples: int | None = None,
-    scale: float | None = None,
-    seed: int | None = None,
-    progress: bool = True,
-) -> Swag:
-    """The same moments with other draws; None keeps a setting.
+# --- the path
 
-    Args:
-        swag: whose moments are shared.
-        train_loader: training data, for the BatchNorm statistics; not needed without BatchNorm.
-        samples: number of draws.
-        scale: factor of the covariance.
-        seed: of the draws.
-        progress: show a progress bar on stderr, if that is a terminal.
-    """
-    count = swag.samples if samples is None else whole_number(samples, "samples")
-    factor = swag.scale if scale is None else _check_scale(scale, swag.moments.rank)
-    chosen = check_seed(swag.seed if seed is None else seed)
-    network = own_copy(swag.network)
-    statistics = _statistics(network, swag.moments, train_loader, count, factor, chosen, None, progress=progress)
-    return Swag(
-        network,
-        swag.moments,
-        statistics,
-        samples=count,
-        scale=factor,
-        seed=chosen,
-        tuning=swag.tuning,
-        likelihood=swag.likelihood,
-    )
+
+@dataclass(frozen=True)
+class SgdPath:
+    """SGD with constant learning rate; see `fit_swag` for its options."""
+
+    learning_rate: float
+    rank: int = 20
+    momentum: float = 0.9
+    weight_decay: float = 3e-4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (is_real(self.learning_rate) and math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise OptionError(f"learning_rate must be a finite number above 0, got {self.learning_rate!r}.")
+        if whole_number(self.rank, "rank", 0) == 1:
+            raise OptionError("rank must be 0 (the diagonal form) or at least 2, got 1.")
+        usable = is_real(self.momentum) and is_real(self.weight_decay)
+        if not (usable and 0 <= self.momentum < 1 and 0 <= self.weight_decay < math.inf):
+            raise OptionError(
+                f"momentum must lie in [0, 1) and weight_decay must be finite and not negative, got {self.momentum!r} and "
+                f"{self.weight_decay!r}."
+            )
+        check_seed(self.seed)
+
+    def follow(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        epochs: int,
+        checkpoint: Path | None = None,
+        *,
+        progress: bool = False,
+        likelihood: Likelihood = CATEGORICAL,
+    ) -> Moments:
+        """Train a copy of a network in place and return the moments of the parameters that require gradients.
+
+        Every epoch begins at a random state derived from the seed and its number, so an interrupted path continues to the same bits,
+        provided that the loader draws from torch's random state alone.
+        """
+        weights = trainable(network)
+        optimiser = torch.optim.SGD(
+            weights.values(), lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+        identity = {"path": asdict(self), "batches": batch_count(loader), "network": state_checksum(network)}
+        keeper = None if checkpoint is None else TrainingCheckpoint(checkpoint, "swag-checkpoint", identity)
+        moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})
+        if keeper is not None:
+            done, _, kept = keeper.restore(epochs, network, optimiser)
+            if done:
+                moments = Moments.from_tensors(done, kept).to(next(iter(weights.values())).device)
+        seeds = derived_seeds(self.seed, EPOCHS, epochs)
+        bar = {"initial": moments.count, "total": epochs, "disable": None if progress else True, "leave": False}
+        for epoch in tqdm(range(moments.count, epochs), desc=f"SWAG at learning rate {self.learning_rate:g}", **bar):
+            with seeded(network, seeds[epoch]):
+                loss, chance = sgd_epoch(network, loader, optimiser, likelihood)
+            snapshot = {name: tensor.detach() for name, tensor in weights.items()}
+            finite = math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())
+            if not (finite and loss <= LARGEST_LOSS * chance):
+                raise DivergedError(
+                    f"SWAG diverged in epoch {epoch + 1} of {epochs} at learning rate {self.learning_rate:g}: the mean loss is "
+                    f"{loss:.4g}, a guess's is {chance:.4g}. Lower the learning rate; if none is low enough, the network did not fit "
+                    f"these data to begin with."
+                )
+            moments.add(snapshot, self.rank)
+            if keeper is not None:
+                keeper.save(moments.count, network, optimiser, more=moments.tensors())
+        return moments
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name; `OptionError` if there are none."""
+    if not isinstance(network, nn.Module):
+        raise OptionError(
+            f"expected one trained nn.Module, got {type(network).__name__}. For several, use mola.lab.training.fit_multi_swag."
+        )
+    found = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
+    if not found:
+        raise OptionError(
+            f"no parameter of {type(network).__name__} requires gradients. Call network.requires_grad_(True), or leave at least the "
+            f"last layer free."
+        )
+    return found
+
+
+def sgd_epoch(
+    network: nn.Module,
+    loader: Iterable[Any],
+    optimiser: torch.optim.Optimizer,
+    likelihood: Likelihood = CATEGORICAL,
+) -> tuple[float, float]:
+    """Train for one epoch; return the mean loss of its batches, and the loss of a guess that ignores the inputs."""
+    network.train()
+    differentiable = WithGradients(network)
+    total, count, chance = 0.0, 0, math.inf
+    for index, batch in enumerate(batches(loader, "training loader")):
+        place = f"batch {index} of the training loader"
+        if batch.labels is None:
+            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
+        outputs = likelihood.check_outputs(call(differentiable, batch.inputs))
+        labels = likelihood.check_labels(batch.labels, outputs, place)
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            loss, chance = _losses(likelihood, outputs, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        total, count = total + float(loss.detach()), count + 1
+        if not math.isfinite(total):
+            check_inputs(batch.inputs, place)
+            break
+    return total / count, chance
+
+
+def _losses(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    # The mean loss, and the loss of a guess: equal probabilities, or the standardised mean of the targets.
+    if isinstance(likelihood, DiscreteLikelihood):
+        questions = 1 if likelihood.mutually_exclusive else outputs.shape[1]
+        chance = questions * math.log(likelihood.num_choices(outputs.shape[1]))
+        return -likelihood.log_likelihood(outputs, labels).mean(), chance
+    assert isinstance(likelihood, Gaussian)
+    location, scale = (one.to(labels) for one in likelihood.units(labels.shape[1]))
+    targets = (labels - location) / scale
+    errors = (targets.to(outputs) - likelihood.means(outputs)).square()
+    return 0.5 * errors.sum(1).mean(), 0.5 * max(float(targets.square().mean()), 1.0) * labels.shape[1]
+
+
+# --- statistics of BatchNorm
 
 
 def _statistics(
     network: nn.Module,
     moments: Moments,
-    loader: Iterable[Any] | None,
+    loader: Iterable[Any],
     samples: int,
     scale: float,
     seed: int,
@@ -333,8 +295,6 @@ def _statistics(
     # BatchNorm statistics (samples, ...) of every draw by name, each from a pass over the training data.
     if not has_statistics(network):
         return {}
-    if loader is None:
-        raise OptionError("the network has BatchNorm, whose statistics belong to each draw: pass train_loader.")
     network = own_copy(network)
     parameters, passes = dict(network.named_parameters()), derived_seeds(seed, PASSES, samples)
     found: list[dict[str, Tensor]] = []
@@ -363,7 +323,7 @@ def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Tensor] | None:
     return tensors if document["identity"] == identity else None
 
 
-# --- the learning rate --------------------------------------------------------------------------------------------------
+# --- the learning rate
 
 
 def choose_learning_rate(
@@ -373,7 +333,7 @@ def choose_learning_rate(
     val_loader: Iterable[Any] | None,
     rule: Threshold | None,
 ) -> tuple[Made, LearningRateTuning]:
-    """The predictor with the largest learning rate that meets the threshold on validation data, and how it was chosen.
+    """Return the predictor with the largest learning rate that meets the threshold on validation data, and the search.
 
     A larger rate spreads the weights more, as a smaller lambda does: the paper's rule, the smallest lambda that meets the threshold,
     becomes the largest rate. Rates are tried from the largest down, and the first that meets the threshold ends the search.
@@ -398,35 +358,35 @@ def choose_learning_rate(
         origin = f"{target:.2%}, the networks' mean accuracy {own:.2%} less {points(rule.margin)}"
     else:
         target, origin = rule.confidence, f"{rule.confidence:.2%} as given"
-    record: list[tuple[float, dict[str, float]]] = []
+    scores: dict[float, dict[str, float]] = {}
+    made: dict[float, Made] = {}
     notes: list[str] = []
-    best: tuple[float, float, Made] | None = None
+    chosen = None
     for rate in sorted(rates, reverse=True):
         try:
-            made = make(rate)
+            predictor = make(rate)
         except DivergedError as error:
             notes.append(str(error))
             continue
-        scores = _score(made, val_loader, labelled=rule.needs_labels)
-        record.append((rate, scores))
-        meets = scores["confidence"] >= target and (rule.brier is None or scores["brier"] <= rule.brier)
-        if meets or best is None or scores["confidence"] > best[0]:
-            best = (scores["confidence"], rate, made)
-        if meets:
+        found = scores[rate] = _score(predictor, val_loader, labelled=rule.needs_labels)
+        if found["confidence"] >= target and (rule.brier is None or found["brier"] <= rule.brier):
+            chosen, made = rate, {rate: predictor}
             break
-    else:
-        if best is None:
-            raise DivergedError(f"SWAG diverged at every learning rate of {sorted(rates)}. {notes[-1]}")
+        if all(found["confidence"] > scores[other]["confidence"] for other in made):
+            made = {rate: predictor}
+    if not made:
+        raise DivergedError(f"SWAG diverged at every learning rate of {sorted(rates)}. {notes[-1]}")
+    if chosen is None:
+        (chosen,) = made
         notes.append(
             f"no learning rate of {sorted(rates)} meets the threshold, a mean confidence of at least {target:.4f}, on the validation "
-            f"data; took {best[1]:g}, the most confident with {best[0]:.4f}. Try smaller rates."
+            f"data; took {chosen:g}, the most confident with {scores[chosen]['confidence']:.4f}. Try smaller rates."
         )
     for note in notes:
         warn(note)
-    curve = {"learning_rate": tuple(rate for rate, _ in record)}
-    curve |= {name: tuple(scores[name] for _, scores in record) for name in record[0][1]}
-    assert best is not None
-    return best[2], LearningRateTuning(f"Threshold: target confidence {origin}", best[1], curve, tuple(notes))
+    names = next(iter(scores.values()))
+    curve = {"learning_rate": tuple(scores)} | {name: tuple(one[name] for one in scores.values()) for name in names}
+    return made[chosen], LearningRateTuning(f"Threshold: target confidence {origin}", chosen, curve, tuple(notes))
 
 
 def _score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict[str, float]:
@@ -449,7 +409,7 @@ def _score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict
 
 
 def _as_rates(given: Any) -> tuple[list[float], bool]:
-    # Learning rates, of numpy and torch, too, and whether there are several to choose from.
+    # Learning rates, also from numpy and torch, and whether there are several to choose from.
     given = given.tolist() if hasattr(given, "tolist") else given
     several = isinstance(given, Iterable) and not isinstance(given, str)
     values = list(given) if several else [given]
@@ -461,11 +421,3 @@ def _as_rates(given: Any) -> tuple[list[float], bool]:
 def _check_choice(several: bool, val_loader: object, rule: object) -> None:
     if not several and (val_loader is not None or rule is not None):
         raise OptionError("val_loader and rule choose among learning rates: pass several, learning_rate=[...].")
-
-
-def _check_scale(scale: float | None, rank: int) -> float:
-    if scale is None:
-        return 0.5 if rank else 1.0
-    if not (is_real(scale) and math.isfinite(scale) and scale >= 0):
-        raise OptionError(f"scale must be a finite number, not negative; got {scale!r}.")
-    return float(scale)
