@@ -152,7 +152,9 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
             predictor = (
                 mola.ensemble(models)
                 if method in ("MAP", "DE")
-                else mola.fit(models, loader(plan, "train"), loader(plan, "validation"), rule="threshold", progress=False)
+                else mola.fit(
+                    models, loader(plan, "train"), loader(plan, "validation"), rule="threshold", progress=False
+                )
             )
         record = records[method, index]
         test, strange = loader(plan, "test"), [inputs for inputs, _ in loader(plan, "strange")]
