@@ -16,7 +16,6 @@ from mola.app.cli import app
 from mola.compare.demo_result import COOLED, METHODS, DemoResult, DemoSettings
 from mola.compare.report.rendering import Drawn
 from mola.compare.report.single_run_tables import demo_tables
-from mola.compare.report.tables import Column, make_table
 from mola.compare.report.words import DEMO_FIGURES, demo_headlines, near_one
 from mola.compare.report.writing import write_demo
 from mola.lab.demo import plane_points, run_demo
@@ -219,14 +218,6 @@ def test_it_leaves_no_trace_in_the_process(runs):
     assert runs.threads_kept
 
 
-def test_progress_only_grows(runs):
-    shares = [done for _, done in runs.steps]
-    assert shares == sorted(shares)
-    assert 0 <= shares[0] < 0.05
-    assert 0.9 < shares[-1] <= 1
-    assert [doing for doing, _ in runs.steps if doing.startswith("training")][-1] == "training network 3 of 3"
-
-
 # --- what it leaves on disk -----------------------------------------------------------------------------------------
 
 
@@ -273,13 +264,6 @@ def test_ids_on_the_page_are_unique_and_every_reference_is_met(written):
     assert wanted <= set(page.ids)
 
 
-def test_figures_follow_the_page_from_light_to_dark(written):
-    text = (written / "index.html").read_text(encoding="utf-8")
-    assert "currentColor" in text
-    assert "prefers-color-scheme: dark" in text
-    assert "#25303b" not in text.split("</style>")[1]
-
-
 def test_the_page_says_what_the_tables_say(written, result):
     words = "".join(_Page((written / "index.html").read_text(encoding="utf-8")).text)
     for table in demo_tables(result.comparison):
@@ -296,14 +280,6 @@ def test_figures_and_numbers_stand_beside_the_page(written, result):
     stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
     assert stored["detection"]["noise"]["MoLA"]["auroc"] == auroc(outliers(result, "noise")["MoLA"])
     assert stored["rotated"]["45"]["DE"]["nll"] == labelled(result, 45)["DE"]["nll"]
-
-
-def test_a_table_marks_what_was_found_to_lead():
-    columns = [Column("loss", better="low", digits=1), Column("size")]
-    values = {"a": (0.11, 1), "b": (0.14, 2)}
-    table = make_table("", "", columns, values, aside={"c": (0.0, None)}, best={("b", 0)})
-    assert [[cell.best for cell in row.cells] for row in table.rows] == [[False, False], [True, False], [False, False]]
-    assert [cell.text for cell in table.rows[2].cells] == ["0.0", "\N{EN DASH}"]
 
 
 def test_every_method_is_shown_by_every_score_that_it_has(result):
@@ -347,13 +323,6 @@ def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
     stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
     assert stored["settings"] == asdict(DemoSettings(seed=7))
     assert "mola demo --seed 7" in (tmp_path / "deep" / "out" / "index.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("_drawn_elsewhere")
-def test_quiet_is_quiet(tmp_path):
-    outcome = CliRunner().invoke(app, ["demo", "--quiet", "--output", str(tmp_path)])
-    assert (outcome.exit_code, outcome.output) == (0, "")
-    assert (tmp_path / "index.html").is_file()
 
 
 @pytest.mark.usefixtures("_drawn_elsewhere")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mola
-from mola.lab.data.embedded import load_digits, natural_patches, two_moons, uniform_noise
+from mola.lab.data.embedded import load_digits, natural_patches, uniform_noise
 from mola.lab.data.transforms import rotate
 
 
@@ -25,21 +25,9 @@ def test_the_parts_of_the_digits_are_disjoint_and_complete():
     assert everything.max() == 1
 
 
-def test_the_split_follows_its_seed():
-    assert torch.equal(load_digits(seed=1).test.inputs, load_digits(seed=1).test.inputs)
-    assert not torch.equal(load_digits(seed=1).test.inputs, load_digits(seed=2).test.inputs)
-
-
 def test_a_split_that_leaves_nothing_to_test_on_is_refused():
     with pytest.raises(mola.errors.OptionError, match="leave some of 1797 digits for testing, got 1500 and 297"):
         load_digits(train=1500, val=297)
-
-
-def test_batches_hold_every_datum_in_order():
-    part = load_digits().val
-    batches = part.batches(100)
-    assert [len(labels) for _, labels in batches] == [100, 100, 97]
-    assert torch.equal(torch.cat([labels for _, labels in batches]), part.labels)
 
 
 def test_a_quarter_turn_is_counter_clockwise_and_four_are_none():
@@ -68,10 +56,3 @@ def test_patches_fill_the_range_of_the_digits_and_are_not_noise():
     # Neighbouring pixels of a photograph are alike, those of noise are not.
     noise = uniform_noise(50, 8, seed=1)
     assert patches.diff(dim=3).abs().mean() < 0.6 * noise.diff(dim=3).abs().mean()
-
-
-def test_two_moons_are_centred_and_balanced():
-    moons = two_moons(200, seed=4)
-    assert moons.inputs.mean(0).abs().max() < 0.1
-    assert moons.inputs.abs().max() < 2.5
-    assert moons.labels.bincount().tolist() == [100, 100]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import mola
-from mola.lab.data.catalogue import has_images, load_images
+from mola.lab.data.catalogue import load_images
 from mola.lab.data.folder import CENTRE_224, Preparation, open_folder, open_imagenet, open_imagenet_c
 from mola.lab.data.images import NORMALISATIONS
 
@@ -166,12 +164,6 @@ def test_options_are_checked(pets):
         open_folder(pets[0], classes=["bee", "cat"])
 
 
-def test_without_pillow_the_extra_is_named(pets, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(mola.errors.MissingExtraError, match="reading image files needs pillow"):
-        open_folder(pets[0])
-
-
 # --- ImageNet ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,16 +234,3 @@ def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path, place):
     expected = np.array(image.resize((32, 32), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     np.testing.assert_array_equal(images.pixels[0].numpy(), expected)
     assert images.labels.tolist() == [0, 0]
-
-
-def test_lsun_exports_with_subfolders_are_one_class(tmp_path):
-    for name in ("0/1/a.webp", "3/b.webp"):
-        save(picture(40, 40), tmp_path / "lsun" / "classroom_val" / name)
-    assert load_images("lsun", "test", tmp_path).labels.tolist() == [0, 0]
-
-
-def test_a_folder_without_pictures_is_not_lsun(tmp_path):
-    for name in ("lsun/classroom_val/data.mdb", "lsun/bedroom_val/a.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"no picture")
-    assert not has_images("lsun", "test", tmp_path)

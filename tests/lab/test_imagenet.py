@@ -418,18 +418,6 @@ def test_names_that_cannot_be_used_are_refused(libraries, text, words):
         open_named(text, 10)
 
 
-def test_unknown_names_of_torchvision_are_refused(libraries, tmp_path):
-    save_file(libraries(7).state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(mola.errors.OptionError, match="torchvision cannot make 'other': Unknown model other"):
-        open_named(f"torchvision:other={tmp_path / 'w.safetensors'}", 7)
-
-
-def test_only_imagenet_is_cross_fitted(tmp_path):
-    arguments = ["bench", "digits", "--cross-fit", "--networks", str(tmp_path), "--results", str(tmp_path / "r")]
-    outcome = CliRunner().invoke(app, arguments)
-    assert "digits suite has training data of its own: leave --cross-fit out" in str(outcome.exception)
-
-
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks on random labels
 def test_mola_fit_takes_networks_of_different_sizes(root, tmp_path):
     generator = np.random.default_rng(1)

@@ -235,23 +235,6 @@ def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
         DataOptions(normalisation="svhn-own")
 
 
-def test_sets_that_are_not_what_was_published_are_noted(mnist):
-    with pytest.warns(mola.errors.MolaWarning) as caught:
-        MNIST.make_sources(DataOptions(directory=mnist, test=20))
-    said = " ".join(str(one.message) for one in caught)
-    assert "MNIST (train) has 64 images here; 60,000 were published" in said
-
-
-def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
-    shutil.copytree(mnist / "MNIST", tmp_path / "MNIST")
-    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(
-        mola.errors.DataError, match=r"t10k-images-idx3-ubyte.*md5 checksum 9fb629c4189551a2d022fa330f9573f3"
-    ):
-        MNIST.make_sources(DataOptions(directory=tmp_path))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -284,18 +267,6 @@ def test_mistakes_are_one_clear_line(arguments, message, tmp_path, monkeypatch, 
     assert stop.value.code == 1
     assert message in error
     assert "Traceback" not in error
-
-
-def test_missing_data_say_what_to_put_where(tmp_path, monkeypatch, capsys):
-    (tmp_path / "networks" / "mnist").mkdir(parents=True)
-    save_file({"x": torch.zeros(1)}, tmp_path / "networks" / "mnist" / "00.safetensors")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["mola", "bench", "mnist", "--data", str(tmp_path), "--components", "1"])
-    with pytest.raises(SystemExit):
-        main()
-    error = capsys.readouterr().err
-    assert "MNIST (test) is not in" in error
-    assert "t10k-images-idx3-ubyte" in error
 
 
 def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):

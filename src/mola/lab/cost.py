@@ -1,4 +1,4 @@
-"""What methods cost: time to fit, time to predict, memory; measured side by side in one run."""
+"""Cost of the methods: time to fit, time to predict and memory, measured side by side in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import mola
-from mola.baselines import Mimo, MultiSwag, Swag
+from mola.baselines import Mimo, MultiSwag
 from mola.lab.activations import Network, Progress
 from mola.lab.runner import environment
 from mola.lab.suite import Budget, Source, SwagBudget
@@ -25,12 +25,12 @@ from mola.lab.training.swag import fit_swag, sgd_epoch
 REPEATS = 5
 
 FEWER = 16
-"""Methods that draw many networks for each prediction, or train, are measured on so many times fewer images, and extended."""
+"""Methods that draw many networks for each prediction are measured on so many times fewer images, and extended."""
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 
 
-class _Kept(Protocol):
+class _Predictor(Protocol):
     def __call__(self, inputs: Any, /) -> Any: ...
 
     def save(self, directory: str, /) -> Any: ...
@@ -38,41 +38,36 @@ class _Kept(Protocol):
 
 @dataclass(frozen=True)
 class _Work:
+    # A part of a fit, done `times` times, and measured on a loader and on half of it.
     do: Callable[[Loader], object]
-    some: Loader
+    loader: Loader
     times: int = 1
-    """How often it is done."""
-    on_some: list[float] = field(default_factory=list)
-    on_half: list[float] = field(default_factory=list)
-
-    @property
-    def half(self) -> Loader:
-        return self.some[: max(1, len(self.some) // 2)]
+    whole: list[float] = field(default_factory=list)
+    half: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        self.on_some.append(_seconds(partial(self.do, self.some)))
-        self.on_half.append(_seconds(partial(self.do, self.half)))
+        self.whole.append(_seconds(partial(self.do, self.loader)))
+        self.half.append(_seconds(partial(self.do, _half(self.loader))))
 
     def seconds(self, count: int) -> float:
-        """On `count` data, along the line through both medians: what is paid once is not multiplied."""
-        whole, part = statistics.median(self.on_some), statistics.median(self.on_half)
-        more, fewer = _count(self.some), _count(self.half)
+        """Return the time on `count` data, along the line through both medians: fixed costs are not multiplied."""
+        whole, half = statistics.median(self.whole), statistics.median(self.half)
+        more, fewer = _count(self.loader), _count(_half(self.loader))
         if more == fewer:
             return self.times * whole * count / more
-        # Medians before the line: noise of one measurement is multiplied by count / more.
-        return self.times * (whole + max(0.0, whole - part) / (more - fewer) * (count - more))
+        # Medians before the line: the noise of one measurement is multiplied by count / more.
+        return self.times * (whole + max(0.0, whole - half) / (more - fewer) * (count - more))
 
 
 @dataclass(frozen=True)
 class _Entry:
-    # One method: what it takes to fit it, what predicts, and what must be kept for that.
-
+    # A method: the work to fit it, its predictor, and the networks that are kept besides the predictor's files.
     name: str
-    predict: _Kept
+    predict: _Predictor
     networks: Sequence[nn.Module]
-    """What is kept besides what `save` writes."""
     fit: Sequence[_Work] = ()
     test: Loader = ()
+    seconds: list[float] = field(default_factory=list)
 
 
 def measure_cost(
@@ -85,61 +80,46 @@ def measure_cost(
     images: int = 2000,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Time and memory of all methods on real networks, the whole forward passes included.
+    """Measure time and memory of all methods on real networks, the whole forward passes included.
 
-    Repeats are interleaved, so that all methods see the same neighbours on a busy machine; medians are reported, of CPU time
-    where one thread works. Tuning is not included, and neither is the training of the networks. SWAG takes the suite's
-    number of snapshots and draws, the paper's, each a pass over all training images in batches of the networks' own size.
+    Repeats are interleaved, so that all methods share the conditions of a busy machine; medians are reported, of CPU time with one
+    thread. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each a pass
+    over all training images.
 
-    Numbers too small for a float's full precision are taken for zero while this runs: a processor takes many times as long for
-    them, and weight decay leaves thousands in some networks, but none in SWAG's draws from these.
+    Denormal numbers are flushed to zero meanwhile: they slow a processor down many times, and weight decay leaves thousands in some
+    networks, but none in SWAG's draws from these.
 
     Args:
         networks: K trained networks.
         train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line.
         test: data to predict; the first `images`.
-        budget: how long SWAG walks, how often it draws, how many heads MIMO has; None leaves these out.
-        progress: told what is being done, and which share is done.
-        images: how many of each.
-        repeats: how often each is measured.
+        budget: budget of SWAG and MIMO; None leaves these out.
+        progress: called with the current step and the share of the work that is done.
+        images: number of images of each set.
+        repeats: number of measurements.
 
     Returns:
         The document for `cost.json`.
     """
-    flushed = torch.set_flush_denormal(True)
-    try:
-        measured = _measured(networks, train, test, budget, progress, images, repeats)
-    finally:
-        torch.set_flush_denormal(False)
-    measured["settings"]["tiny_numbers"] = "zero" if flushed else "as they are"
-    return measured
-
-
-def _measured(
-    networks: Sequence[Network],
-    train: Source,
-    test: Source,
-    budget: Budget | None,
-    progress: Progress,
-    images: int,
-    repeats: int,
-) -> dict[str, Any]:
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
-    entries = _entries([network.load() for network in networks], fitting, testing, short, budget)
-    predictions: dict[str, list[float]] = {entry.name: [] for entry in entries}
-    for repeat in range(repeats):
-        for index, entry in enumerate(entries):
-            progress(f"cost of {entry.name}", (repeat + index / len(entries)) / repeats)
-            for work in entry.fit:
-                work.measure()
-            seconds = _seconds(partial(_predict, entry.predict, entry.test))
-            predictions[entry.name].append(seconds * _count(testing) / _count(entry.test))
+    flushed = torch.set_flush_denormal(True)
+    try:
+        entries = _entries([network.load() for network in networks], fitting, testing, short, budget)
+        for repeat in range(repeats):
+            for index, entry in enumerate(entries):
+                progress(f"cost of {entry.name}", (repeat + index / len(entries)) / repeats)
+                for work in entry.fit:
+                    work.measure()
+                seconds = _seconds(partial(_predict, entry.predict, entry.test))
+                entry.seconds.append(seconds * _count(testing) / _count(entry.test))
+    finally:
+        torch.set_flush_denormal(False)
     rows = [
         {
             "method": entry.name,
             "fit_seconds": sum(work.seconds(train.count) for work in entry.fit) if entry.fit else None,
-            "predict_seconds": statistics.median(predictions[entry.name]),
+            "predict_seconds": statistics.median(entry.seconds),
             "bytes": _bytes(entry),
         }
         for entry in entries
@@ -157,8 +137,8 @@ def _measured(
             "SWAG_draws": budget.swag.samples,
             "MIMO_heads": budget.mimo.members,
         }
-    settings["repeats"] = repeats
-    return {"settings": settings, "rows": rows, "environment": environment()}
+    made = {"repeats": repeats, "tiny_numbers": "zero" if flushed else "as they are"}
+    return {"settings": settings | made, "rows": rows, "environment": environment()}
 
 
 def _entries(
@@ -170,29 +150,39 @@ def _entries(
 
         return _Entry(name, fit(fitting), given, [_Work(fit, fitting)], testing)
 
-    def cooled(entry: _Entry) -> _Entry:
+    def by_distance(entry: _Entry) -> _Entry:
         assert isinstance(entry.predict, mola.MoLA)
-        # Any exponent costs the same.
-        return replace(entry, name=f"{entry.name} (distance)", predict=entry.predict.with_distance_exponent(1.0))
+        predict = entry.predict.with_distance_exponent(1.0)  # any exponent costs the same
+        return replace(entry, name=f"{entry.name} (distance)", predict=predict, seconds=[])
 
     laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
     entries = [
         _Entry("MAP", mola.ensemble(models[:1]), models[:1], test=testing),
         _Entry("DE", mola.ensemble(models), models, test=testing),
         *laplace,
-        *(cooled(entry) for entry in laplace),
+        *(by_distance(entry) for entry in laplace),
     ]
     if budget is None:
         return entries
-    swag_budget = budget.swag
-    swags = [_swag(model, fitting[:1], swag_budget) for model in models]
+    swag = budget.swag
+    # SWAGs of the real size from few tiny steps: their predictions take as long, and activations stay finite.
+    swags = [
+        fit_swag(
+            model,
+            fitting[:1],
+            learning_rate=1e-9,
+            epochs=swag.snapshots,
+            rank=swag.snapshots,
+            samples=swag.samples,
+            progress=False,
+        )
+        for model in models
+    ]
     mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
 
-    def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
+    def walked(name: str, predictor: _Predictor, given: Sequence[nn.Module]) -> _Entry:
         part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
-        return _Entry(
-            name, predictor, (), [work for model in given for work in _walks(model, part, swag_budget)], short
-        )
+        return _Entry(name, predictor, (), [work for model in given for work in _swag_work(model, part, swag)], short)
 
     return [
         *entries,
@@ -203,36 +193,21 @@ def _entries(
     ]
 
 
-def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> Swag:
-    # A SWAG as large as a real one, from as few steps as will do: its predictions take as long.
-    # The smallest rate: the weights must stay such that activations are finite.
-    return fit_swag(
-        model,
-        batch,
-        learning_rate=1e-9,
-        epochs=budget.snapshots,
-        rank=budget.snapshots,
-        samples=budget.samples,
-        progress=False,
-    )
-
-
-def _walks(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]:
-    # SWAG of one network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
+def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]:
+    # An epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
-    walks = [_Work(partial(sgd_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
+    work = [_Work(partial(sgd_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
     if has_statistics(network):
-        walks.append(_Work(partial(recompute_statistics, network), batches, budget.samples))
-    return walks
+        work.append(_Work(partial(recompute_statistics, network), batches, budget.samples))
+    return work
 
 
 def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
-    batches, count = [], 0
-    for inputs, labels in source.open():
-        batches.append((inputs, labels))
-        count += len(labels)
-        if count >= images:
+    batches: list[tuple[Tensor, Tensor]] = []
+    for batch in source.open():
+        batches.append(batch)
+        if _count(batches) >= images:
             break
     return batches
 
@@ -241,22 +216,26 @@ def _count(batches: Loader) -> int:
     return sum(len(labels) for _, labels in batches)
 
 
+def _half(batches: Loader) -> Loader:
+    return batches[: max(1, len(batches) // 2)]
+
+
 def _seconds(work: Callable[[], object]) -> float:
-    # Of one thread, CPU time is what it would take alone: neighbours on a busy machine do not count.
+    # With one thread, CPU time excludes other processes on a busy machine.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     work()
     return clock() - start
 
 
-def _predict(predictor: _Kept, batches: Loader) -> None:
+def _predict(predictor: _Predictor, batches: Loader) -> None:
     with torch.no_grad():
         for inputs, _ in batches:
             predictor(inputs)
 
 
 def _bytes(entry: _Entry) -> int:
-    # Heads may share a trunk, which is kept once.
+    # Heads may share a trunk, which is counted once.
     tensors = {id(one): one for network in entry.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if isinstance(entry.predict, mola.MoLA) and entry.predict.structure is None:

@@ -1,7 +1,4 @@
-"""The demo: train, fit, tune, compare on handwritten digits, walk away from them, and map two moons.
-
-Everything it needs comes with scikit-learn.
-"""
+"""The demo: train, fit, tune and compare on handwritten digits of scikit-learn, scale inputs away from them, and map two moons."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ from mola.metrics import mean_confidence
 from mola.posterior import MoLA
 
 FAR = 1000.0
-"""How many times farther from the origin than the data the far-away sets lie."""
+"""Factor by which far-away sets are scaled."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 SHOWN = (0, 45, 90)
-"""Angles of the digits that are shown."""
+"""Angles of the example digits."""
 
 
 def build_network() -> nn.Sequential:
-    """The network of the demo."""
+    """Make the network of the demo."""
     return digits_mlp(CLASSES)
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """The four methods of the paper, and its mixture with logits that are cooled by distance, at the same price on validation data."""
+    """Fit and tune the four methods of the paper, and MoLA by the distance rule."""
     methods = four_methods(networks, train, validation)
     with noting():
         return methods | {COOLED: methods["MoLA"].tune(validation, rule="distance", progress=False)}
@@ -54,10 +51,10 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
 
 @dataclass(frozen=True)
 class OutlierSets:
-    """Inputs that are no digits, by name."""
+    """Inputs that are not digits, by name."""
 
     near: dict[str, Tensor]
-    """In the digits' own value range."""
+    """In the value range of the digits."""
     far: dict[str, Tensor]
     """Scaled away from the data."""
 
@@ -67,7 +64,7 @@ class OutlierSets:
 
 
 def outlier_sets(test: Labelled, count: int, seed: int) -> OutlierSets:
-    """Natural patches and noise; far away, the same noise and the test digits themselves."""
+    """Make natural patches and noise; and, scaled far away, the noise and the test digits."""
     noise = uniform_noise(count, SIDE, seed=seed)
     return OutlierSets(
         near={"natural patches": natural_patches(count, SIDE, seed=seed), "noise": noise},
@@ -78,17 +75,7 @@ def outlier_sets(test: Labelled, count: int, seed: int) -> OutlierSets:
 def compare_on_digits(
     methods: Mapping[str, MoLA], networks: Sequence[nn.Module], digits: Digits, outliers: OutlierSets
 ) -> Comparison:
-    """Score the methods on the test digits, as they are and rotated, and on outliers.
-
-    Args:
-        methods: fitted and tuned.
-        networks: what they are made of.
-        digits: the data.
-        outliers: inputs that are no digits.
-
-    Returns:
-        The comparison.
-    """
+    """Score fitted methods on the test digits, plain and rotated, and on outliers."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
     turned = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
     far = dict(outliers.items())
@@ -171,23 +158,20 @@ PRECISIONS = np.logspace(-16, 4, 41)
 
 
 def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor], test: Tensor, probe: str) -> DistanceResult:
-    """Scale inputs by up to a million, and compare with the exact limit and the Theorem's bound.
+    """Scale inputs by up to a million, and compare their confidence with the exact limit and the Theorem's bound.
 
     Args:
-        methods: as of `demo_methods`, of networks without biases.
+        methods: methods of `demo_methods`, of networks without biases.
         kinds: inputs to scale, by name.
         test: in-distribution inputs.
-        probe: which of `kinds` to follow over the prior precisions.
-
-    Returns:
-        Confidence by distance, and far away by prior precision.
+        probe: the kind of input that is followed over the prior precisions.
     """
     tuned = _tuned(methods)
     curves = {
         kind: {name: _curve(method, inputs) for name, method in methods.items()} for kind, inputs in kinds.items()
     }
     limits = {kind: {name: _limit(method, inputs) for name, method in tuned.items()} for kind, inputs in kinds.items()}
-    # Where logits are cooled by distance, the bound is another one for each input, and falls to 1/C with the limit.
+    # With a distance exponent the bound differs for each input, and falls to 1/C with the limit.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
     bounds = {kind: {name: _bound(method, inputs) for name, method in even.items()} for kind, inputs in kinds.items()}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
@@ -217,11 +201,11 @@ def _bound(method: MoLA, inputs: Tensor) -> float:
 
 POINTS = 200
 REACH = 12.0
-"""The data lie within 2 of the origin."""
+"""Half the side of the maps; the data are within 2 of the origin."""
 
 
 def _build() -> nn.Sequential:
-    # With biases, unlike the digits' networks: without, the predicted class is the same all along a ray from the origin.
+    # With biases: without, the predicted class is constant along a ray from the origin.
     return mlp(2, (64, 64), 2)
 
 
@@ -232,16 +216,7 @@ def plane_points(reach: float, size: int) -> Tensor:
 
 
 def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None], team: Team | None = None) -> MoonsResult:
-    """Train an ensemble on two moons, fit and tune, and map confidence far beyond the data.
-
-    Args:
-        settings: seed, number of networks, epochs, and size of the maps.
-        on_epoch: called after every epoch with the member's index and its number of epochs done.
-        team: the processes that divide the training among them. None is this one alone.
-
-    Returns:
-        The data and one map for each method.
-    """
+    """Train an ensemble on two moons, fit and tune, and map each method's confidence far beyond the data."""
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
     networks = _ensemble(_build, data, recipe, settings, on_epoch, team)
@@ -263,10 +238,10 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None], team
 
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and which share of all the work is done, from 0 to 1."""
+"""Called with the current step and the share of the work that is done, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Share of the work done after each part, as measured."""
+"""Share of the time after each part, as measured."""
 
 
 def run_demo(
@@ -276,11 +251,8 @@ def run_demo(
 
     Args:
         settings: seed and sizes.
-        progress: told how far the work is.
-        team: the processes that divide the training of the networks among them. None is this one alone.
-
-    Returns:
-        What was found.
+        progress: called with the current step and the share of the work that is done.
+        team: the processes that divide the training of the networks among them; None is this process alone.
     """
     seconds: dict[str, float] = {}
     progress("reading the data", 0.0)
@@ -322,29 +294,28 @@ def _ensemble(
     on_epoch: Callable[[int, int], None],
     team: Team | None,
 ) -> list[nn.Module]:
-    # Networks that differ by their seed alone, as `train_ensemble` makes them; each is trained by one process of the
-    # team.
-    together = Team.single() if team is None else team
+    # Networks that differ by their seed alone; each is trained by one process of the team.
+    team = team or Team.single()
     networks: list[nn.Module] = []
     trained: list[Tensor] = []
     for member, seed in enumerate(member_seeds(settings.members, settings.seed)):
-        if member % together.size != together.rank:
+        if member % team.size != team.rank:
             with torch.random.fork_rng(devices=[]):
                 networks.append(build().eval())  # its weights come from the process that trains it
             continue
         networks.append(train(build, data, recipe, seed=seed, on_epoch=partial(on_epoch, member)))
         trained.append(parameters_to_vector(networks[-1].parameters()).detach())
-    if together.size > 1:
-        every = iter(together.gather(torch.stack(trained) if trained else None))
-        for rank in range(together.size):
-            for network in networks[rank :: together.size]:
+    if team.size > 1:
+        every = iter(team.gather(torch.stack(trained) if trained else None))
+        for rank in range(team.size):
+            for network in networks[rank :: team.size]:
                 vector_to_parameters(next(every), network.parameters())
     return networks
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread inside: networks this small lose more by sharing work than they gain, ten times more on a busy machine."""
+    """Compute with one thread: networks this small lose more by sharing work than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

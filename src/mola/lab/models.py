@@ -6,19 +6,13 @@ r"""The networks of the paper's experiments, by name: LeNet-5, residual networks
 convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling,
 and a linear layer from 64 features to the classes: depth 6 n + 2.
 
-The homogeneous form leaves out BatchNorm and the last layer's bias. What remains (convolutions without bias, ReLU, sums,
-means) is positively homogeneous, f(a x) = a f(x) for a > 0, so the paper's far-field theory holds for it exactly. With
-BatchNorm it does not: its running mean shifts, in evaluation too.
-
 **Wide residual networks** (Zagoruyko and Komodakis, 2016) for small images, as the paper uses them: WRN-16-4, dropout 0.3.
 A 3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm,
-ReLU, global average pooling, and a linear layer: depth 6 n + 4, width w. Where a block changes the number of channels, a
-1 x 1 convolution of its normalised and rectified input is the shortcut.
+ReLU, global average pooling, and a linear layer: depth 6 n + 4, width w. Convolutions start from
+:math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias from 0, all else as PyTorch does it.
 
-Convolutions start from :math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias from 0, all else as PyTorch does it.
-
-The homogeneous form leaves out BatchNorm and the last layer's bias: then f(a x) = a f(x) for a > 0 (in evaluation; in
-training too, under one draw of the dropout), and the paper's far-field theory holds exactly. With BatchNorm it does not.
+The homogeneous forms have neither BatchNorm nor biases: then f(a x) = a f(x) for a > 0, and the paper's far-field theory is exact.
+With BatchNorm it is not, since the running mean shifts inputs in evaluation, too.
 """
 
 from __future__ import annotations
@@ -40,15 +34,7 @@ from mola.options import one_of
 
 
 def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:
-    """Two convolutions and three linear layers with ReLU.
-
-    Args:
-        classes: number of outputs.
-        bias: without, the network is positively homogeneous and the paper's far-field theory holds exactly.
-
-    Returns:
-        The network.
-    """
+    """Make LeNet-5: two convolutions and three linear layers with ReLU; homogeneous without biases."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, bias=bias),
         nn.ReLU(),
@@ -126,26 +112,6 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int, homogeneous: boo
 def resnet20(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
     """ResNet-20: 269,722 parameters for 10 classes."""
     return CifarResNet(20, classes, homogeneous=homogeneous)
-
-
-def resnet32(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """ResNet-32: 464,154 parameters for 10 classes."""
-    return CifarResNet(32, classes, homogeneous=homogeneous)
-
-
-def resnet44(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """ResNet-44: 658,586 parameters for 10 classes."""
-    return CifarResNet(44, classes, homogeneous=homogeneous)
-
-
-def resnet56(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """ResNet-56: 853,018 parameters for 10 classes."""
-    return CifarResNet(56, classes, homogeneous=homogeneous)
-
-
-def resnet110(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """ResNet-110: 1,727,962 parameters for 10 classes."""
-    return CifarResNet(110, classes, homogeneous=homogeneous)
 
 
 class WideBlock(nn.Module):
@@ -233,12 +199,12 @@ def wrn16_4(classes: int = 10, *, channels: int = 3, dropout: float = 0.3, homog
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a network, and what it takes.
+    """A network's builder and properties.
 
     Args:
         build: from the number of classes to a network with random weights.
         input_shape: channels, height and width of one input.
-        homogeneous: whether f(a x) = a f(x) for a > 0, as the paper's far-field theory asks.
+        homogeneous: whether f(a x) = a f(x) for a > 0.
     """
 
     build: Callable[[int], nn.Module]
@@ -278,15 +244,7 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
 
 
 def build_network(name: str, classes: int = 10) -> nn.Module:
-    """A network with random weights, drawn from PyTorch's global generator.
-
-    Args:
-        name: one of `MODELS`.
-        classes: number of outputs.
-
-    Returns:
-        The network, in training mode as PyTorch builds it.
-    """
+    """Make a network of `MODELS` with random weights, drawn from PyTorch's global generator."""
     spec = MODELS[one_of(name, MODELS, "network")]
     if classes < 1:
         raise OptionError(f"classes must be 1 or more, got {classes!r}.")

@@ -33,14 +33,14 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network and train it on the cross-entropy. Torch's own random state is left as it was.
+    """Build a network and train it on the cross-entropy; torch's global random state is restored.
 
     Args:
         build: makes a network with fresh weights; called once, after seeding.
         data: training data, shuffled anew for every epoch.
-        recipe: how to train.
-        seed: of the initial weights, the order of the data, dropout and augmentation.
-        prepare: turns a batch of stored inputs into the network's inputs; it may draw from torch's random state.
+        recipe: optimiser and schedule.
+        seed: seed of the initial weights, the order of the data, dropout and augmentation.
+        prepare: turns a batch of stored inputs into network inputs; it may draw from torch's random state.
         on_epoch: called after every epoch with the number of epochs done.
         checkpoint: where to save the training after every epoch, and to resume it from.
 
@@ -113,15 +113,9 @@ def train_ensemble(
     seed: int,
     on_epoch: Callable[[int, int], None] = lambda member, epoch: None,
 ) -> list[nn.Module]:
-    """Train a deep ensemble: networks that differ by their seed alone.
+    """Train a deep ensemble: `members` networks that differ by their seed alone; see `train`.
 
-    Args:
-        build: makes a network with fresh weights.
-        data: training data.
-        recipe: how to train.
-        members: number of networks.
-        seed: from which the members' seeds are drawn.
-        on_epoch: called after every epoch with the member's index and its number of epochs done.
+    `on_epoch` is called after every epoch with the member's index and its number of epochs done.
     """
     return [
         train(build, data, recipe, seed=own, on_epoch=lambda epoch, member=member: on_epoch(member, epoch))  # type: ignore[misc]
