@@ -33,7 +33,7 @@ class WithGradients(nn.Module):
 
 @contextmanager
 def seeded(network: nn.Module, seed: int) -> Iterator[None]:
-    """Set torch's random state of the CPU and of the network's devices to a seed inside; outside, nothing changes."""
+    """Seed torch's random state of the CPU and of the network's devices; it is restored at the end."""
     devices = {tensor.device for tensor in network.parameters()}
     cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(devices=cards):
@@ -53,7 +53,7 @@ def check_inputs(inputs: Inputs, place: str) -> None:
         raise DataError(f"{place}: the inputs hold NaN or infinite values. Clean or leave out those data.")
 
 
-def _normalisations(network: nn.Module) -> dict[str, _NormBase]:
+def _norms(network: nn.Module) -> dict[str, _NormBase]:
     return {
         name: module
         for name, module in network.named_modules()
@@ -62,21 +62,21 @@ def _normalisations(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def has_statistics(network: nn.Module) -> bool:
-    """Whether a network keeps running statistics of its activations, as BatchNorm does."""
-    return bool(_normalisations(network))
+    """Return whether a network keeps running statistics of its activations, as BatchNorm does."""
+    return bool(_norms(network))
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
     """Average the statistics of all batches, weighted by their size, in one pass in train mode; dropout is active.
 
     Args:
-        network: an own copy, whose statistics are overwritten.
+        network: a copy, whose statistics are overwritten.
         loader: training data; labels are not read.
 
     Returns:
         Copies of the running means and variances, by name of the buffer.
     """
-    norms = _normalisations(network)
+    norms = _norms(network)
     momenta = {name: module.momentum for name, module in norms.items()}
     seen = 0
     network.train()
@@ -85,10 +85,10 @@ def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str,
             module.reset_running_stats()
         for batch in batches(loader, "training loader"):
             size = next(len(one) for one in tree_leaves(batch.inputs) if isinstance(one, Tensor))
-            for module in norms.values():
-                module.momentum = size / (seen + size)
-            call(network, batch.inputs)
             seen += size
+            for module in norms.values():
+                module.momentum = size / seen
+            call(network, batch.inputs)
     finally:
         for name, module in norms.items():
             module.momentum = momenta[name]
