@@ -33,13 +33,13 @@ ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image is brought to the size that a network takes.
+    """Resizing and cropping of an image to the size of a network's inputs.
 
     Attributes:
-        resize: the length of the shorter side, keeping proportions; or (height, width), distorting; None leaves it alone.
-            Bilinear over all the pixels that shrink into one, as Pillow and torchvision do.
-        crop: the side of the square cut out of the middle afterwards; None leaves it whole.
-        mode: Pillow's name of the colours: "RGB" or "L" for grey.
+        resize: length of the shorter side, keeping proportions; or (height, width), distorting; None keeps the size. Bilinear with
+            antialiasing, as in Pillow and torchvision.
+        crop: side of the central square that is cut out afterwards; None keeps the whole image.
+        mode: Pillow's colour mode: "RGB" or "L" for grey.
     """
 
     resize: int | tuple[int, int] | None = None
@@ -47,7 +47,7 @@ class Preparation:
     mode: str = "RGB"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Bytes (channels, height, width)."""
+        """Return bytes (channels, height, width)."""
         image = in_bytes(image).convert(self.mode)
         if self.resize is not None:
             from PIL import Image
@@ -69,7 +69,7 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """The same image with 8 bits a pixel: Pillow's own conversion would make white of whatever is above 255."""
+    """Return the image with 8 bits a pixel: Pillow's own conversion clips all values above 255 to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
@@ -80,7 +80,7 @@ def in_bytes(image: Image.Image) -> Image.Image:
 
 
 def _margin(spare: int) -> int:
-    # What is cut off in front, as torchvision rounds it; negative where something is added.
+    # Pixels cut off in front, rounded as in torchvision; negative where pixels are added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
@@ -108,9 +108,9 @@ class ImageFolder:
         places = torch.as_tensor(indices).long()
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
-    def evenly(self, count: int) -> ImageFolder:
-        """Return at most `count` images, evenly spaced from the first to the last: they are in the order of classes."""
-        return self if len(self) <= count else self.part(even_places(len(self), count))
+    def evenly(self, count: int | None) -> ImageFolder:
+        """Return at most `count` images, evenly spaced, since they are in the order of classes; None returns all."""
+        return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
     def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 1) -> FolderBatches:
         """Return a loader of the images in their order, for `mola.fit`, `tune` and `predict`.

@@ -143,10 +143,6 @@ def _source(
     )
 
 
-def _limited(images: ImageFolder, count: int | None) -> ImageFolder:
-    return images if count is None else images.evenly(count)
-
-
 def _outliers(options: DataOptions) -> dict[str, Source]:
     normalise = normalisation(options.normalisation or "imagenet")
     side = _preparation(options).crop or 224
@@ -250,12 +246,11 @@ def _dealt(options: DataOptions, images: ImageFolder, severity: int, kinds: Sequ
 
 def _sources(options: DataOptions) -> dict[str, Source]:
     directory, prepare = data_directory(options.directory), _preparation(options)
-    train = _limited(open_imagenet(directory, "train", prepare=prepare), options.train)
+    train = open_imagenet(directory, "train", prepare=prepare).evenly(options.train)
     held_out = open_imagenet(directory, "val", prepare=prepare)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(SPLIT_SEED))
     cut = max(1, round(VALIDATION_SHARE * len(held_out)))
-    tested = held_out.part(order[cut:].sort().values)
-    test = _limited(tested, options.test)
+    test = held_out.part(order[cut:].sort().values).evenly(options.test)
     validation = held_out.part(order[:cut].sort().values)
     sources = {
         "train": _source(options, "train", "ImageNet train", "train", _Pictures(train)),
@@ -267,9 +262,9 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     for severity in SEVERITIES:
         name, title = f"severity {severity}", _title(types, published, severity)
         if published:
-            pictures = _Pictures(_limited(_pooled(options, test, severity, types), limit))
+            pictures = _Pictures(_pooled(options, test, severity, types).evenly(limit))
         else:
-            images = _limited(test, limit)
+            images = test.evenly(limit)
             pictures = _Pictures(images, severity, tuple(types[index % len(types)] for index in range(len(images))))
         dealt = () if published else types
         sources[name] = _source(options, name, title, "shift", pictures, level=severity, types=dealt)

@@ -51,10 +51,10 @@ class TrainingCheckpoint:
 
         Args:
             epochs: number of epochs done.
-            network: under training.
-            optimiser: of its parameters.
-            steps: how often the schedule of the learning rate was stepped.
-            more: tensors to save with it.
+            network: the network in training.
+            optimiser: its optimiser.
+            steps: number of steps of the learning-rate schedule.
+            more: other tensors.
         """
         tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
         for index, state in optimiser.state_dict()["state"].items():
@@ -67,16 +67,13 @@ class TrainingCheckpoint:
     def restore(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None = None
     ) -> tuple[int, int, dict[str, Tensor]]:
-        """Restore what was saved.
-
-        Args:
-            epochs: number of epochs in all.
-            network: as it was at the start.
-            optimiser: of its parameters, fresh.
-            schedule: of the learning rate, fresh.
+        """Restore a saved state into a fresh network, optimiser and schedule.
 
         Returns:
             The numbers of epochs and steps done, 0 if nothing was saved, and the other tensors.
+
+        Raises:
+            StorageError: the folder is damaged, or holds another training or more than `epochs`.
         """
         if not (self.folder / DOCUMENT).exists():
             return 0, 0, {}
