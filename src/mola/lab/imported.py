@@ -25,7 +25,7 @@ def split_name(name: str) -> tuple[str, str]:
     module, _, function = name.rpartition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         hint = (
-            " Use the module's name: for a file models.py, run this in its folder with models:build."
+            " Modules are named, not files: run this in the folder of models.py, and name models:build."
             if is_path(name)
             else ""
         )
