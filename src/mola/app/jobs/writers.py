@@ -15,6 +15,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from mola.app.jobs.columns import Summary
 from mola.app.jobs.pictures import require_pillow
 from mola.app.jobs.rows import Rows
-from mola.errors import DataError, OptionError
+from mola.errors import DataError, MissingExtraError, OptionError
 from mola.saving.files import partial_file
 
 TABLES = (".csv", ".jsonl", ".parquet")
@@ -90,11 +91,10 @@ def check_output(output: Path, data: str) -> None:
             f"{output} has the ending {output.suffix!r}: expected one of {', '.join((*TABLES, ARRAYS))}, or none for a folder of "
             f"pictures of dense outputs."
         )
-    if output.suffix == ".parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise OptionError(f"{output}: writing Parquet needs pyarrow: pip install pyarrow.") from error
+    if find_spec("pandas") is None:
+        raise MissingExtraError(feature="mola predict", package="pandas", extra="bench")
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise OptionError(f"{output}: writing Parquet needs pyarrow: pip install pyarrow.")
     if output.suffix and output.is_dir():
         raise OptionError(f"{output} is a folder: choose another --output.")
     above = next(path for path in output.absolute().parents if path.exists())
