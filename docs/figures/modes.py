@@ -18,19 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
-from mola.compare.report.style import (
-    COLOURS,
-    INK,
-    NARROW,
-    WIDE,
-    Figure,
-    Shape,
-    as_png,
-    canvas,
-    drawing,
-    explain,
-    quiet_axes,
-)
+from mola.compare.report.style import COLOURS, INK, Figure, as_png, canvas, drawing, quiet_axes
 from mola.lab.data.embedded import two_moons
 from mola.lab.training import mlp
 
@@ -103,11 +91,11 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
 
 
 def draw_modes(
-    shape: Shape, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]
+    wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]
 ) -> Figure:
     """Above, the posterior between the modes; below, around each."""
-    figure = Figure(figsize=(shape.width, 4.6 if shape.wide else 4.9), layout="constrained")
-    shown = local if shape.wide else local[:3]
+    figure = Figure(figsize=(10.4, 4.6) if wide else (4.4, 4.9), layout="constrained")
+    shown = local if wide else local[:3]
     grid = figure.add_gridspec(2, len(shown), height_ratios=(1.25, 1))
     above = figure.add_subplot(grid[0, :])
     quiet_axes(above)
@@ -116,7 +104,7 @@ def draw_modes(
     above.scatter(range(len(shown)), peaks[: len(shown)], marker="*", s=170, color=COLOURS["MoLA"], zorder=3)
     above.set_xticks(range(len(shown)), [f"mode {index + 1}" for index in range(len(shown))])
     above.set_ylabel("log posterior (nats)")
-    above.set_title("Modes of one posterior" + (", with valleys between them" if shape.wide else ""))
+    above.set_title("Modes of one posterior" + (", with valleys between them" if wide else ""))
     for index, one in enumerate(shown):
         panel = figure.add_subplot(grid[1, index])
         quiet_axes(panel)
@@ -131,15 +119,14 @@ def draw_modes(
             panel.set_xlabel("scale of the last layer's weights")
         if index == 0:
             panel.set_title("Around each mode")
-    explain(
-        figure, shape, "star: a trained network", "grey: the last layer's posterior", "blue: its Laplace approximation"
-    )
+    parts = ("star: a trained network", "grey: the last layer's posterior", "blue: its Laplace approximation")
+    figure.supxlabel((" \N{MIDDLE DOT} " if wide else "\n").join(parts), fontsize=8)
     return figure
 
 
-def draw_maps(shape: Shape, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
+def draw_maps(wide: bool, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
     """How sure each predictor is, everywhere in the plane."""
-    figure, panels = canvas(shape, *((1, 4) if shape.wide else (2, 2)), 2.5 if shape.wide else 2.0)
+    figure, panels = canvas(1, 4, 2.5, 10.4) if wide else canvas(2, 2, 2.0, 4.4)
     for panel, (name, values) in zip(panels, maps.items(), strict=True):
         image = panel.imshow(
             values, origin="lower", extent=(-REACH, REACH, -REACH, REACH), vmin=0.5, vmax=1, cmap="cividis"
@@ -175,10 +162,10 @@ def main() -> None:
     maps = {name: one(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
-        for shape, ending in ((WIDE, ""), (NARROW, "-narrow")):
+        for wide, ending in ((True, ""), (False, "-narrow")):
             folder = ROOT / "docs" / "images"
-            (folder / f"modes{ending}.png").write_bytes(as_png(draw_modes(shape, lines, local, peaks)))
-            (folder / f"confidence{ending}.png").write_bytes(as_png(draw_maps(shape, maps, inputs, labels)))
+            (folder / f"modes{ending}.png").write_bytes(as_png(draw_modes(wide, lines, local, peaks)))
+            (folder / f"confidence{ending}.png").write_bytes(as_png(draw_maps(wide, maps, inputs, labels)))
     numbers = {
         "points": POINTS,
         "weights": sum(weight.numel() for weight in networks[0].parameters()),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.compare.report.style import INK, NARROW, WIDE, Figure, Shape, as_png, canvas, colours, drawing
+from mola.compare.report.style import INK, Figure, as_png, canvas, colours, drawing
 from mola.errors import MolaWarning
 from mola.lab.data.embedded import two_moons
 from mola.lab.training import Labelled, Recipe, mlp, train_ensemble
@@ -40,9 +40,9 @@ def build() -> nn.Sequential:
     return mlp(2, (64, 64), 2)
 
 
-def draw(shape: Shape, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
+def draw(wide: bool, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
     """How sure each predictor is, everywhere in the plane, on one scale."""
-    figure, panels = canvas(shape, *((1, 4) if shape.wide else (2, 2)), 2.75 if shape.wide else 2.35)
+    figure, panels = canvas(1, 4, 2.75, 10.4) if wide else canvas(2, 2, 2.35, 4.4)
     figure.set_layout_engine("compressed")  # keeps the colour bar as tall as square panels
     for panel, (name, values) in zip(panels, maps.items(), strict=True):
         image = panel.imshow(
@@ -60,12 +60,12 @@ def draw(shape: Shape, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
         panel.set(xticks=[], yticks=[])
         for spine in panel.spines.values():
             spine.set(visible=True, edgecolor=INK, alpha=0.4, linewidth=0.6)
-        panel.set_title(TITLES[name], color=colours([name])[name], fontsize=9.5 if shape.wide else 8.5)
+        panel.set_title(TITLES[name], color=colours([name])[name], fontsize=9.5 if wide else 8.5)
     bar = figure.colorbar(
         image,
         ax=panels,
-        orientation="vertical" if shape.wide else "horizontal",
-        fraction=0.04 if shape.wide else 0.03,
+        orientation="vertical" if wide else "horizontal",
+        fraction=0.04 if wide else 0.03,
         pad=0.015,
         aspect=22,
         label="confidence",
@@ -95,8 +95,8 @@ def main() -> None:
     maps = {name: one(plane).double().max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
     far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
     with drawing():
-        for shape, ending in ((WIDE, ""), (NARROW, "-narrow")):
-            (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(shape, maps, data)))
+        for wide, ending in ((True, ""), (False, "-narrow")):
+            (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(wide, maps, data)))
     said = {name: one(held_out.inputs) for name, one in predictors.items()}
     cooled = predictors["MoLA (calibrated)"]
     numbers = {

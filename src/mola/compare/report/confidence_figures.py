@@ -9,55 +9,34 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mola.compare.record import Comparison, Record, SetInfo
-from mola.compare.report.estimate import On, at_level, estimate
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
 from mola.compare.report.single_run_tables import SCORE_NAMES
-from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, explain, quiet_axes, strokes
+from mola.compare.report.style import INK, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 from mola.compare.tally import ALL_SCORES
 from mola.reliability import Curve, draw_reliability
 
-LEGEND_ROW = 0.17
-"""Inches that a row of the legend takes."""
-
 MOST_SETS = 4
-"""Sets of outliers that are drawn."""
+"""Sets of outliers in a figure."""
 
 Array = NDArray[np.float64]
 
-# --- reliability --------------------------------------------------------------------------------------------------------
 
-
-def draw_reliability_panels(
-    comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]], shape: Shape, digits: int = 1
-) -> Figure:
-    """Accuracy against confidence, all runs together.
+def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]]) -> Figure:
+    """Accuracy over confidence, all runs together.
 
     Args:
-        comparison: what was found.
-        panels: by title: the level of shift, and the methods.
-        shape: of the figure.
-        digits: of the calibration errors in the legends.
-
-    Returns:
-        The figure.
+        comparison: the records.
+        panels: by title, the level of shift and the methods.
     """
-    legend_rows = -(-max(len(methods) for _, methods in panels.values()) // 2)
-    grid = (1, len(panels)) if shape.wide else (len(panels), 1)
-    figure, axes = canvas(shape, *grid, 3.6 + LEGEND_ROW * legend_rows)
-    runs, drawn = comparison.runs, strokes(comparison.runs)
-    for panel, (title, (level, methods)) in zip(axes, panels.items(), strict=True):
-        curves: dict[str, Curve] = {}
-        for method in methods:
-            bins, error = _pooled_bins(runs[method], level), estimate(runs[method], at_level(level, "ece"), 100)
-            if bins is not None:
-                label = method if error is None else f"{method}, ECE {error.mean:.{digits}f}%"
-                curves[label] = (bins, drawn[method])
+    figure, axes = canvas(-(-len(panels) // 2), 2, 3.4)
+    drawn = strokes(comparison.runs)
+    for panel, (title, (level, methods)) in zip(axes, panels.items(), strict=False):
+        found = {method: _pooled_bins(comparison.runs[method], level) for method in methods}
+        curves: dict[str, Curve] = {name: (bins, drawn[name]) for name, bins in found.items() if bins is not None}
         quiet_axes(panel)
         draw_reliability(panel, curves, INK)
-        panel.set_title(title)
-        # Below: inside, it would hide curves of methods that are never unsure.
-        panel.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=7.5, handlelength=1.8, columnspacing=1.0
-        )
+        panel.set_title(title, fontsize=9)
+    shared_legend(figure, axes, len(panels))
     return figure
 
 
@@ -68,17 +47,12 @@ def _pooled_bins(records: Sequence[Record], level: float) -> Array | None:
         for result in record.labelled.values()
         if result.level == level and result.reliability
     ]
-    if not bins or any(one.shape != bins[0].shape for one in bins):
-        return None
-    return np.sum(bins, axis=0)
-
-
-# --- histograms ---------------------------------------------------------------------------------------------------------
+    return np.sum(bins, axis=0) if bins and all(one.shape == bins[0].shape for one in bins) else None
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two histograms over the same bins, as shares; the less they overlap, the better outliers are told apart."""
+    """Two histograms over the same bins, as shares; less overlap separates outliers better."""
 
     edges: ArrayLike
     outliers: ArrayLike | None
@@ -89,38 +63,34 @@ class Overlap:
 
 
 def _overlaps(
-    cells: Mapping[tuple[str, str], Overlap | None],
-    painted: Mapping[str, str],
-    shape: Shape,
-    *explained: str,
-    confidence: bool = True,
+    cells: Mapping[tuple[str, str], Overlap | None], painted: Mapping[str, str], explained: str, *, confidence: bool
 ) -> Figure:
-    # Cells are None where a method has no such score; `painted` are colours of the methods, the rows or the columns.
+    # Cells by method and column; None where a method has no such score.
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    figure, panels = canvas(shape, len(rows), len(columns), 1.4, sharex=confidence, sharey=True)
+    figure, panels = canvas(len(rows), len(columns), 1.35, sharex=confidence, sharey=True)
     for place, (panel, ((row, column), overlap)) in enumerate(zip(panels, cells.items(), strict=True)):
         if place < len(columns):
-            panel.set_title(column, pad=17)
+            panel.set_title(column, pad=15, fontsize=9)
         if place % len(columns) == 0:
-            panel.set_ylabel(row, fontweight="bold")
+            panel.set_ylabel(row, fontweight="bold", fontsize=8)
         if confidence and place >= len(panels) - len(columns):
             panel.set_xlabel("confidence")
         panel.set_xticks(*([0, 0.5, 1], ["0", "0.5", "1"]) if confidence else ([],))
-        # The last bin holds most of the test data; on a square-root scale the others can still be seen.
+        # Most of the test data are in the last bin; a square-root scale shows the others, too.
         panel.set_yscale("function", functions=(np.sqrt, np.square))
         panel.set_ylim(0, 1)
         panel.set_yticks([0, 0.1, 0.5, 1], ["0", "0.1", "0.5", "1"])
         if overlap is None:
-            panel.text(0.5, 0.5, "has none", transform=panel.transAxes, ha="center", va="center", fontsize=8)
+            panel.text(0.5, 0.5, "no such score", transform=panel.transAxes, ha="center", va="center", fontsize=7)
         else:
-            _overlap(panel, overlap, painted[row if row in painted else column])
+            _draw_overlap(panel, overlap, painted[row])
         if confidence:
             panel.set_xlim(0, 1)
-    explain(figure, shape, *explained)
+    figure.supxlabel(explained, fontsize=8)
     return figure
 
 
-def _overlap(panel: Axes, overlap: Overlap, colour: str) -> None:
+def _draw_overlap(panel: Axes, overlap: Overlap, colour: str) -> None:
     quiet_axes(panel)
     if overlap.outliers is not None:
         panel.stairs(overlap.outliers, overlap.edges, color=colour, fill=True, alpha=0.75)
@@ -128,24 +98,28 @@ def _overlap(panel: Axes, overlap: Overlap, colour: str) -> None:
         panel.stairs(overlap.test, overlap.edges, color=INK, linewidth=1.0)
     if overlap.mean is not None:
         panel.axvline(overlap.mean, color=colour, linestyle=(0, (2, 1.5)), linewidth=1.3)
-    # Above the panel: inside, it would hide bars of methods that are rarely sure.
-    panel.text(0.0, 1.04, overlap.words, transform=panel.transAxes, va="bottom", fontsize=8)
+    # Above the panel: inside, it would hide bars.
+    panel.text(0.0, 1.04, overlap.words, transform=panel.transAxes, va="bottom", fontsize=7)
 
 
-def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo], shape: Shape) -> Figure:
+def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
     """For every method: confidence in each set of outliers, over confidence in the test set; all runs together."""
-    test = comparison.of_role("test")
+    test, numbers = comparison.of_role("test"), Numbers(comparison.runs)
     cells: dict[tuple[str, str], Overlap | None] = {
-        (method, "" if one in test else one.title): _pooled_overlap(records, test, one)
+        (method, "" if one in test else one.title): _pooled_overlap(numbers, method, records, test, one)
         for method, records in comparison.runs.items()
         for one in sets or test
     }
-    told = ["filled: the data named at the top", "dashed: their mean confidence", "outline: the test data"]
-    return _overlaps(cells, colours(comparison.runs), shape, *(told if sets else ["share of the test data"]))
+    explained = "filled: outliers \N{MIDDLE DOT} dashed: their mean confidence \N{MIDDLE DOT} outline: test data"
+    return _overlaps(cells, colours(comparison.runs), explained if sets else "share of the test data", confidence=True)
 
 
-def _pooled_overlap(records: Sequence[Record], test: Sequence[SetInfo], one: SetInfo) -> Overlap:
-    confidence, auroc = estimate(records, On(one.name, "confidence")), estimate(records, On(one.name, "auroc"))
+def _pooled_overlap(
+    numbers: Numbers, method: str, records: Sequence[Record], test: Sequence[SetInfo], one: SetInfo
+) -> Overlap:
+    confidence, auroc = (
+        numbers(on)[method] for on in (On(one.name, "confidence"), On(one.name, "auroc", BY_CONFIDENCE))
+    )
     words = [] if confidence is None else [f"mean {confidence.mean:.2f}"]
     words += [] if auroc is None else [f"AUROC {auroc.mean:.3f}"]
     inside = [
@@ -162,19 +136,18 @@ def _shares(histograms: Sequence[Sequence[int]]) -> Array | None:
     return total / total.sum() if total.sum() > 0 else None
 
 
-def draw_score_histograms(comparison: Comparison, name: str, shape: Shape) -> Figure:
-    """Every method by every score on one set of outliers; on a phone the networks alone beside the posterior."""
-    methods = list(comparison.methods) if shape.wide else [comparison.baseline, comparison.own]
-    found = {method: comparison.methods[method].outliers[name] for method in methods}
+def draw_score_histograms(comparison: Comparison, name: str) -> Figure:
+    """Every method by every score on one set of outliers."""
+    found = {method: record.outliers[name] for method, record in comparison.methods.items()}
     known = [score for score in ALL_SCORES if any(score in one.scores for one in found.values())]
-    pairs = [(method, score) for method in methods for score in known]
-    if not shape.wide:
-        pairs = [(method, score) for score in known for method in methods]
     cells: dict[tuple[str, str], Overlap | None] = {}
-    for method, score in pairs:
-        place = (method, SCORE_NAMES[score]) if shape.wide else (SCORE_NAMES[score], method)
-        one = found[method].score_histograms.get(score)
-        words = f"AUROC {found[method].scores[score]['auroc']:.3f}" if one is not None else ""
-        cells[place] = None if one is None else Overlap(one.edges, one.outside, one.inside, words)
-    told = (f"filled: {comparison.sets[name].title}", "outline: the test data", "more outlying to the right")
-    return _overlaps(cells, colours(comparison.methods), shape, *told, confidence=False)
+    for method, result in found.items():
+        for score in known:
+            one = result.score_histograms.get(score)
+            words = "" if one is None else f"AUROC {result.scores[score]['auroc']:.3f}"
+            cells[method, SCORE_NAMES[score]] = (
+                None if one is None else Overlap(one.edges, one.outside, one.inside, words)
+            )
+    title = comparison.sets[name].title
+    explained = f"filled: {title} \N{MIDDLE DOT} outline: the test data \N{MIDDLE DOT} more outlying to the right"
+    return _overlaps(cells, colours(comparison.methods), explained, confidence=False)

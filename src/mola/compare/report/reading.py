@@ -1,10 +1,9 @@
-"""A suite's stored records, read and checked: what cannot be read is left out and named, and so is what cannot be compared."""
+"""Suites read from a store and checked: what cannot be read or compared is named."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -15,31 +14,51 @@ from typing import Any
 import numpy as np
 
 from mola.compare.record import CONFIDENCE_BINS, Comparison, Pictures, Record, Role, SetInfo
-from mola.compare.store import Store
+from mola.compare.store import COST, SUITE, Store
 from mola.errors import StorageError
 from mola.options import one_of
 from mola.saving.schema import Optional, check
 
 MAIN = "main"
+"""The group of the methods that a suite compares; other groups are ablations."""
 
 ORDER = (
     "MAP",
     "MAP-T",
     "DE",
     "DE-T",
+    "DE-L",
     "SWAG",
     "MultiSWAG",
     "MIMO",
     "LLLA",
     "LLLA (distance)",
+    "LLLA (calibrated)",
     "MIMO-MoLA",
     "MoLA",
     "MoLA (NLL)",
     "MoLA (distance)",
+    "MoLA (calibrated)",
     "MoLA (all layers)",
     "MoLA (subnetwork)",
 )
-"""Methods that are known; any other follows them, by name."""
+"""Order of the known methods; others follow by name."""
+
+SCORE_ORDER = (
+    "max probability",
+    "entropy",
+    "GEN",
+    "mutual information",
+    "ood score",
+    "distance",
+    "energy",
+    "maximum logit",
+    "ViM",
+    "Mahalanobis",
+    "relative Mahalanobis",
+    "Mahalanobis++",
+    "nearest neighbours",
+)
 
 SUITE_SCHEMA: dict[str, Any] = {
     "title": str,
@@ -59,10 +78,12 @@ COST_SCHEMA: dict[str, Any] = {
     "environment": {},
 }
 
+AGAIN = "Run the suite again: records are kept."
+
 
 @dataclass(frozen=True)
 class CostRow:
-    """What a method costs."""
+    """Time and memory of a method."""
 
     method: str
     fit_seconds: float | None
@@ -72,7 +93,7 @@ class CostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResults(Comparison):
-    """Everything that is known of a suite: the comparison of its methods, over several runs, and what was varied."""
+    """A suite: the comparison of its methods over several runs, and its ablations."""
 
     name: str
     network: str
@@ -85,8 +106,6 @@ class SuiteResults(Comparison):
     cost: tuple[CostRow, ...]
     cost_document: dict[str, Any]
     warnings: tuple[str, ...]
-    fingerprint: str
-    """Checksum of all the suite's files."""
 
     @property
     def runs(self) -> dict[str, tuple[Record, ...]]:
@@ -99,58 +118,41 @@ class SuiteResults(Comparison):
         return len({record.run for records in self.runs.values() for record in records})
 
 
+def known_scores(suite: SuiteResults) -> list[str]:
+    """Outlier scores of the records: the known ones in order, then others."""
+    results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
+    found = {score for result in results for score in result.scores}
+    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
+
+
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
-    """Read suites before anything is written, so that what is wrong with them is told at once.
-
-    Args:
-        results: folder of the store.
-        names: of suites; none means all that have results.
-
-    Returns:
-        The suites, each once, in the order asked for.
-    """
+    """Read suites, each once; without names, all that have results."""
     store = Store(results)
     known = store.suites()
     chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
-    return [read_suite(store, name) for name in chosen]
+    return [_read_suite(store, name) for name in chosen]
 
 
-def read_suite(store: Store, name: str) -> SuiteResults:
-    """Read a suite; `StorageError` names a document that is broken, or says that no record can be read.
-
-    Args:
-        store: the folder of results.
-        name: of the suite.
-
-    Returns:
-        What is known of it.
-    """
-    one_of(name, store.suites(), "suite")
+def _read_suite(store: Store, name: str) -> SuiteResults:
     place = store.directory / name
-    document = store.read_document(name, "suite.json") or {}
-    _check(document, SUITE_SCHEMA, f"{place / 'suite.json'}")
+    document = store.read_document(name, SUITE) or {}
+    _check(document, SUITE_SCHEMA, place / SUITE)
     found, unread = _readable_records(store, name)
-    overlap = _overlap(document)
+    overlap = _overlap(document, place / SUITE)
     records = [replace(record, overlap=overlap) for record in found]
-    cost = store.read_document(name, "cost.json")
-    if cost is not None:
-        _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
+    cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
+    _check(cost, COST_SCHEMA, place / COST)
+    cost_rows = [CostRow(*(row[key] for key in COST_SCHEMA["rows"][0])) for row in cost["rows"]]
     sets, groups = _sets(document, records), _grouped(records)
     shift = document["shift"] or {"title": "shifted data", "axis": "level"}
-    cost_rows = [CostRow(*(row[key] for key in COST_SCHEMA["rows"][0])) for row in (cost or {"rows": []})["rows"]]
     return SuiteResults(
         name=name,
-        title=document["title"],
-        network=document["network"],
-        components=document["components"],
-        threshold=document["threshold"],
+        **{key: document[key] for key in ("title", "network", "components", "threshold")},
         shift_title=shift["title"],
         axis=shift["axis"],
         sets=sets,
         pictures={
-            one: _pictures(
-                given, f"{place / 'suite.json'}: the images of {one!r}", labelled=sets[one].role != "outlier"
-            )
+            one: _pictures(given, f"{place / SUITE}: the images of {one!r}", labelled=sets[one].role != "outlier")
             for one, given in document["examples"].items()
             if one in sets
         },
@@ -159,53 +161,16 @@ def read_suite(store: Store, name: str) -> SuiteResults:
         groups=groups,
         records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
         cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
-        cost_document={key: (cost or {}).get(key, {}) for key in ("settings", "environment")},
+        cost_document=cost,
         warnings=(*unread, *disagreements(name, records)),
-        fingerprint=_fingerprint(place),
     )
 
 
-SCORE_ORDER = (
-    "max probability",
-    "entropy",
-    "GEN",
-    "mutual information",
-    "ood score",
-    "distance",
-    "energy",
-    "maximum logit",
-    "ViM",
-    "Mahalanobis",
-    "relative Mahalanobis",
-    "Mahalanobis++",
-    "nearest neighbours",
-)
-
-
-def known_scores(suite: SuiteResults) -> list[str]:
-    """The scores that records hold: the known ones in their order, others after them."""
-    found = {
-        score
-        for records in suite.runs.values()
-        for record in records
-        for result in record.outliers.values()
-        for score in result.scores
-    }
-    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.json")):
-        digest.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None:
+def _check(document: dict[str, Any], schema: dict[str, Any], path: Path) -> None:
     try:
         check(document, schema, "")
     except StorageError as error:
-        raise StorageError(f"{place}: {error} Run the suite again: records are kept.") from error
+        raise StorageError(f"{path}: {error} {AGAIN}") from error
 
 
 def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
@@ -222,25 +187,22 @@ def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]
     return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
 
 
-def _overlap(document: dict[str, Any]) -> float:
-    # Of the runs of a cross-fit, test data for each of the others, see `Record.overlap`; 0 where runs have networks of
-    # their own.
+def _overlap(document: dict[str, Any], path: Path) -> float:
+    # See `Record.overlap`.
     experiment = document.get("experiment")
     options = experiment.get("options") if isinstance(experiment, dict) else None
     if not (isinstance(options, dict) and options.get("cross_fit")):
         return 0.0
     tested, *others = (document["sets"].get(role, {}).get("count") for role in ("test", "train", "validation"))
     if not all(isinstance(count, int) and count > 0 for count in (tested, *others)):
-        raise StorageError(
-            "expected how many data test, train and validation have, of a cross-fit. Run the suite again: records are kept."
-        )
+        raise StorageError(f"{path}: expected the sizes of test, train and validation of a cross-fit. {AGAIN}")
     return float(tested / sum(others))
 
 
-def _rank(method: str) -> tuple[int, list[str | int]]:
+def _rank(method: str) -> tuple[int, list[str]]:
     # Numbers in names are compared as numbers: K=2 comes before K=10.
     parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
-    return (ORDER.index(method) if method in ORDER else len(ORDER), list(parts))
+    return (ORDER.index(method) if method in ORDER else len(ORDER), parts)
 
 
 def _grouped(records: Iterable[Record]) -> dict[str, dict[str, tuple[Record, ...]]]:
@@ -257,17 +219,14 @@ def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
     try:
         content = base64.b64decode(given["pixels"], validate=True)
     except binascii.Error as error:
-        raise StorageError(f"{place} are not base64 ({error}). Run the suite again: records are kept.") from error
+        raise StorageError(f"{place} are not base64 ({error}). {AGAIN}") from error
     if len(shape) != 4 or shape[1] not in (1, 3) or math.prod(shape) != len(content):
         raise StorageError(
-            f"{place}: expected {shape} to be (n, 1 or 3, height, width) and to match the pixels, got {len(content)} bytes."
+            f"{place}: expected pixels of a shape (n, 1 or 3, height, width), got {shape} and {len(content)} bytes. {AGAIN}"
         )
     labels = given.get("label") if labelled else None
     pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).transpose(0, 2, 3, 1)
     return Pictures(pixels, tuple(labels) if isinstance(labels, list) and len(labels) >= shape[0] else None)
-
-
-# --- records that can be read ----------------------------------------------------------------------------------------
 
 
 def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
@@ -278,7 +237,7 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
         try:
             records.append(_read_record(store, suite, path))
         except StorageError as error:
-            warnings.append(f"Left out, so its method lacks a run here: {error}")
+            warnings.append(f"Left out, so that its method lacks a run: {error}")
     if not records and warnings:
         raise StorageError(f"{place}: none of {len(warnings)} records can be read. {warnings[0]}")
     if not records:
@@ -290,121 +249,77 @@ def _read_record(store: Store, suite: str, path: Path) -> Record:
     document = store.read_document(suite, str(path.relative_to(store.directory / suite)))
     try:
         record = Record.from_json(document or {})
+        histograms = [one.histogram for one in record.labelled.values()]
+        histograms += [one.histogram for one in record.outliers.values()]
+        if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
+            raise StorageError(f"expected histograms of {CONFIDENCE_BINS} bins.")
+        if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
+            raise StorageError("expected three numbers for each bin of reliability.")
     except StorageError as error:
-        raise StorageError(f"{path}: {error} Delete it and run the suite again: the rest is kept.") from error
-    histograms = [result.histogram for result in record.labelled.values()]
-    histograms += [result.histogram for result in record.outliers.values()]
-    if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
-        raise StorageError(f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again.")
-    if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
-        raise StorageError(
-            f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
-        )
+        raise StorageError(f"{path}: {error} Delete it and run the suite again: other records are kept.") from error
     return record
 
 
 # --- records that can be compared ------------------------------------------------------------------------------------
 
 OWN_WEIGHTS = ("SWAG", "MIMO")
-"""Methods with these words in their names bring weights of their own."""
+"""Parts of the names of methods that train their own weights."""
 
 
 def disagreements(suite: str, records: Sequence[Record]) -> list[str]:
-    """What a reader must know before comparing the records.
-
-    Args:
-        suite: where the records were found.
-        records: all of them.
-
-    Returns:
-        Sentences; none if all is well.
-    """
-    return [
-        *_other_suites(suite, records),
-        *_same_data(records),
-        *_same_networks(records),
-        *_same_runs(records),
-        *_same_sets(records),
-    ]
-
-
-def _other_suites(suite: str, records: Sequence[Record]) -> list[str]:
+    """Warnings about records of a suite that cannot be compared with the others."""
     strangers = sorted({record.method for record in records if record.suite != suite})
-    return [f"Records of another suite lie in this folder: {', '.join(strangers)}."] if strangers else []
-
-
-def _same_data(records: Sequence[Record]) -> list[str]:
-    words = []
+    words = [f"This folder contains records of another suite: {', '.join(strangers)}."] if strangers else []
     for run in sorted({record.run for record in records}):
-        seen: dict[str, dict[str, list[str]]] = {}
-        for record in records:
-            if record.run == run:
-                for name, checksum in record.data.items():
-                    seen.setdefault(name, {}).setdefault(checksum, []).append(record.method)
-        for name, by_checksum in seen.items():
-            if len(by_checksum) > 1:
-                odd = sorted(by_checksum.values(), key=len)[0]
-                words.append(
-                    f"Run {run}: {listed(odd)} saw other data than the rest in the set {name!r} (checksums differ). "
-                    f"Their numbers cannot be compared: run the suite again for all methods."
-                )
+        words += _different_data(run, [record for record in records if record.run == run])
+    for group in sorted({record.group for record in records}):
+        words += _different_work([record for record in records if record.group == group])
     return words
 
 
-def _same_networks(records: Sequence[Record]) -> list[str]:
+def _different_data(run: int, records: Sequence[Record]) -> list[str]:
     words = []
-    for group, run in sorted({(record.group, record.run) for record in records}):
-        same = [
-            record
-            for record in records
-            if (record.group, record.run) == (group, run) and not any(word in record.method for word in OWN_WEIGHTS)
-        ]
-        if not same:
-            continue
-        reference = max(same, key=lambda record: len(record.networks))
-        odd = [record.method for record in same if not set(record.networks) <= set(reference.networks)]
-        if odd:
+    for name in dict.fromkeys(name for record in records for name in record.data):
+        by_checksum: dict[str, list[str]] = {}
+        for record in records:
+            if name in record.data:
+                by_checksum.setdefault(record.data[name], []).append(record.method)
+        if len(by_checksum) > 1:
+            odd = min(by_checksum.values(), key=len)
             words.append(
-                f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). "
-                f"Differences between them are not due to the methods alone."
+                f"Run {run}: the set {name!r} of {listed(odd)} has another checksum. Their numbers cannot be compared: run the "
+                f"suite again for all methods."
             )
     return words
 
 
-def _same_runs(records: Sequence[Record]) -> list[str]:
+def _different_work(records: Sequence[Record]) -> list[str]:
+    # Records of one group that differ in networks, runs or sets.
     words = []
-    for group in sorted({record.group for record in records}):
-        runs: dict[str, set[int]] = {}
-        for record in records:
-            if record.group == group:
-                runs.setdefault(record.method, set()).add(record.run)
-        every = set().union(*runs.values())
-        for method, done in runs.items():
-            if done != every:
-                words.append(
-                    f"{method} has {len(done)} of {len(every)} runs: its means are over other runs than the rest's."
-                )
-    return words
-
-
-def _same_sets(records: Sequence[Record]) -> list[str]:
-    words = []
-    for group in sorted({record.group for record in records}):
-        sets = {
-            (record.method, record.run): {*record.labelled, *record.outliers}
-            for record in records
-            if record.group == group
-        }
-        every = set().union(*sets.values())
-        lacking: dict[str, list[str]] = {}
-        for (method, run), found in sets.items():
-            if found != every:
-                lacking.setdefault(", ".join(sorted(every - found)), []).append(f"{method} (run {run})")
-        words += [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
-    return words
+    for run in sorted({record.run for record in records}):
+        own = [one for one in records if one.run == run and not any(word in one.method for word in OWN_WEIGHTS)]
+        reference = max(own, key=lambda record: len(record.networks), default=None)
+        odd = [one.method for one in own if reference and not set(one.networks) <= set(reference.networks)]
+        if reference and odd:
+            words.append(
+                f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). Differences are not "
+                f"due to the methods alone."
+            )
+    every = {record.run for record in records}
+    for method in dict.fromkeys(record.method for record in records):
+        done = {record.run for record in records if record.method == method}
+        if done != every:
+            words.append(f"{method} has {len(done)} of {len(every)} runs: its means are over fewer runs.")
+    sets = {f"{record.method} (run {record.run})": {*record.labelled, *record.outliers} for record in records}
+    all_sets = set().union(*sets.values())
+    lacking: dict[str, list[str]] = {}
+    for name, found in sets.items():
+        if found != all_sets:
+            lacking.setdefault(", ".join(sorted(all_sets - found)), []).append(name)
+    return words + [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first few names, and how many more."""
+    """The first few names, and the number of others."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,15 +1,17 @@
-"""Tables of one run, of `mola evaluate` or of the demo: errors are those of the data, and bold is what leads clearly on them."""
+"""Tables of one run, of `mola evaluate` or of the demo: standard errors over data, and bold for a clear lead on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from mola.compare.measured import CLEAR
-from mola.compare.record import Comparison, SetInfo, SetResult
-from mola.compare.report.estimate import On, estimate
-from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
+from mola.compare.record import Comparison, DecisionResult, SetInfo, SetResult
+from mola.compare.regression import LEVELS
+from mola.compare.report.estimate import Estimate
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, Shown, records_table
+from mola.compare.report.tables import Better, Column, Number, Table, make_table
 from mola.compare.tally import ALL_SCORES, SCORES
 from mola.options import counted
 
@@ -21,19 +23,19 @@ SCORE_NAMES = {
     "ood score": "ood_score",
     "variance": "variance",
 }
-"""How scores are called where there is little room."""
+"""Short names of outlier scores."""
 
 FEW = 10
 """Classes in a short list."""
 
 BOLD = (
-    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, which is taken input by "
-    f"input; where nothing is bold, no lead is clear."
+    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, taken input by input; "
+    f"without bold, no lead is clear."
 )
 
 
 def set_words(one: SetInfo) -> str:
-    """How much there is of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
+    """Such as "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
     if one.inputs is None:
         return f"{counted(one.count, 'input')} of {one.name}"
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
@@ -43,7 +45,7 @@ def _labelled(name: str, shown: Iterable[tuple[str, Column, float]]) -> list[Sho
     return [Shown(column, On(name, metric), factor) for metric, column, factor in shown]
 
 
-# --- mola evaluate ------------------------------------------------------------------------------------------------------
+# --- classification --------------------------------------------------------------------------------------------------
 
 TEST_DATA = (
     ("accuracy", Column("accuracy %", better="high", digits=2), 100),
@@ -51,160 +53,138 @@ TEST_DATA = (
     ("brier", Column("Brier", better="low", digits=4), 1),
     ("ece", Column("ECE %", better="low", digits=2), 100),
     ("confidence", Column("mean conf. %", digits=2), 100),
-)
-
-
-LABELS = (
     ("auroc", Column("AUROC %", better="high", digits=2), 100),
     ("average_precision", Column("AP %", better="high", digits=2), 100),
     ("miou", Column("mean IoU %", better="high", digits=2), 100),
 )
-"""Where inputs have several labels, and where outputs are at many positions."""
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
-    """In distribution, and against each set of outliers."""
-    test = comparison.test
+    """On the test data, decisions, and against each set of outliers."""
+    test, numbers = comparison.test, Numbers(comparison.runs)
+    known = comparison.methods[comparison.own].labelled[test.name].metrics
     caption = (
-        f"{set_words(test)}, with standard errors: how far chance alone moves a number on so many "
-        f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
+        f"{set_words(test)}, with standard errors over inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, "
+        f"15 bins."
     )
-    several = [one for one in LABELS if one[0] in comparison.methods[comparison.own].labelled[test.name].metrics]
-    if several and several[0][0] == "miou":
-        caption += " Mean IoU: intersection over union of each class, averaged."
-    elif several:
-        caption += (
-            " AUROC and average precision (AP): the mean over labels, each by itself; ECE: of the more probable answer."
-        )
-    shown = _labelled(test.name, (*TEST_DATA, *several))
-    inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
-    outside = [table for one in comparison.of_role("outlier") for table in outlier_tables(comparison, one)]
+    caption += (
+        " AUROC, AP (average precision): mean over labels; ECE: of the more probable answer."
+        if "auroc" in known
+        else ""
+    )
+    caption += " Mean IoU: intersection over union, mean over classes." if "miou" in known else ""
+    shown = _labelled(test.name, TEST_DATA)
+    inside = records_table("On the test data", caption, numbers, shown, leads=comparison.leads)
+    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
     return [inside, *decision_tables(comparison), *outside]
 
 
+def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
+    # AUROC and false positives: both would be too wide side by side.
+    numbers, leads = Numbers(comparison.runs), comparison.leads
+    first = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
+    words = (
+        "MMC: mean confidence. AUROC: how well a score separates outliers from the test data; 50 is guessing. Energy and largest "
+        "logit come from the logits alone: LLLA has those of MAP, MoLA those of DE."
+    )
+    if comparison.regression:
+        first = Shown(Column("mean std.", digits=digits_of(comparison, "std")), On(one.name, "std"))
+        words = (
+            "Mean std.: mean standard deviation, in the targets' units. AUROC: how well a score separates outliers from the test "
+            "data; 50 is guessing. The variance of a network with constant noise is the same for all inputs."
+        )
+    caption = f"{set_words(one)}, with standard errors. {words} {BOLD.format(', by any score,')}"
+    below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
+    areas = _by_score(numbers, one.name, "auroc", Column("", "AUROC %", "high"))
+    rates = _by_score(numbers, one.name, "fpr95", Column("", "FPR95 %", "low"))
+    return (
+        records_table(f"Outliers: {one.title}", caption, numbers, [first, *areas], leads=leads),
+        records_table(f"Outliers that pass: {one.title}", below, numbers, rates, leads=leads),
+    )
+
+
+def _by_score(numbers: Numbers, name: str, metric: str, like: Column) -> list[Shown]:
+    quantities = [On(name, metric, score) for score in ALL_SCORES]
+    known = [one for on in quantities for one in numbers(on, 100).values() if one is not None]
+    # A second digit is meaningful where all errors are below a tenth of a point.
+    digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
+    return [Shown(replace(like, name=SCORE_NAMES[on.score], digits=digits), on, 100) for on in quantities]
+
+
 def decision_tables(comparison: Comparison) -> list[Table]:
-    """Promises that were made on the validation data, and what the test data show of them."""
+    """Promises made on the validation data, and what became of them on the test data."""
     found = comparison.decisions
     if found is None:
         return []
-    values: dict[str, list[Number]] = {
-        "alarms on usual data": [100 * found.false_alarm_rate, 100 * found.alarms, None],
-    }
+    alarms: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
+    if comparison.regression:
+        return [_interval_table(comparison, found, alarms)]
+    values = alarms
     for one in found.answers:
         realised, answered = (None if number is None else 100 * number for number in (one.realised, one.answered))
         values[f"wrong answers, at most {one.promised:.0%}"] = [100 * one.promised, realised, answered]
     if found.sets is not None:
-        values[f"sets that miss, at most {1 - found.sets.promised:.0%}"] = [
-            100 * (1 - found.sets.promised),
-            100 * (1 - found.sets.realised),
-            None,
-        ]
+        missed = [100 * (1 - share) for share in (found.sets.promised, found.sets.realised)]
+        values[f"sets that miss, at most {1 - found.sets.promised:.0%}"] = [*missed, None]
     impossible = [one for one in found.answers if one.threshold is None]
     caption = (
-        f"Thresholds were set on the validation data; the test data show what became of the promises, give or take chance. Wrong "
-        f"answers: promised with a certainty of {found.answers[0].certainty:.0%}, for inputs that do not ring the alarm."
+        f"Thresholds come from the validation data; test data may miss a promise by chance. Wrong answers: promised with a "
+        f"certainty of {found.answers[0].certainty:.0%}, for inputs that raise no alarm."
     )
     caption += f" {impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else ""
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
-    tables = [make_table("Decisions", caption, columns, values)]
-    if found.sets is not None:
-        tables.append(_set_table(found.sets, comparison.own))
-    return tables
+    sets = [] if found.sets is None else [_set_table(found.sets, comparison.own)]
+    return [make_table("Decisions", caption, columns, values), *sets]
 
 
 def _set_table(sets: SetResult, method: str) -> Table:
     worst = sorted(sets.classes, key=lambda name: sets.classes[name])[:FEW]
     values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
-    shares = ", ".join(f"{100 * share:.1f} % {_classes(size)}" for size, share in sets.sizes.items() if share > 0)
-    caption = (
-        f"Sets of {method} that hold the true class {100 * sets.promised:g} % of the time, over all classes: {sets.size:.2f} classes "
-        f"on average; {shares}. Classes that are held least often first; to hold each so often: `mola predict --by-class`."
-    )
-    return make_table("Prediction sets by class", caption, [Column("held %")], values)
-
-
-def _classes(size: str) -> str:
-    return {"0": "are empty", "1": "hold one", "more": "hold more"}.get(size, f"hold {size}")
-
-
-def outlier_tables(comparison: Comparison, one: SetInfo, sure: Shown | None = None) -> tuple[Table, Table]:
-    """Mean confidence, or what else is shown first, and AUROC; and, as both would be too wide side by side, false positives."""
-    told = (
-        "MMC: mean confidence in them."
-        if sure is None
-        else "Standard deviation: mean over them, in the targets' units."
-    )
-    how = (
-        "Every method is shown by every score that it has; energy and largest logit come from the logits alone, so LLLA has MAP's and "
-        "MoLA has the ensemble's."
-        if sure is None
-        else "By the variance of the prediction, which is the same for all inputs where a network alone has constant noise; and by "
-        "the outlier score."
-    )
-    caption = (
-        f"{set_words(one)}, with standard errors. {told} AUROC: how well a score tells them from the test data; 50 is guessing. {how} "
-        f"{BOLD.format(', by whichever score,')}"
-    )
-    below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
-    sure = sure or Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
-    areas = _by_score(comparison, one.name, "auroc", Column("", "AUROC %", "high"))
-    rates = _by_score(comparison, one.name, "fpr95", Column("", "FPR95 %", "low"))
-    runs, leads = comparison.runs, comparison.leads
-    return (
-        records_table(f"Outliers: {one.title}", caption, runs, [sure, *areas], leads=leads),
-        records_table(f"Outliers that pass: {one.title}", below, runs, rates, leads=leads),
-    )
-
-
-def _by_score(comparison: Comparison, name: str, metric: str, like: Column) -> list[Shown]:
-    quantities = [On(name, metric, score) for score in ALL_SCORES]
-    known = [
-        one for on in quantities for runs in comparison.runs.values() if (one := estimate(runs, on, 100)) is not None
+    sizes = {"0": "are empty", "1": "have one class", "more": "have more"}
+    shares = [
+        f"{100 * share:.1f} % {sizes.get(size, f'have {size}')}" for size, share in sets.sizes.items() if share > 0
     ]
-    # A second digit means something where all errors are below a tenth of a point.
-    digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
-    return [Shown(replace(like, name=SCORE_NAMES[on.score], digits=digits), on, 100) for on in quantities]
+    caption = (
+        f"Sets of {method} with a coverage of {100 * sets.promised:g} % over all classes: {sets.size:.2f} classes on average; "
+        f"{', '.join(shares)}. The least covered classes first; `mola predict --by-class` covers each class as often."
+    )
+    return make_table("Prediction sets by class", caption, [Column("covered %")], values)
 
 
 def worst_classes(comparison: Comparison) -> list[str]:
-    """Classes of the test data, those that the posterior is wrong about most often first."""
+    """Classes of the test data, those with the lowest accuracy of the posterior first."""
     found = comparison.methods[comparison.own].labelled[comparison.test.name].classes
     return sorted(found, key=lambda name: (found[name].accuracy, -found[name].count))
 
 
+CLASS_COLUMNS = {
+    "accuracy": "accuracy %",
+    "confidence": "mean conf. %",
+    "auroc": "AUROC %",
+    "average_precision": "AP %",
+    "ece": "ECE %",
+    "iou": "IoU %",
+}
+
+
 def class_table(comparison: Comparison, most: int | None = None) -> Table:
-    """Every class, or the worst of them: how many inputs, how often right, how sure.
-
-    Args:
-        comparison: what was found.
-        most: how many rows; None is all.
-
-    Returns:
-        The table, worst classes first.
-    """
+    """Every class, or the `most` worst of them: count, accuracy and confidence, worst classes first."""
     methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
-    # A label is counted once for each input that has it known, a class once for each position that has it.
+    # A label is counted once for each input where it is known, a class once for each position.
     unit = "position" if comparison.test.parts == "position" else "input"
-    columns = [Column(f"{unit}s", digits=0)]
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
-    shown = {"accuracy": "accuracy %", "confidence": "mean conf. %"}
-    if any(one.ece is not None for one in results[0].values()):  # labels that are yes or no
-        shown |= {"auroc": "AUROC %", "average_precision": "AP %", "ece": "ECE %"}
-    if any(one.iou is not None for one in results[0].values()):  # pixels, or tokens
-        shown |= {"iou": "IoU %"}
-    columns += [Column(method, group) for group in shown.values() for method in methods]
-
-    def percent(value: float | None) -> Number:
-        return None if value is None else 100 * value
-
-    values: dict[str, list[Number]] = {
-        name: [
-            float(results[0][name].count),
-            *(percent(getattr(found[name], measure)) for measure in shown for found in results),
-        ]
-        for name in order[:most]
+    shown = {
+        measure: title
+        for measure, title in CLASS_COLUMNS.items()
+        if any(getattr(one, measure) is not None for one in results[0].values())
     }
-    one, many = ("class", "classes") if "auroc" not in shown else ("label", "labels")
+    columns = [Column(f"{unit}s", digits=0)]
+    columns += [Column(method, group) for group in shown.values() for method in methods]
+    values: dict[str, list[Number]] = {}
+    for name in order[:most]:
+        found = [getattr(result[name], measure) for measure in shown for result in results]
+        values[name] = [float(results[0][name].count), *(None if one is None else 100 * one for one in found)]
+    one, many = ("label", "labels") if "auroc" in shown else ("class", "classes")
     title = (
         f"{one.capitalize()} by {one}"
         if len(values) == len(order)
@@ -212,13 +192,129 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
     )
     least = min(results[0][name].count for name in values)
     caption = (
-        f"{many.capitalize()} that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident "
-        f"there. A {one} of {counted(least, unit)} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"{many.capitalize()} with the most errors of {comparison.own} first. Mean confidence far above accuracy: overconfident. "
+        f"The accuracy on {counted(least, unit)} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 
 
-# --- the demo -----------------------------------------------------------------------------------------------------------
+# --- regression ------------------------------------------------------------------------------------------------------
+
+MOST_DIGITS = 8
+
+
+def _digits(errors: Sequence[float | None], values: Sequence[float]) -> int:
+    # Decimals that show two digits of the smallest error, but at most five of the values: constants have almost no error.
+    largest = max((abs(one) for one in values), default=0.0)
+    if largest == 0:
+        return 1
+    most = 4 - math.floor(math.log10(largest))
+    known = [one for one in errors if one is not None and one > 1e-6 * largest]
+    wanted = 1 - math.floor(math.log10(min(known))) if known else most
+    return min(MOST_DIGITS, max(0, min(wanted, most)))
+
+
+def digits_of(comparison: Comparison, metric: str) -> int:
+    """Decimals of a metric on the test data: targets may have any unit."""
+    found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
+    return _digits([one.errors.get(metric) for one in found], [one.metrics[metric] for one in found])
+
+
+def regression_tables(comparison: Comparison) -> list[Table]:
+    """On the test data, intervals, differences, promises, and against each set of outliers."""
+    test, numbers = comparison.test.name, Numbers(comparison.runs)
+    titles: dict[str, tuple[str, Better | None]] = {
+        "rmse": ("RMSE", "low"),
+        "nll": ("NLL", "low"),
+        "crps": ("CRPS", "low"),
+        "std": ("mean std.", None),
+    }
+    scores = [
+        Shown(Column(title, better=better, digits=digits_of(comparison, metric)), On(test, metric))
+        for metric, (title, better) in titles.items()
+    ]
+    several = (
+        " All but NLL are means over outputs, which the largest units dominate." if len(comparison.classes) > 1 else ""
+    )
+    caption = (
+        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs. {BOLD.format('')} NLL: negative "
+        f"log-likelihood of all outputs, in nats. CRPS: continuous ranked probability score.{several}"
+    )
+    levels = [f"{100 * level:g}" for level in LEVELS]
+    wide = max(digits_of(comparison, f"width_{name}") for name in levels)
+    intervals = [Shown(Column(f"{name} %", "covered, in %"), On(test, f"coverage_{name}"), 100) for name in levels]
+    intervals += [Shown(Column(f"{name} %", "mean width", digits=wide), On(test, f"width_{name}")) for name in levels]
+    below = (
+        "Share of targets in central intervals, by the probability of the interval, and the intervals' width in the targets' "
+        "units, with standard errors. If two methods are calibrated, the narrower intervals are better."
+    )
+    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
+    return [
+        records_table("On the test data", caption, numbers, scores, leads=comparison.leads),
+        records_table("Intervals", below, numbers, intervals, leads={test: {}}),
+        *([_difference_table(comparison)] if comparison.differences else []),
+        *decision_tables(comparison),
+        *outside,
+    ]
+
+
+def _difference_table(comparison: Comparison) -> Table:
+    found, columns = comparison.differences, []
+    for name, title in (("rmse", "RMSE"), ("nll", "NLL"), ("crps", "CRPS")):
+        pairs = [one[name] for one in found.values()]
+        columns.append(Column(title, digits=_digits([error for _, error in pairs], [value for value, _ in pairs])))
+    values: dict[str, list[Number]] = {
+        method: [Estimate(*one[name], 1) for name in ("rmse", "nll", "crps")] for method, one in found.items()
+    }
+    caption = (
+        f"Each method minus {comparison.own}, input by input: above 0, {comparison.own} is better. A difference of less than two "
+        f"standard errors may be chance."
+    )
+    return make_table(f"Compared with {comparison.own}", caption, columns, values, best=set())
+
+
+def _interval_table(comparison: Comparison, found: DecisionResult, values: dict[str, list[Number]]) -> Table:
+    for one in found.intervals:
+        realised = Estimate(one.realised, one.realised_error, 1).scaled(100)
+        values[f"{100 * one.promised:g} % intervals"] = [100 * one.promised, realised, one.width]
+    digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
+    caption = (
+        f"The alarm and the intervals come from the validation data; test data may miss a promise by chance. `mola predict "
+        f"--coverage 0.9` writes such intervals of {comparison.own}."
+    )
+    columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
+    return make_table("Decisions", caption, columns, values, best=set())
+
+
+OUTPUT_COLUMNS = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS", "coverage_90": "90 % covered, %"}
+
+
+def output_table(comparison: Comparison) -> Table | None:
+    """Output by output, the networks alone beside the posterior; None for one output."""
+    methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
+    found = {name: comparison.methods[name].labelled[test].regression for name in methods}
+    known = {name: one.outputs for name, one in found.items() if one is not None}
+    names = list(next(iter(known.values()), {}))
+    if len(names) < 2:
+        return None
+    values: dict[str, list[Number]] = {}
+    digits: dict[str, list[int]] = {}  # outputs may have different units
+    for output in names:
+        values[output], digits[output] = [], []
+        for metric in OUTPUT_COLUMNS:
+            both = [known[method][output] for method in methods]
+            factor = 100 if metric == "coverage_90" else 1
+            values[output] += [Estimate(one.metrics[metric], one.errors[metric], 1).scaled(factor) for one in both]
+            shown = _digits([one.errors[metric] for one in both], [one.metrics[metric] for one in both])
+            digits[output] += [1 if metric == "coverage_90" else shown] * len(methods)
+    columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
+    many = len(comparison.classes)
+    title = "Output by output" if many == len(names) else f"The first {len(names)} of {many} outputs"
+    caption = "Each output in its own units, with standard errors. Last: coverage of 90 % intervals."
+    return make_table(title, caption, columns, values, best=set(), digits=digits)
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
 
 TEST_DIGITS = (
     ("accuracy", Column("accuracy %"), 100),
@@ -227,71 +323,58 @@ TEST_DIGITS = (
     ("ece", Column("ECE %", better="low"), 100),
     ("confidence", Column("mean conf. %"), 100),
 )
-
+ROTATED = (
+    ("accuracy", Column("acc. %"), 100),
+    ("nll", Column("NLL", better="low", digits=2), 1),
+    ("ece", Column("ECE %", better="low"), 100),
+)
 TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
     """In distribution, under rotation, and against outliers: by confidence, and by every score."""
-    test, outliers, runs, leads = comparison.test, comparison.of_role("outlier"), comparison.runs, comparison.leads
-    turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
+    test, outliers, leads = comparison.test, comparison.of_role("outlier"), comparison.leads
+    numbers = Numbers(comparison.runs)
     inside = (
         f"{test.count} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
         f"{BOLD.format('')}"
     )
     rotated = [
-        Shown(Column(title, f"{one.level:g}°", better, digits), On(one.name, metric), factor)
-        for one in turned
-        for metric, title, better, digits, factor in ROTATED
+        Shown(replace(column, group=f"{one.level:g}°"), On(one.name, metric), factor)
+        for one in comparison.of_role("shift")
+        if one.level in TABLE_ANGLES
+        for metric, column, factor in ROTATED
     ]
-    below = f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}"
-    sure = [
-        Shown(Column(title, one.title, better), On(one.name, metric), 100)
-        for one in outliers
-        for metric, title, better in DETECTED
-    ]
+    below = f"The test digits, turned counter-clockwise. MAP and LLLA use the first network alone. {BOLD.format('')}"
+    by_set = []
+    for one in outliers:
+        by_set.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
+        by_set.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc", BY_CONFIDENCE), 100))
     outside = (
-        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
+        f"In %. MMC: mean confidence. AUROC: how well low confidence separates outliers from test digits; 50 is guessing. "
         f"{BOLD.format('')}"
     )
     by_confidence = {one.name: {**leads[one.name], "auroc": leads[one.name]["max probability"]} for one in outliers}
     return [
-        records_table("In distribution", inside, runs, _labelled(test.name, TEST_DIGITS), leads=leads),
-        records_table("Under rotation", below, runs, rotated, leads=leads),
-        records_table("Out of distribution, by confidence", outside, runs, sure, leads=by_confidence),
-        _every_score(comparison),
+        records_table("In distribution", inside, numbers, _labelled(test.name, TEST_DIGITS), leads=leads),
+        records_table("Under rotation", below, numbers, rotated, leads=leads),
+        records_table("Out of distribution, by confidence", outside, numbers, by_set, leads=by_confidence),
+        _every_score(comparison, numbers),
     ]
 
 
-ROTATED: tuple[tuple[str, str, Literal["low"] | None, int, float], ...] = (
-    ("accuracy", "acc. %", None, 1, 100),
-    ("nll", "NLL", "low", 2, 1),
-    ("ece", "ECE %", "low", 1, 100),
-)
-
-DETECTED: tuple[tuple[str, str, Literal["low", "high"]], ...] = (
-    ("confidence", "MMC", "low"),
-    ("auroc", "AUROC", "high"),
-)
-
-
-def _every_score(comparison: Comparison) -> Table:
-    sets, leads = comparison.of_role("outlier"), comparison.leads
-    rows = [
-        (method, score)
-        for method, record in comparison.methods.items()
-        for score in SCORES
-        if score in record.outliers[sets[0].name].scores
-    ]
-    values: dict[str, list[Number]] = {
-        f"{method}, {score}": [estimate(comparison.runs[method], On(one.name, "auroc", score), 100) for one in sets]
-        for method, score in rows
-    }
+def _every_score(comparison: Comparison, numbers: Numbers) -> Table:
+    sets = comparison.of_role("outlier")
+    values: dict[str, list[Number]] = {}
+    for method, record in comparison.methods.items():
+        for score in SCORES:
+            if score in record.outliers[sets[0].name].scores:
+                values[f"{method}, {score}"] = [numbers(On(one.name, "auroc", score), 100)[method] for one in sets]
+    leads = comparison.leads
     best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
     caption = (
-        f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
-        f"MAP's and MoLA has DE's; the ood score is made of far field, energy and distance from the training classes. "
-        f"{BOLD.format(', by whichever score,')}"
+        f"AUROC in %. Energy and maximum logit come from the logits alone: LLLA has those of MAP, MoLA those of DE. The ood "
+        f"score combines far field, energy and distance from the training classes. {BOLD.format(', by any score,')}"
     )
     columns = [Column(one.title, better="high") for one in sets]
     return make_table("Out of distribution, by every score", caption, columns, values, best=best)

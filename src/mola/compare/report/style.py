@@ -1,12 +1,13 @@
-"""How figures look: one colour and stroke for each method everywhere, and two shapes, for wide screens and for phones."""
+"""How figures look, and their forms: one colour and stroke for each method everywhere, SVG for pages, PNG for documents."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mola.errors import MissingExtraError
@@ -19,7 +20,7 @@ except ImportError as error:
     raise MissingExtraError(feature="drawing figures", package="matplotlib", extra="bench") from error
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
-"""Okabe and Ito's palette, which the colour-blind can tell apart; grey for the plain network."""
+"""Okabe and Ito's palette, for colour-blind readers; grey for the plain network."""
 
 DASHED = (0, (3.2, 1.6))
 
@@ -27,26 +28,32 @@ KNOWN: dict[str, tuple[str, Any]] = {
     **{method: (colour, "-") for method, colour in COLOURS.items()},
     "MAP-T": (COLOURS["MAP"], DASHED),
     "DE-T": (COLOURS["DE"], DASHED),
+    "DE-L": ("#56b4e9", "-"),
     "MAP-N": (COLOURS["MAP"], DASHED),
     "DE-N": (COLOURS["DE"], DASHED),
     "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
     "MoLA (distance)": ("#d55e00", "-"),
     "LLLA (distance)": ("#d55e00", DASHED),
+    "MoLA (calibrated)": ("#0b3d91", "-"),
+    "LLLA (calibrated)": ("#0b3d91", DASHED),
     "SWAG": ("#cc79a7", DASHED),
     "MultiSWAG": ("#cc79a7", "-"),
     "MIMO": ("#9467bd", DASHED),
     "MIMO-MoLA": ("#9467bd", "-"),
 }
-"""Relatives share a colour: the one that the paper does not stress is dashed."""
+"""Related methods share a colour; the less important one is dashed."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
 PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 INK = "#25303b"
-"""Text and axes. A page replaces it by its own text colour, so that figures follow light and dark."""
+"""Text and axes. Pages replace it by their own text colour, so that figures follow light and dark."""
 
 PAPER = "#ffffff"
+
+WIDTH = 7.2
+"""Inches: two panels side by side, which stay readable on a phone."""
 
 SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -78,19 +85,18 @@ SETTINGS: dict[Any, Any] = {
 
 
 def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What a line of each method is drawn with, by method."""
+    """Colour and line style of each method."""
     methods = list(methods)
     taken = [KNOWN[method] for method in methods if method in KNOWN]
     free = (pair for pattern in PATTERNS for colour in OTHERS if (pair := (colour, pattern)) not in taken)
-    # With more methods than pairs, the last ones cannot be told apart by their lines.
+    # With more methods than pairs, the last ones look alike.
     pairs = {method: KNOWN[method] if method in KNOWN else next(free, (OTHERS[0], PATTERNS[-1])) for method in methods}
     return {method: {"color": colour, "linestyle": pattern} for method, (colour, pattern) in pairs.items()}
 
 
 def crossed_strokes(kinds: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """Lines of methods that vary in two ways: one colour for each of the first, one pattern for each of the second."""
-    first = list(dict.fromkeys(one for one, _ in kinds.values()))
-    second = list(dict.fromkeys(two for _, two in kinds.values()))
+    """Strokes of methods that vary in two ways: a colour for each value of the first, a line style for each of the second."""
+    first, second = (list(dict.fromkeys(values)) for values in zip(*kinds.values(), strict=True))
     return {
         method: {
             "color": OTHERS[first.index(one) % len(OTHERS)],
@@ -105,33 +111,18 @@ def colours(methods: Iterable[str]) -> dict[str, str]:
     return {method: stroke["color"] for method, stroke in strokes(methods).items()}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How wide a figure is, in inches, and whether its panels stand side by side or below each other."""
-
-    name: str
-    width: float
-
-    @property
-    def wide(self) -> bool:
-        """Whether panels stand side by side."""
-        return self.name == "wide"
-
-
-WIDE = Shape("wide", 10.4)
-NARROW = Shape("narrow", 4.4)
-
-
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Matplotlib's settings are these inside, and what they were before afterwards."""
+    """Apply these settings of matplotlib within the context."""
     with mpl.rc_context(SETTINGS):
         yield
 
 
-def canvas(shape: Shape, rows: int, columns: int, row_height: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with a grid of panels, row by row. It belongs to no window, so nothing need be closed."""
-    figure = Figure(figsize=(shape.width, rows * row_height), layout="constrained")
+def canvas(
+    rows: int, columns: int, row_height: float, width: float = WIDTH, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a grid of panels, row by row. It belongs to no window, so it need not be closed."""
+    figure = Figure(figsize=(width, rows * row_height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.flat)
 
@@ -142,16 +133,54 @@ def quiet_axes(panel: Axes) -> None:
     panel.tick_params(length=3)
 
 
-def explain(figure: Figure, shape: Shape, *parts: str) -> None:
-    """A line below a figure that says how to read it: on one line where there is room."""
-    figure.supxlabel((" \N{MIDDLE DOT} " if shape.wide else "\n").join(parts), fontsize=8)
+def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
+    """One legend for all panels: in place of the first unused panel if it has room, below the figure otherwise."""
+    for panel in panels[used:]:
+        panel.set_axis_off()
+    if handles is None:
+        handles = list(
+            {
+                label: one
+                for panel in panels[:used]
+                for one, label in zip(*panel.get_legend_handles_labels(), strict=True)
+            }.values()
+        )
+    style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
+    if len(panels) > used and len(handles) <= 16:
+        panels[used].legend(handles=handles, loc="center left", **style)
+        return
+    longest = max((len(one.get_label()) for one in handles), default=1)
+    columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
+    # The legend adds to the height instead of taking it from the panels.
+    figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **style)
 
 
-def settle(figure: Figure) -> None:
-    """Arrange the panels now and for good: arranging takes longer than drawing, and would be done for each format."""
-    figure.draw_without_rendering()
-    # Not "none": that leaves an engine that arranges nothing, for which each format is drawn twice.
-    figure.set_layout_engine(None)
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as SVG without a background, and as PNG on white."""
+
+    name: str
+    svg: str
+    png: bytes
+
+    def write(self, folder: Path) -> None:
+        """Write `<name>.svg` and `<name>.png`, both on white."""
+        on_white = self.svg.replace("<svg", f'<svg style="background:{PAPER}"', 1)
+        (folder / f"{self.name}.svg").write_text(on_white, encoding="utf-8")
+        (folder / f"{self.name}.png").write_bytes(self.png)
+
+
+def render(name: str, make: Callable[[], Figure]) -> Drawn:
+    """Draw a figure; its name is part of all ids in the SVG."""
+    with drawing():
+        figure = make()
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # arranged once, instead of once for each format
+        return Drawn(name, as_svg(figure, name), as_png(figure))
 
 
 def as_png(figure: Figure) -> bytes:
@@ -165,11 +194,8 @@ def as_svg(figure: Figure, name: str) -> str:
     """The bare `<svg>` element on a transparent ground; the same figure gives the same text.
 
     Args:
-        figure: what to draw.
-        name: prefix of every id inside, so that several fit on one page.
-
-    Returns:
-        SVG without prolog and metadata.
+        figure: to draw.
+        name: prefix of every id, so that several figures fit on one page.
     """
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
@@ -177,6 +203,4 @@ def as_svg(figure: Figure, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = text.replace("url(#", f"url(#{name}-")
-    return re.sub(r'href="#', f'href="#{name}-', text)
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)

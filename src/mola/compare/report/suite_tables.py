@@ -1,57 +1,30 @@
-"""The tables of a suite: methods in and out of distribution and under shift, what was varied, what it cost; beside the paper's."""
+"""Tables of a suite: methods in distribution, under shift and against outliers, ablations and cost, beside the paper's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from mola.compare.record import Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import (
+from mola.compare.report.estimate import Estimate
+from mola.compare.report.numbers import (
+    BY_CONFIDENCE,
     EXCESS,
-    Estimate,
+    Numbers,
     On,
-    Quantity,
-    at_level,
-    estimate,
+    Shown,
     levels_of,
-    mean_over,
-    of_type,
+    records_table,
     runs_words,
     shared_outliers,
-    shifted,
 )
-from mola.compare.report.measure_tables import people_table, rejection_table
-from mola.compare.report.openood import openood_table
 from mola.compare.report.reading import MAIN, SuiteResults, known_scores
-from mola.compare.report.tables import Cell, Column, Number, Row, Shown, Table, make_table, records_table
+from mola.compare.report.tables import Better, Cell, Column, Number, Row, Table, make_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Tables that are shown in the terminal; all of them are in the files."""
-
-
-def suite_tables(suite: SuiteResults) -> dict[str, Table]:
-    """All tables, in order."""
-    tables: dict[str, Table | None] = {
-        "outliers": _outliers(suite),
-        "difference": _differences(suite),
-        "scores": _score_digest(suite),
-        **{f"scores {one.name}": _scores(suite, one.name) for one in suite.of_role("outlier")},
-        "openood": openood_table(suite),
-        "rejection": rejection_table(suite),
-        "in-distribution": _in_distribution(suite),
-        "risk": _risk(suite),
-        "people": people_table(suite),
-        **{f"shift {metric}": _along_shift(suite, metric) for metric in METRIC_NAMES},
-        **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
-        "variants": _variants(suite),
-        **{f"ablation {group}": _ablation(suite, group) for group in ablation_groups(suite)},
-        "cost": _cost(suite),
-        "settings": _settings(suite),
-    }
-    return {name: table for name, table in tables.items() if table is not None}
-
+"""Tables in the terminal; the files have all of them."""
 
 METRIC_NAMES = {
     "log_likelihood": "log-likelihood",
@@ -60,11 +33,11 @@ METRIC_NAMES = {
     "accuracy": "accuracy",
     "confidence": "mean confidence",
 }
-"""Metrics that are followed along a shift."""
+"""Metrics along a shift."""
 
 PERCENT = ("accuracy", "ece", "confidence")
 
-BETTER: dict[str, Literal["low", "high"] | None] = {
+BETTER: dict[str, Better | None] = {
     "log_likelihood": "high",
     "brier": "low",
     "ece": "low",
@@ -72,81 +45,114 @@ BETTER: dict[str, Literal["low", "high"] | None] = {
     "confidence": None,
 }
 
+GROUP_TITLES = {
+    "variants": "LLLA: structure and link",
+    "structures": "MoLA: structure and rule",
+    "components": "Number of components",
+    "rules": "Rules for the prior precision",
+    "weights": "Weights of the mixture",
+    "tempered": "A temperature first, then Laplace",
+    "many-classes": "Very many classes: structure and link",
+}
 
-def _paper_name(method: str) -> str:
-    return f"paper: {method}"
+
+def suite_tables(suite: SuiteResults) -> dict[str, Table]:
+    """All tables by name, in order."""
+    numbers = Numbers(suite.runs)
+    tables: dict[str, Table | None] = {"settings": _settings(suite), "cost": _cost(suite)}
+    if suite.runs:
+        tables = {
+            "outliers": _outliers(suite, numbers),
+            "difference": _differences(suite, numbers),
+            "scores": _score_digest(suite, numbers),
+            **{f"scores {one.name}": _scores(suite, numbers, one) for one in suite.of_role("outlier")},
+            "openood": _openood(suite, numbers),
+            "rejection": _rejection(suite, numbers),
+            "in-distribution": _in_distribution(suite, numbers),
+            "risk": _risk(suite, numbers),
+            "people": _people(suite, numbers),
+            "estimated accuracy": _estimated_accuracy(suite, numbers),
+            **{f"shift {metric}": _along_shift(suite, numbers, metric) for metric in METRIC_NAMES},
+            **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
+            **tables,
+        }
+    ablations: dict[str, Table | None] = {"variants": _variants(suite)}
+    ablations |= {f"ablation {group}": _ablation(suite, group) for group in ablation_groups(suite)}
+    last = {name: tables.pop(name) for name in ("cost", "settings")}
+    return {name: table for name, table in {**tables, **ablations, **last}.items() if table is not None}
 
 
-def _outliers(suite: SuiteResults) -> Table | None:
-    # Mean confidence in every set, and how well outliers are told apart by confidence; the paper's rows below.
-    sets = suite.of_role("outlier")
-    if not sets or not suite.runs:
-        return None
-    paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    titles = ["test MMC", *(f"{one.title} {kind}" for one in sets for kind in ("MMC", "AUROC"))]
-    aside = {_paper_name(method): [row.get(title) for title in titles] for method, row in paper.items()}
-    caption = (
-        f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
-        f"confidence; 50 is guessing."
-    )
-    caption += _paper_words(suite, bool(aside))
-    return records_table(f"{suite.title} against outliers", caption, suite.runs, _outlier_columns(sets), aside)
+# --- beside the paper ------------------------------------------------------------------------------------------------
 
 
 def _outlier_columns(sets: Sequence[SetInfo]) -> list[Shown]:
     shown = [Shown(Column("MMC", "test"), On("test", "confidence"), 100)]
     for one in sets:
         shown.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
-        shown.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc"), 100))
+        shown.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc", BY_CONFIDENCE), 100))
     return shown
 
 
-def _paper_words(suite: SuiteResults, given: bool) -> str:
-    if not given:
-        return ""
-    return f" Rows that begin with 'paper' are the paper's own numbers, {paper_network(suite)}."
+def _paper_names(methods: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"paper: {method}": row for method, row in methods.items()}
 
 
 def paper_network(suite: SuiteResults) -> str:
-    """Whether the paper's numbers are of the same network, such as "also with LeNet"."""
+    """The paper's network beside the suite's, such as "also with LeNet"."""
     there, here = paper_numbers.NETWORKS[suite.name], suite.network
     if there.lower().replace("-", "") == here.lower().replace("-", ""):
         return f"also with {there}"
     return f"with another network: {there} there, {here} here"
 
 
-def _differences(suite: SuiteResults) -> Table | None:
-    paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    table_sets = [one for one in suite.of_role("outlier") if any(f"{one.title} MMC" in row for row in paper.values())]
-    methods = [method for method in suite.runs if method in paper]
-    if not table_sets or not methods:
+def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
+    return f" Rows that begin with 'paper' are the paper's numbers, {paper_network(suite)}." if given else ""
+
+
+def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    sets = suite.of_role("outlier")
+    if not sets:
         return None
-    shown = _outlier_columns(table_sets)
+    shown = _outlier_columns(sets)
+    paper = paper_numbers.OUTLIERS.get(suite.name, {})
+    titles = [f"{one.column.group} {one.column.name}" for one in shown]
+    aside = _paper_names({method: [row.get(title) for title in titles] for method, row in paper.items()})
+    caption = (
+        f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well low confidence separates outliers from test "
+        f"data; 50 is guessing.{_paper_words(suite, aside)}"
+    )
+    return records_table(f"{suite.title} against outliers", caption, numbers, shown, aside)
+
+
+def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    paper = paper_numbers.OUTLIERS.get(suite.name, {})
+    sets = [one for one in suite.of_role("outlier") if any(f"{one.title} MMC" in row for row in paper.values())]
+    methods = [method for method in suite.runs if method in paper]
+    if not sets or not methods:
+        return None
+    shown = _outlier_columns(sets)
+    found = [numbers(one.quantity, 100) for one in shown]
+    titles = [f"{one.column.group} {one.column.name}" for one in shown]
     values: dict[str, list[Number]] = {
         method: [
-            _difference(
-                estimate(suite.runs[method], one.quantity, 100), paper[method].get(f"{column.group} {column.name}")
-            )
-            for one in shown
-            for column in [one.column]
+            _difference(by_method[method], paper[method].get(title))
+            for by_method, title in zip(found, titles, strict=True)
         ]
         for method in methods
     }
+    caption = "In percentage points, with the error of the difference. Positive: higher here."
     columns = [replace(one.column, better=None) for one in shown]
-    return make_table(
-        f"{suite.title}: ours minus the paper's",
-        "In points of %; errors are of the difference. Positive: higher here.",
-        columns,
-        values,
-    )
+    return make_table(f"{suite.title}: ours minus the paper's", caption, columns, values)
 
 
 def _difference(mine: Estimate | None, theirs: Estimate | None) -> Estimate | None:
     if mine is None or theirs is None:
         return None
-    error = None if mine.error is None or theirs.error is None else (mine.error**2 + theirs.error**2) ** 0.5
-    return Estimate(mine.mean - theirs.mean, error, mine.runs)
+    gap = mine.minus(theirs)
+    return gap if mine.error is not None else replace(gap, error=None)
 
+
+# --- in distribution and under shift ---------------------------------------------------------------------------------
 
 IN_DISTRIBUTION = (
     ("accuracy", Column("accuracy %", better="high", digits=2), 100),
@@ -161,173 +167,108 @@ IN_DISTRIBUTION = (
 )
 
 
-def _in_distribution(suite: SuiteResults) -> Table | None:
-    if "test" not in suite.sets or not suite.runs:
+def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test data. {runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and largest "
-        f"calibration error. Legacy: the error as published scripts compute it, without all predictions of confidence 0.99 "
-        f"and more; only to compare with published figures. AURC: area under the risk-coverage curve."
+        f"{suite.sets['test'].count} test data. {runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and maximum "
+        f"calibration error. Legacy: the error of published scripts, which leave out predictions of confidence 0.99 and more; "
+        f"only for comparison with published numbers. AURC: area under the risk-coverage curve."
     )
     shown = [Shown(column, On("test", metric), factor) for metric, column, factor in IN_DISTRIBUTION]
-    return records_table(f"{suite.title}: in distribution", caption, suite.runs, shown)
+    return records_table(f"{suite.title}: in distribution", caption, numbers, shown)
 
 
-def _risk(suite: SuiteResults) -> Table | None:
+def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     levels = levels_of(suite)
-    if not levels or not suite.runs:
+    if not levels:
         return None
     shown = [
-        Shown(Column(f"{level:g}", f"AURC %, {suite.axis}", "low", 2), at_level(level, "aurc"), 100) for level in levels
+        Shown(Column(f"{level:g}", f"AURC %, {suite.axis}", "low", 2), numbers.at_level(level, "aurc"), 100)
+        for level in levels
     ]
     shown.append(Shown(Column("test", "excess %", "low", 3), On("test", EXCESS), 100))
-    if len(levels) > 1:
-        shown.append(Shown(Column("shifted", "excess %", "low", 2), shifted(EXCESS), 100))
+    shown.append(Shown(Column("shifted", "excess %", "low", 2), numbers.shifted(EXCESS), 100))
     caption = (
-        f"{runs_words(suite.runs)} AURC: error rate among the predictions that a method is surest of, mean over all shares of "
-        f"them (Geifman et al., 2019); lower is better, refusing at random gives the error rate. Excess: less the AURC of refusing "
-        f"all errors first, so that of two methods with other accuracies only the order of predictions counts"
-        f"{'; shifted: mean over levels' if len(levels) > 1 else ''}."
+        f"{runs_words(suite.runs)} AURC: error rate of the most confident predictions, mean over all coverages (Geifman et al., "
+        f"2019); refusing at random gives the error rate. Excess: AURC less that of refusing all errors first, so that only the "
+        f"order of the predictions counts{'; shifted: mean over levels' if len(levels) > 1 else ''}."
     )
-    return records_table(f"{suite.title}: risk and coverage", caption, suite.runs, shown)
+    return records_table(f"{suite.title}: risk and coverage", caption, numbers, shown)
 
 
-def _along_shift(suite: SuiteResults, metric: str) -> Table | None:
-    levels = levels_of(suite)
-    if len(levels) < 2 or not suite.runs:
-        return None
-    paper = {
-        method: list(curve)
-        for method, curve in paper_numbers.CURVES.get(suite.name, {}).get(metric, {}).items()
-        if len(curve) == len(levels)
-    }
-    return _curves(
-        f"{suite.shift_title}: {METRIC_NAMES[metric]}",
-        suite,
-        suite.runs,
-        metric,
-        paper,
-        _paper_words(suite, bool(paper)),
-    )
+def _along_shift(suite: SuiteResults, numbers: Numbers, metric: str) -> Table | None:
+    given = paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
+    return _curves(f"{suite.shift_title}: {METRIC_NAMES[metric]}", suite, suite.runs, numbers, metric, given)
+
+
+def _variants(suite: SuiteResults) -> Table | None:
+    methods = suite.groups.get("variants", {})
+    settings = [(records[0].settings.get("structure"), records[0].settings.get("link")) for records in methods.values()]
+    given = paper_numbers.VARIANTS.get(suite.name, {})
+    paper = {f"LLLA {' '.join(kind)}": curve for kind, curve in given.items() if kind in settings}
+    title = f"{suite.title}: log-likelihood of LLLA variants"
+    return _curves(title, suite, methods, Numbers(methods), "log_likelihood", paper)
 
 
 def _curves(
     title: str,
     suite: SuiteResults,
     methods: Mapping[str, Sequence[Record]],
+    numbers: Numbers,
     metric: str,
     paper: Mapping[str, Sequence[float]],
-    more: str = "",
-) -> Table:
+) -> Table | None:
     levels = levels_of(suite)
+    if len(levels) < 2 or not methods:
+        return None
     factor, digits = (100, 1) if metric in PERCENT else (1, 3)
     shown = [
-        Shown(Column(f"{level:g}", suite.axis, BETTER[metric], digits), at_level(level, metric), factor)
+        Shown(Column(f"{level:g}", suite.axis, BETTER[metric], digits), numbers.at_level(level, metric), factor)
         for level in levels
     ]
-    aside = {_paper_name(method): [factor * value for value in curve] for method, curve in paper.items()}
+    known = {method: curve for method, curve in paper.items() if len(curve) == len(levels)}
+    aside = _paper_names({method: [factor * value for value in curve] for method, curve in known.items()})
     name = METRIC_NAMES[metric]
-    unit = ", in %" if factor == 100 else ""
-    what = f"{name[0].upper()}{name[1:]}{unit}"
-    caption = f"{what}. {runs_words(methods)} 0 is the test set as it is.{more}"
-    return records_table(title, caption, methods, shown, aside)
-
-
-def _score_digest(suite: SuiteResults) -> Table | None:
-    sets, scores = shared_outliers(suite, suite.runs), known_scores(suite)
-    if not sets or not scores:
-        return None
-    names = [one.name for one in sets]
-    values: dict[str, list[Number]] = {
-        score: [estimate(records, mean_over(names, "auroc", score), 100) for records in suite.runs.values()]
-        for score in scores
-    }
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} The scores of "
-        f"a method compete with each other. Higher scores mean more outlying; the sign of confidence and of logits is turned."
+        f"{name[0].upper()}{name[1:]}{', in %' if factor == 100 else ''}. {runs_words(methods)} 0 is the test set itself."
+        f"{_paper_words(suite, aside)}"
     )
-    columns = [Column(method, better="high") for method in suite.runs]
-    return make_table(f"{suite.title}: outliers by every score", caption + _own_scores(suite), columns, values)
-
-
-def _own_scores(suite: SuiteResults) -> str:
-    found: dict[str, list[str]] = {}
-    for method, records in suite.runs.items():
-        for name in dict.fromkeys(
-            str(record.chosen["ood_score"]) for record in records if "ood_score" in record.chosen
-        ):
-            found.setdefault(name, []).append(method)
-    told = "; ".join(f"{name} of {', '.join(methods)}" for name, methods in found.items())
-    return f" The ood score is: {told}." if told else ""
-
-
-def _scores(suite: SuiteResults, name: str) -> Table | None:
-    # One set of outliers: every method by every score that it has.
-    columns = {
-        "auroc": Column("AUROC", better="high"),
-        "aupr_in": Column("AUPR in", better="high"),
-        "aupr_out": Column("AUPR out", better="high"),
-        "fpr95": Column("FPR95", better="low"),
-        "fpr95_out": Column("FPR95 out", better="low"),
-    }
-    found: dict[str, dict[str, Estimate | None]] = {
-        f"{method}, {score}": {metric: estimate(records, On(name, metric, score), 100) for metric in columns}
-        for method, records in suite.runs.items()
-        for score in known_scores(suite)
-    }
-    known = [metric for metric in columns if any(row[metric] is not None for row in found.values())]
-    if not known:
-        return None
-    values: dict[str, list[Number]] = {
-        named: [row[metric] for metric in known]
-        for named, row in found.items()
-        if any(number is not None for number in row.values())
-    }
-    caption = (
-        f"In %. {runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
-        f"positive class. FPR95: share of outliers taken for test data where 95% of the test data are."
-    )
-    if "fpr95_out" in known:
-        caption += " FPR95 out: share of test data taken for outliers where 95% of the outliers are."
-    return make_table(
-        f"{suite.sets[name].title}: every method by every score", caption, [columns[one] for one in known], values
-    )
+    return records_table(title, caption, numbers, shown, aside)
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics that are shown by type of shift: what they are, digits, and the factor to their unit."""
+"""Metrics by type of shift: name, digits, and the factor to their unit."""
 
 PAPERS_RULE = "MoLA"
-NOT_THE_PAPERS = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
-"""What is compared with the paper's rule, type by type: the first of these that records know."""
+COMPARED = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
+"""Methods compared with the paper's rule by type of shift: the first with results by type."""
 
 
 def compared_by_type(suite: SuiteResults) -> str | None:
-    """The method that is compared with the paper's rule type by type, if both have results by type."""
+    """The method that is compared with the paper's rule by type of shift, if both have results by type."""
 
     def typed(method: str) -> bool:
         return any(one.types for record in suite.runs.get(method, ()) for one in record.labelled.values())
 
-    return next((method for method in NOT_THE_PAPERS if typed(method)), None) if typed(PAPERS_RULE) else None
-
-
-def _types(suite: SuiteResults) -> tuple[list[str], list[float]]:
-    found = [one for record in suite.runs.get(PAPERS_RULE, ()) for one in record.labelled.values() if one.types]
-    return list(dict.fromkeys(kind for one in found for kind in one.types)), sorted({one.level for one in found})
+    return next((method for method in COMPARED if typed(method)), None) if typed(PAPERS_RULE) else None
 
 
 def type_differences(suite: SuiteResults, metric: str) -> dict[str, dict[float, Estimate | None]]:
-    """By type of shift and level: a metric of the method compared minus that of the paper's rule, in its unit."""
-    other, (kinds, levels) = compared_by_type(suite), _types(suite)
+    """By type of shift and level: a metric of the compared method minus that of the paper's rule, in its unit."""
+    other = compared_by_type(suite)
     if other is None:
         return {}
-    factor = BY_TYPE[metric][2]
+    numbers = Numbers({method: suite.runs[method] for method in (other, PAPERS_RULE)})
+    typed = [one for record in suite.runs[PAPERS_RULE] for one in record.labelled.values() if one.types]
+    levels = sorted({one.level for one in typed})
 
-    def gap(quantity: Quantity) -> Estimate | None:
-        mine, theirs = (estimate(suite.runs[method], quantity, factor) for method in (other, PAPERS_RULE))
+    def gap(level: float, kind: str) -> Estimate | None:
+        mine, theirs = numbers(numbers.at_level(level, metric, kind), BY_TYPE[metric][2]).values()
         return None if mine is None or theirs is None else mine.minus(theirs)
 
-    return {kind: {level: gap(of_type(kind, level, metric)) for level in levels} for kind in kinds}
+    kinds = dict.fromkeys(kind for one in typed for kind in one.types)
+    return {kind: {level: gap(level, kind) for level in levels} for kind in kinds}
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
@@ -335,90 +276,231 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     if not found or other is None:
         return None
     title, digits, _ = BY_TYPE[metric]
-    levels = list(next(iter(found.values())))
-    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
-    values: dict[str, list[Number]] = {
-        kind.replace("_", " "): [row[level] for level in levels] for kind, row in found.items()
-    }
+    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in next(iter(found.values()))]
+    values: dict[str, list[Number]] = {kind.replace("_", " "): list(row.values()) for kind, row in found.items()}
     counted = {method: suite.runs[method] for method in (other, PAPERS_RULE)}
-    noise = " With few data in each cell, chance alone lifts every calibration error; much of that cancels here."
     caption = (
         f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(counted)} "
-        f"Types were dealt over the test data, so that each row is of other images.{noise if metric == 'ece' else ''}"
+        f"Each row has its own test images: types were dealt over them."
     )
     return make_table(f"{suite.shift_title} by type: {title}, {other} minus {PAPERS_RULE}", caption, columns, values)
 
 
-GROUP_TITLES = {
-    "variants": "LLLA: structure and link",
-    "structures": "MoLA: structure and rule",
-    "components": "Number of components",
-    "rules": "Rules for the prior precision",
-    "weights": "Weights of the mixture",
-    "tempered": "A temperature first, then Laplace",
-    "many-classes": "Very many classes: structure and link",
+# --- outlier scores --------------------------------------------------------------------------------------------------
+
+SCORED = {
+    "auroc": Column("AUROC", better="high"),
+    "aupr_in": Column("AUPR in", better="high"),
+    "aupr_out": Column("AUPR out", better="high"),
+    "fpr95": Column("FPR95", better="low"),
+    "fpr95_out": Column("FPR95 out", better="low"),
 }
 
 
+def _every_score(
+    suite: SuiteResults, numbers: Numbers, columns: Sequence[tuple[Column, str | tuple[str, ...], str]]
+) -> tuple[list[Column], dict[str, list[Number]]]:
+    # A row for each method and score with numbers, and the columns with numbers; a column is on sets, by a metric.
+    rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in known_scores(suite)}
+    kept = []
+    for column, sets, metric in columns:
+        by_score = {
+            score: numbers(On(sets, metric.format(score), score if "{}" not in metric else ""), 100)
+            for score in known_scores(suite)
+        }
+        if any(one is not None for found in by_score.values() for one in found.values()):
+            kept.append(column)
+            for score, found in by_score.items():
+                for method, one in found.items():
+                    rows[f"{method}, {score}"].append(one)
+    return kept, {name: row for name, row in rows.items() if any(number is not None for number in row)}
+
+
+def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    sets, scores = shared_outliers(suite, suite.runs), known_scores(suite)
+    if not sets or not scores:
+        return None
+    names = tuple(one.name for one in sets)
+    values = {score: list(numbers(On(names, "auroc", score), 100).values()) for score in scores}
+    own: dict[str, list[str]] = {}
+    for method, records in suite.runs.items():
+        for name in dict.fromkeys(str(one.chosen["ood_score"]) for one in records if "ood_score" in one.chosen):
+            own.setdefault(name, []).append(method)
+    listed = "; ".join(f"{name} of {', '.join(methods)}" for name, methods in own.items())
+    caption = (
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} The scores of a method compete "
+        f"with each other. Scores are higher for outliers.{f' The ood score is: {listed}.' if listed else ''}"
+    )
+    columns = [Column(method, better="high") for method in suite.runs]
+    return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
+
+
+def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table | None:
+    columns, values = _every_score(suite, numbers, [(column, one.name, name) for name, column in SCORED.items()])
+    if not columns:
+        return None
+    caption = (
+        f"In %. {runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
+        f"positive class. FPR95: share of outliers that pass where 95% of the test data do."
+    )
+    if SCORED["fpr95_out"] in columns:
+        caption += " FPR95 out: share of test data refused where 95% of the outliers are."
+    return make_table(f"{one.title}: every method by every score", caption, columns, values)
+
+
+NEAR_AND_FAR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}
+}
+"""By suite: near and far sets of OpenOOD's benchmark that may be among ours."""
+
+OPENOOD_TITLES = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "mnist": "MNIST", "svhn": "SVHN"}
+OPENOOD_ABSENT = ("Textures", "Places365")
+"""Far sets of the benchmark that no suite reads."""
+
+OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in", "aupr_out": "AUPR out"}
+
+
+def _openood(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    groups = {
+        kind: [suite.sets[name] for name in names if name in suite.sets]
+        for kind, names in NEAR_AND_FAR.get(suite.name, {}).items()
+    }
+    asked = []
+    for kind, sets in groups.items():
+        group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
+        asked += [(replace(SCORED[key], name=name, group=group), names, key) for key, name in OPENOOD_METRICS.items()]
+    columns, values = _every_score(suite, numbers, asked)
+    if not columns:
+        return None
+    shown = {one.name: one for sets in groups.values() for one in sets}
+    absent = [title for name, title in OPENOOD_TITLES.items() if name not in shown]
+    counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown.values())
+    ours = (
+        "TinyImageNet's classes that are also CIFAR-10's are left out by our own list; "
+        if "tinyimagenet" in shown
+        else ""
+    )
+    caption = (
+        f"In %. {runs_words(suite.runs)} Means over sets, as in OpenOOD (Zhang et al., 2023). FPR95: share of test data refused where "
+        f"95 % of the outliers are. AUPR in, out: test data, or outliers, as the positive class. Scores of features and logits are "
+        f"in the rows of MAP and DE. Differences from OpenOOD: networks are {suite.network}, not ResNet-18, and DE and MoLA use "
+        f"{suite.components} of them; {suite.test.count:,} test images, and as outliers {counts}; {ours}no outliers were used to "
+        f"choose settings of scores; {', '.join((*absent, *OPENOOD_ABSENT))} are missing; AUPR is the average precision. Do not rank "
+        f"these numbers among published ones."
+    )
+    return make_table(f"{suite.title}: near and far outliers, as OpenOOD shows them", caption, columns, values)
+
+
+# --- measures beyond the metrics -------------------------------------------------------------------------------------
+
+
+def _rejection(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    named = ("in-scope accuracy", "out-of-scope recall")
+    asked = [(Column(name, better="high"), "rejection", f"{name}, {{}}") for name in named]
+    columns, values = _every_score(suite, numbers, asked)
+    if not columns:
+        return None
+    caption = (
+        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds the threshold that treats most validation "
+        f"requests correctly, 3000 in scope and 100 out of it. Rejected requests count as wrong in the in-scope accuracy. Larson "
+        f"et al. (EMNLP 2019, arXiv 1909.02027) report the same two numbers, with other features and networks."
+    )
+    return make_table(f"{suite.title}: requests out of scope, rejected", caption, columns, values)
+
+
+def _people(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    methods = {
+        method: records for method, records in suite.runs.items() if any("people" in one.measures for one in records)
+    }
+    if not methods:
+        return None
+    shown = [
+        Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
+        Shown(Column("cross-entropy", "people", "low", 4), On("people", "cross-entropy")),
+        Shown(Column("divergence", "people", "low", 4), On("people", "divergence")),
+    ]
+    shown += [
+        Shown(Column(score, "rank correlation %", "high", 1), On("people", f"correlation, {score}"), 100)
+        for score in known_scores(suite)
+    ]
+    caption = (
+        f"{runs_words(methods)} NLL: log loss on the published labels. Cross-entropy: log loss on the labels of about 50 people "
+        f"for each image (CIFAR-10H, Peterson et al., 2019). Divergence: cross-entropy less the entropy of the people's labels. "
+        f"Rank correlation (Spearman): of a score with that entropy."
+    )
+    return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), shown)
+
+
+ESTIMATORS = ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
+
+
+def _estimated_accuracy(suite: SuiteResults, numbers: Numbers) -> Table | None:
+    measure = "estimated accuracy"
+    methods = {
+        method: records for method, records in suite.runs.items() if any(measure in one.measures for one in records)
+    }
+    if not methods:
+        return None
+    shown = [
+        Shown(Column(f"{one.level:g}", f"{name}, {suite.axis}", "low", 1), On(measure, f"{one.name}, {name}"), 100)
+        for name in ESTIMATORS
+        for one in suite.of_role("shift")
+    ]
+    caption = (
+        f"Accuracy estimated without labels: mean absolute error over types of shift, in points. {runs_words(methods)} "
+        f"Confidence: its mean. DoC: validation accuracy less the drop in mean confidence (Guillory et al., 2021). ATC: share of "
+        f"inputs whose score exceeds the threshold that matches the validation accuracy (Garg et al., 2022)."
+    )
+    return records_table(f"{suite.shift_title}: accuracy estimated without labels", caption, Numbers(methods), shown)
+
+
+# --- ablations, settings and cost ------------------------------------------------------------------------------------
+
+
 def ablation_groups(suite: SuiteResults) -> list[str]:
-    """What is varied in this suite: the known ablations in their order, others after them."""
+    """Ablations of a suite: the known ones in order, then others."""
     found = [group for group in suite.groups if group != MAIN]
     return [group for group in GROUP_TITLES if group in found] + [group for group in found if group not in GROUP_TITLES]
 
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
-    sets = shared_outliers(suite, suite.groups[group])
-    outliers, every = [one.name for one in sets], len(sets) == len(suite.of_role("outlier"))
+    methods = suite.groups[group]
+    numbers, sets = Numbers(methods), shared_outliers(suite, methods)
+    outliers = tuple(one.name for one in sets)
     shown = [
         Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
         Shown(Column("ECE %", "test", "low", 2), On("test", "ece"), 100),
         Shown(Column("acc. %", "test", "high", 2), On("test", "accuracy"), 100),
-        Shown(Column("log-lik.", "shifted", "high", 3), shifted("log_likelihood")),
-        Shown(Column("ECE %", "shifted", "low", 2), shifted("ece"), 100),
-        Shown(Column("MMC %", "shifted", None, 1), shifted("confidence"), 100),
-        Shown(Column("acc. %", "shifted", "high", 2), shifted("accuracy"), 100),
-        Shown(Column("MMC %", "outliers", "low", 1), mean_over(outliers, "confidence"), 100),
-        Shown(Column("AUROC", "outliers", "high", 2), mean_over(outliers, "auroc"), 100),
+        Shown(Column("log-lik.", "shifted", "high", 3), numbers.shifted("log_likelihood")),
+        Shown(Column("ECE %", "shifted", "low", 2), numbers.shifted("ece"), 100),
+        Shown(Column("MMC %", "shifted", None, 1), numbers.shifted("confidence"), 100),
+        Shown(Column("acc. %", "shifted", "high", 2), numbers.shifted("accuracy"), 100),
+        Shown(Column("MMC %", "outliers", "low", 1), On(outliers, "confidence"), 100),
+        Shown(Column("AUROC", "outliers", "high", 2), On(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
     along = f" Shifted: mean over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
+    every = len(sets) == len(suite.of_role("outlier"))
     caption = (
-        f"{runs_words(suite.groups[group])}{along} Outliers: mean over "
-        f"{'all sets' if every else ', '.join(one.title for one in sets)}, told apart by confidence."
+        f"{runs_words(methods)}{along} Outliers: mean over {'all sets' if every else ', '.join(one.title for one in sets)}; "
+        f"AUROC of low confidence."
     )
-    return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, suite.groups[group], shown)
-
-
-def _variants(suite: SuiteResults) -> Table | None:
-    methods = suite.groups.get("variants", {})
-    if not methods or len(levels_of(suite)) < 2:
-        return None
-    given = paper_numbers.VARIANTS.get(suite.name, {})
-    settings = [(records[0].settings.get("structure"), records[0].settings.get("link")) for records in methods.values()]
-    paper = {
-        f"LLLA {structure} {link}": curve
-        for (structure, link), curve in given.items()
-        if len(curve) == len(levels_of(suite)) and (structure, link) in settings
-    }
-    more = (
-        f" Rows that begin with 'paper' are from its figure of LLLA variants, {paper_network(suite)}." if paper else ""
-    )
-    return _curves(f"{suite.title}: log-likelihood of LLLA variants", suite, methods, "log_likelihood", paper, more)
+    return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, shown)
 
 
 SETTINGS = ("components", "structure", "link", "rule", "weights")
+TUNED = ("prior_precision", "temperature", "distance_exponent")
 
 
 def _settings(suite: SuiteResults) -> Table:
     rows = []
     for group in [MAIN, *ablation_groups(suite)]:
         for method, records in suite.groups.get(group, {}).items():
-            cells = [_plain(records[0].settings.get(key)) for key in SETTINGS]
-            others = {key: value for key, value in records[0].settings.items() if key not in SETTINGS}
-            cells.append(", ".join(f"{key} {_plain(value)}" for key, value in others.items()))
-            cells += [_chosen(records, key) for key in ("prior_precision", "temperature", "distance_exponent")]
+            settings = records[0].settings
+            others = [f"{key} {_plain(value)}" for key, value in settings.items() if key not in SETTINGS]
+            tuned = [_tuned(records, key) for key in TUNED]
+            cells = [*(_plain(settings.get(key)) for key in SETTINGS), ", ".join(others), *tuned]
             rows.append(Row(method, tuple(Cell(cell) for cell in cells)))
-    columns = [*SETTINGS, "other", "prior precision", "temperature", "distance exponent"]
-    # A column that says nothing of any method is left out.
+    columns = [*SETTINGS, "other", *(name.replace("_", " ") for name in TUNED)]
     known = [index for index in range(len(columns)) if any(row.cells[index].text for row in rows)]
     return Table(
         f"{suite.title}: settings, and what was tuned",
@@ -429,29 +511,23 @@ def _settings(suite: SuiteResults) -> Table:
 
 
 def _plain(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(_plain(one) for one in value)
-    return str(value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _chosen(records: tuple[Record, ...], key: str) -> str:
-    numbers: list[float] = []
-    for record in records:
-        value = record.chosen.get(key)
-        values = value if isinstance(value, list) else [value]
-        numbers += [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
+def _tuned(records: tuple[Record, ...], key: str) -> str:
+    given = [record.chosen.get(key) for record in records]
+    values = [one for value in given for one in (value if isinstance(value, list) else [value])]
+    numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
     if not numbers:
         return ""
     low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
     return low if low == high else f"{low} to {high}"
 
 
-BASE, FIT_BASE = "MAP", "LLLA"
-"""What prediction and memory, and what fitting are compared with: MAP fits nothing."""
+BASES = (("fit", "s", "LLLA"), ("predict", "s", "MAP"), ("memory", "MB", "MAP"))
+"""Costs, their units, and the method of the ratios: MAP fits nothing."""
 
 MEGABYTE = 1e6
 
@@ -460,28 +536,27 @@ def _cost(suite: SuiteResults) -> Table | None:
     if not suite.cost:
         return None
     here = {row.method: (row.fit_seconds, row.predict_seconds, row.bytes / MEGABYTE) for row in suite.cost}
-    columns = []
-    for name, unit, base in (("fit", "s", FIT_BASE), ("predict", "s", BASE), ("memory", "MB", BASE)):
-        columns += [
-            Column(unit, group=name, digits=2),
-            Column(f"\N{MULTIPLICATION SIGN} {base}", group=name, digits=2),
-            Column(f"paper \N{MULTIPLICATION SIGN} {base}", group=name, digits=2),
-        ]
-    values: dict[str, list[Number]] = {}
-    for method, costs in here.items():
-        row: list[Number] = []
-        for index, base in enumerate((FIT_BASE, BASE, BASE)):
-            row += [
+    columns = [
+        Column(name, group=group, digits=2)
+        for group, unit, base in BASES
+        for name in (unit, f"\N{MULTIPLICATION SIGN} {base}", f"paper \N{MULTIPLICATION SIGN} {base}")
+    ]
+    values: dict[str, list[Number]] = {
+        method: [
+            number
+            for index, (_, _, base) in enumerate(BASES)
+            for number in (
                 costs[index],
                 _ratio(here, method, base, index),
                 _ratio(paper_numbers.COST, method, base, index),
-            ]
-        values[method] = row
+            )
+        ]
+        for method, costs in here.items()
+    }
     told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost_document["settings"].items())
     caption = (
-        f"Measured in one run{f' ({told})' if told else ''}. Columns with a \N{MULTIPLICATION SIGN}: times that of {BASE} "
-        f"(fitting: of {FIT_BASE}, since {BASE} fits nothing). Columns that begin with 'paper': the same ratios in the paper's "
-        f"table ({paper_numbers.COST_SETTING}). Memory: what must be kept to predict."
+        f"Measured in one run{f' ({told})' if told else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
+        f"fits nothing. Paper: the same ratios in the paper's table ({paper_numbers.COST_SETTING}). Memory: what prediction needs."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values)
 

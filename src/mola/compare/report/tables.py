@@ -1,6 +1,6 @@
-"""A table as a value, and its forms: for the terminal, as Markdown and as LaTeX.
+"""Tables as values, and their forms: terminal, Markdown, data frame and LaTeX. The templates make HTML.
 
-`make_table` formats numbers and marks the best of each column; every form shows the same cells. HTML is made by the templates.
+`make_table` formats numbers and marks the best of each column; every form shows the same cells.
 """
 
 from __future__ import annotations
@@ -9,36 +9,41 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mola.compare.measured import Lead
-from mola.compare.record import Record
-from mola.compare.report.estimate import Estimate, On, Quantity, estimate, leaders
+from mola.compare.report.estimate import Estimate, leaders
 from mola.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 Number = float | Estimate | None
+Better = Literal["low", "high"]
 
 MISSING = "\N{EN DASH}"
+ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A score."""
+    """A metric."""
 
     name: str
     group: str = ""
-    """What several columns side by side have in common."""
-    better: Literal["low", "high"] | None = None
-    """Which end is best; None where that is not for a table to say."""
+    """Heading of several columns side by side."""
+    better: Better | None = None
+    """Which end is best; None if neither."""
     digits: int = 1
+
+    @property
+    def heading(self) -> str:
+        """Name and arrow."""
+        return f"{self.name} {ARROWS[self.better]}" if self.better else self.name
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as it is shown, and whether it is the best of its column."""
+    """A number as text, and whether it is the best of its column."""
 
     text: str
     best: bool = False
@@ -46,12 +51,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The scores of one method."""
+    """The numbers of one method."""
 
     name: str
     cells: tuple[Cell, ...]
     aside: bool = False
-    """Stands apart from the others and does not compete with them."""
+    """Not part of the comparison, such as published numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,13 @@ class Table:
 
     @property
     def groups(self) -> list[tuple[str, list[int]]]:
-        """Names of the groups of columns, each with the places of its columns."""
+        """Groups of columns, each with the places of its columns."""
         named = groupby(range(len(self.columns)), key=lambda place: self.columns[place].group)
         return [(name, list(places)) for name, places in named]
 
     @property
     def widths(self) -> list[int]:
-        """Of each column, the number of characters in its longest cell, its name included."""
+        """Characters in the longest cell of each column, its name included."""
         return [
             max([len(column.name), *[len(row.cells[place].text) for row in self.rows]])
             for place, column in enumerate(self.columns)
@@ -79,7 +84,7 @@ class Table:
 
     @property
     def name_width(self) -> int:
-        """Number of characters in the longest name of a row."""
+        """Characters in the longest name of a row."""
         return max((len(row.name) for row in self.rows), default=0)
 
 
@@ -92,96 +97,40 @@ def make_table(
     best: Collection[tuple[str, int]] | None = None,
     digits: Mapping[str, Sequence[int]] | None = None,
 ) -> Table:
-    """Format numbers and mark the best of each column, where it leads by more than chance.
+    """Format numbers and mark the best of each column.
 
     Args:
         title: of the table.
-        caption: what to know when reading it.
-        columns: what the numbers are.
-        values: one number, estimate or None for each column, by row.
-        aside: further rows that do not compete.
-        best: row and column of each cell to mark, where that was decided before. None compares the estimates over runs: the best
-            mean is marked if it leads every other clearly, see `mola.compare.report.estimate.leaders`.
-        digits: decimals of each column, by row, where rows have units of their own. None takes those of the columns.
-
-    Returns:
-        The table.
+        caption: how to read it.
+        columns: its metrics.
+        values: a number, an estimate or None for each column, by row.
+        aside: further rows, which do not compete.
+        best: row and column of each cell to mark. None marks estimates over runs that lead by more than chance, see `leaders`.
+        digits: decimals of each column, by row, where rows have different units. None takes those of the columns.
     """
     if best is None:
         best = {
             (name, index)
             for index, column in enumerate(columns)
             if column.better is not None
-            for name in leaders({name: row[index] for name, row in values.items()}, column.better)
+            for name in leaders({name: _estimate(row[index]) for name, row in values.items()}, column.better)
         }
-
     usual = [column.digits for column in columns]
 
-    def cells(row: Sequence[Number], name: str | None = None) -> tuple[Cell, ...]:
-        decimals = usual if digits is None or name is None else digits[name]
+    def cells(row: Sequence[Number], decimals: Sequence[int], name: str | None = None) -> tuple[Cell, ...]:
+        pairs = enumerate(zip(map(_estimate, row), decimals, strict=True))
         return tuple(
-            Cell(MISSING) if number is None else Cell(_text(number, places), (name, index) in best)
-            for index, (number, places) in enumerate(zip(row, decimals, strict=True))
+            Cell(MISSING) if number is None else Cell(number.text(places), (name, index) in best)
+            for index, (number, places) in pairs
         )
 
-    rows = [Row(name, cells(row, name)) for name, row in values.items()]
-    rows += [Row(name, cells(row), aside=True) for name, row in (aside or {}).items()]
+    rows = [Row(name, cells(row, usual if digits is None else digits[name], name)) for name, row in values.items()]
+    rows += [Row(name, cells(row, usual), aside=True) for name, row in (aside or {}).items()]
     return Table(title, caption, tuple(columns), tuple(rows))
 
 
-def _text(number: float | Estimate, digits: int) -> str:
-    return number.text(digits) if isinstance(number, Estimate) else f"{number:z.{digits}f}"
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A column, what it shows of a record, and the factor to its unit."""
-
-    column: Column
-    quantity: Quantity
-    factor: float = 1.0
-
-
-def records_table(
-    title: str,
-    caption: str,
-    methods: Mapping[str, Sequence[Record]],
-    shown: Sequence[Shown],
-    aside: Mapping[str, Sequence[Number]] | None = None,
-    leads: Mapping[str, Mapping[str, Lead]] | None = None,
-) -> Table:
-    """Methods by numbers of their records.
-
-    Args:
-        title: of the table.
-        caption: what to know when reading it.
-        methods: records by method.
-        shown: its columns. One that no method knows is left out, unless there are rows aside.
-        aside: further rows that do not compete.
-        leads: by set and metric, who leads, where that was decided on the data of one run, see `mola.compare.record.Comparison`.
-
-    Returns:
-        The table.
-    """
-    values = {
-        method: [estimate(records, one.quantity, one.factor) for one in shown] for method, records in methods.items()
-    }
-    known = [place for place in range(len(shown)) if aside or any(row[place] is not None for row in values.values())]
-    best = {
-        (method, index)
-        for index, place in enumerate(known)
-        for method in methods
-        if leads and isinstance(on := shown[place].quantity, On) and on.metric in leads.get(on.name, {})
-        if {(method,), (method, on.score)} & set(leads[on.name][on.metric].clear)
-    }
-    return make_table(
-        title,
-        caption,
-        [shown[place].column for place in known],
-        {method: [row[place] for place in known] for method, row in values.items()},
-        aside,
-        best if leads else None,
-    )
+def _estimate(number: Number) -> Estimate | None:
+    return number if number is None or isinstance(number, Estimate) else Estimate(number, None, 1)
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -191,34 +140,17 @@ BETWEEN = 2
 
 
 def fitting(table: Table, width: int) -> list[Table]:
-    """The table in parts of whole groups of columns that fit, or of columns where a group is too wide; only the last has the caption.
-
-    Args:
-        table: what to show.
-        width: in characters.
-
-    Returns:
-        At least one table.
-    """
-    widths = [
-        BETWEEN + max([wide, *[len(word) for word in column.group.split()]])
-        for wide, column in zip(table.widths, table.columns, strict=True)
-    ]
-
-    def too_wide(places: list[int]) -> bool:
-        return BETWEEN + table.name_width + sum(widths[place] for place in places) > width
-
-    # Columns without a group can be parted anywhere, and those of a group that fits nowhere have to be: numbers would be cut off.
-    groups = [
-        group
-        for name, places in table.groups
-        for group in ([places] if name and not too_wide(places) else [[one] for one in places])
-    ]
+    """The table in parts that fit the width in characters; the last part has the caption."""
     parts: list[list[int]] = [[]]
-    for group in groups:
-        if parts[-1] and too_wide(parts[-1] + group):
+    room = width - BETWEEN - table.name_width
+    left = room
+    for place, (wide, column) in enumerate(zip(table.widths, table.columns, strict=True)):
+        needed = BETWEEN + max([wide, *[len(word) for word in column.group.split()]])
+        if parts[-1] and needed > left:
             parts.append([])
-        parts[-1] += group
+            left = room
+        parts[-1].append(place)
+        left -= needed
     if len(parts) == 1:
         return [table]
     return [
@@ -234,16 +166,15 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def _cut(rows: Sequence[Row], part: Sequence[int]) -> Iterator[Row]:
-    # The rows with these columns only; rows aside that say nothing in them are left out.
     for row in rows:
         cells = tuple(row.cells[index] for index in part)
         if not row.aside or any(cell.text != MISSING for cell in cells):
-            yield Row(row.name, cells, row.aside)
+            yield replace(row, cells=cells)
 
 
 @dataclass(frozen=True)
 class TerminalTable:
-    """A table that `rich` prints: title, table and caption, in as many parts as the width of the terminal asks for."""
+    """Title, table and caption for `rich`, in as many parts as the terminal's width needs."""
 
     table: Table
 
@@ -259,14 +190,7 @@ class TerminalTable:
 
 
 def for_terminal(table: Table) -> TerminalTable:
-    """The table for a console of `rich`.
-
-    Args:
-        table: what to show.
-
-    Returns:
-        Something to print.
-    """
+    """The table for a console of `rich`."""
     if find_spec("rich") is None:
         raise MissingExtraError(feature="tables in the terminal", package="rich", extra="cli")
     return TerminalTable(table)
@@ -281,67 +205,30 @@ def _rich_table(table: Table) -> RenderableType:
     shown.add_column("", no_wrap=True)
     for group, places in table.groups:
         for place in places:
-            # A group stands over its first column alone, a word to a line, so that numbers and not names set the width.
-            over = group.split() if place == places[0] else []
-            name = "\n".join([*over, table.columns[place].name])
+            # A group's heading is above its first column, a word to a line, so that numbers set the width.
+            above = group.split() if place == places[0] else []
+            name = "\n".join([*above, table.columns[place].name])
             shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for position, row in enumerate(table.rows):
         if row.aside and position and not table.rows[position - 1].aside:
             shown.rows[position - 1].end_section = True
         cells = [Text(cell.text, style="bold" if cell.best else "") for cell in row.cells]
-        shown.add_row(row.name, *cells, style="italic" if row.aside else None)
+        shown.add_row(Text(row.name), *cells, style="italic" if row.aside else None)
     return shown
 
 
-# --- Markdown and LaTeX ----------------------------------------------------------------------------------------------
-
-ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
-
-LONG, BROAD = 40, 80
-"""Rows from which a table may break over pages; characters in a row from which it is shrunk to the line."""
-
-SPECIAL = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "\N{PLUS-MINUS SIGN}": r"$\pm$",
-    "\N{MULTIPLICATION SIGN}": r"$\times$",
-    "\N{DOWNWARDS ARROW}": r"$\downarrow$",
-    "\N{UPWARDS ARROW}": r"$\uparrow$",
-    "\N{RIGHTWARDS ARROW}": r"$\rightarrow$",
-    "\N{DEGREE SIGN}": r"$^\circ$",
-    "\N{GREEK SMALL LETTER LAMDA}": r"$\lambda$",
-    "\N{MIDDLE DOT}": r"$\cdot$",
-    "\N{EN DASH}": "--",
-    "\N{LEFT DOUBLE QUOTATION MARK}": "``",
-    "\N{RIGHT DOUBLE QUOTATION MARK}": "''",
-}
-
-
-def escape_latex(text: str) -> str:
-    """The text with everything that LaTeX reads as a command made harmless."""
-    return "".join(SPECIAL.get(letter, letter) for letter in text)
+# --- Markdown --------------------------------------------------------------------------------------------------------
 
 
 def as_markdown(table: Table) -> str:
-    """Title, table and caption; groups of columns are named in each of their columns, one that all share in the corner."""
+    """Title, table and caption; a group's heading is part of each column's, or in the corner if all columns share it."""
     shared = {(column.group, column.better) for column in table.columns}
-    corner = ""
     if len(shared) == 1 and table.columns[0].group:
-        corner = _with_arrow(replace(table.columns[0], name=table.columns[0].group))
+        corner = replace(table.columns[0], name=table.columns[0].group).heading
         names = [column.name for column in table.columns]
     else:
-        names = [" ".join(part for part in (column.group, _with_arrow(column)) if part) for column in table.columns]
+        corner = ""
+        names = [f"{column.group} {column.heading}".strip() for column in table.columns]
     rows = []
     for row in table.rows:
         name, *cells = (text.replace("|", "\\|") for text in (row.name, *(cell.text for cell in row.cells)))
@@ -351,59 +238,89 @@ def as_markdown(table: Table) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Rows of text as a Markdown table, the first columns flush left and the others flush right."""
+    """Rows of text as a Markdown table: the first columns are left-aligned, the others right-aligned."""
     aligned = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
 
-def _with_arrow(column: Column) -> str:
-    return f"{column.name} {ARROWS[column.better]}" if column.better else column.name
+# --- data frames and LaTeX -------------------------------------------------------------------------------------------
+
+LONG, BROAD = 40, 80
+"""Rows from which a table may break over pages; characters in a row from which it is shrunk to the line."""
+
+SPECIAL = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        "\N{MULTIPLICATION SIGN}": r"$\times$",
+        "\N{DOWNWARDS ARROW}": r"$\downarrow$",
+        "\N{UPWARDS ARROW}": r"$\uparrow$",
+        "\N{RIGHTWARDS ARROW}": r"$\rightarrow$",
+        "\N{DEGREE SIGN}": r"$^\circ$",
+        "\N{GREEK SMALL LETTER LAMDA}": r"$\lambda$",
+        "\N{EN DASH}": "--",
+    }
+)
+
+
+def escape_latex(text: str) -> str:
+    """The text with everything that LaTeX reads as a command made harmless."""
+    return text.translate(SPECIAL)
+
+
+def to_frame(table: Table) -> Any:
+    """The cells as a pandas data frame of texts, its columns by group and name."""
+    import pandas as pd
+
+    columns: Any = pd.Index([column.heading for column in table.columns])
+    if any(column.group for column in table.columns):
+        columns = pd.MultiIndex.from_tuples([(column.group, column.heading) for column in table.columns])
+    cells = [[cell.text for cell in row.cells] for row in table.rows]
+    return pd.DataFrame(cells, [row.name for row in table.rows], columns)
 
 
 def as_latex(table: Table) -> str:
-    """A booktabs table with its caption: one float, or a table that breaks over pages if it is long."""
-    layout = "l" + "r" * len(table.columns)
-    head = _head(table)
-    body = []
-    for position, row in enumerate(table.rows):
-        if row.aside and position and not table.rows[position - 1].aside:
-            body.append(r"\midrule")
-        body.append(_row(row))
-    caption = rf"\caption{{{escape_latex(table.title)}. {escape_latex(table.caption)}}}"
-    if len(table.rows) > LONG:
-        heading = [r"\toprule", *head, r"\midrule"]
-        lines = [r"{\footnotesize", rf"\begin{{longtable}}{{{layout}}}", caption + r" \\", *heading, r"\endfirsthead"]
-        lines += [*heading, r"\endhead", *body, r"\bottomrule", r"\end{longtable}", "}", ""]
-        return "\n".join(lines)
-    inner = [
-        rf"\begin{{tabular}}{{{layout}}}",
-        r"\toprule",
-        *head,
-        r"\midrule",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
+    """A booktabs table with its caption: a float, or a longtable that breaks over pages."""
+    frame = to_frame(replace(table, rows=tuple(_latex_rows(table))))
+    frame = frame.rename(columns=escape_latex)
+    long = len(table.rows) > LONG
+    text: str = frame.style.to_latex(
+        column_format="l" + "r" * len(table.columns),
+        position=None if long else "htbp",
+        position_float=None if long else "centering",
+        hrules=True,
+        multicol_align="c",
+        caption=f"{escape_latex(table.title)}. {escape_latex(table.caption)}",
+        environment="longtable" if long else None,
+    )
+    if long:
+        return f"{{\\footnotesize\n{text}}}\n"
+    text = text.replace(r"\centering", "\\centering\n\\footnotesize", 1)
     if table.name_width + sum(table.widths) + 2 * len(table.columns) > BROAD:
-        inner = [r"\resizebox{\linewidth}{!}{%", *inner, "}"]
-    return "\n".join([r"\begin{table}[htbp]", r"\centering", caption, r"\footnotesize", *inner, r"\end{table}", ""])
+        text = text.replace(r"\begin{tabular}", "\\resizebox{\\linewidth}{!}{%\n\\begin{tabular}", 1)
+        text = text.replace(r"\end{tabular}", "\\end{tabular}\n}", 1)
+    return text
 
 
-def _head(table: Table) -> list[str]:
-    names = " & ".join(["", *[escape_latex(_with_arrow(column)) for column in table.columns]]) + r" \\"
-    if not any(column.group for column in table.columns):
-        return [names]
-    groups = [rf"\multicolumn{{{len(places)}}}{{c}}{{{escape_latex(name)}}}" for name, places in table.groups]
-    rules = [rf"\cmidrule(lr){{{places[0] + 2}-{places[-1] + 2}}}" for name, places in table.groups if name]
-    return [" & ".join(["", *groups]) + r" \\", " ".join(rules), names]
+def _latex_rows(table: Table) -> Iterator[Row]:
+    before = True
+    for row in table.rows:
+        name = escape_latex(row.name)
+        if row.aside:
+            name = rf"\textit{{{name}}}"
+            if not before:
+                name = f"\\midrule\n{name}"
+        before = row.aside
+        yield Row(name, tuple(Cell(_latex_cell(cell)) for cell in row.cells))
 
 
-def _row(row: Row) -> str:
-    name = rf"\textit{{{escape_latex(row.name)}}}" if row.aside else escape_latex(row.name)
-    return " & ".join([name, *[_cell(cell) for cell in row.cells]]) + r" \\"
-
-
-def _cell(cell: Cell) -> str:
+def _latex_cell(cell: Cell) -> str:
     text = escape_latex(cell.text)
     if text.startswith("-") and text[1:2].isdigit():
         text = f"$-${text[1:]}"  # a minus, not a hyphen
@@ -411,14 +328,7 @@ def _cell(cell: Cell) -> str:
 
 
 def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
-    """A document that compiles as it is; tables can be taken from it one by one.
-
-    Args:
-        sections: title and tables of each.
-
-    Returns:
-        LaTeX.
-    """
+    """A document that compiles as it is, from the title and the tables of each section; tables can be copied from it one by one."""
     lines = [
         r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
         r"\documentclass{article}",
@@ -431,6 +341,6 @@ def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
     ]
     for title, tables in sections:
         lines += [rf"\section*{{{escape_latex(title)}}}", ""]
-        # Each on its own page at the latest: LaTeX keeps only so many floats waiting.
+        # Each on its own page at the latest: LaTeX keeps only a few floats waiting.
         lines += [part for table in tables for part in (as_latex(table), r"\clearpage", "")]
     return "\n".join([*lines, r"\end{document}", ""])

@@ -1,4 +1,4 @@
-"""Everything that a report leaves on disk: the page, the figures, the tables and the numbers."""
+"""Reports on disk: the page, the figures, the tables and the numbers."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from mola.compare.report.curve_figures import (
     component_sweep,
     demo_distance,
     demo_rotation,
+    draw_coverage,
+    draw_predicted,
+    draw_spread,
     evaluation_decisions,
     suite_ablation,
     suite_components,
     suite_shift,
 )
-from mola.compare.report.estimate import levels_of
-from mola.compare.report.heat_maps import suite_types
-from mola.compare.report.number_figures import draw_coverage, draw_predicted, draw_spread
-from mola.compare.report.number_tables import number_tables, output_table
+from mola.compare.report.numbers import levels_of
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
-from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets
+from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets, suite_types
 from mola.compare.report.reading import SuiteResults
-from mola.compare.report.rendering import Drawn, Maker, drawing_key, kept_or_drawn, render, write_figure
-from mola.compare.report.single_run_tables import FEW, class_table, evaluation_tables
-from mola.compare.report.style import Figure, Shape
+from mola.compare.report.single_run_tables import (
+    FEW,
+    class_table,
+    evaluation_tables,
+    output_table,
+    regression_tables,
+)
+from mola.compare.report.style import Drawn, Figure, render
 from mola.compare.report.suite_tables import ablation_groups, compared_by_type, suite_tables
 from mola.compare.report.tables import Table, as_markdown, latex_document
 from mola.errors import OptionError
 
+Maker = Callable[[], Figure]
+"""Draws a figure."""
+
 Progress = Callable[[str, float], None]
-"""Told what is being drawn, and which share is done."""
+"""Called with the current step and the share of the work that is done."""
 
 
 def prepare_folder(directory: Path) -> Path:
-    """Make the folder, and the one for figures inside it.
-
-    Args:
-        directory: may exist already.
-
-    Returns:
-        The folder for figures.
-    """
+    """Make the folder and its folder for figures, and return the latter."""
     pictures = directory / "figures"
     try:
         pictures.mkdir(parents=True, exist_ok=True)
@@ -69,19 +70,14 @@ def _write(
     makers: Mapping[str, Maker],
     texts: Callable[[dict[str, Drawn]], Mapping[str, str]],
     progress: Progress,
-    keys: Mapping[str, str] | None = None,
 ) -> Path:
-    # `texts` makes texts by file name of the figures drawn; `keys` are of figures that are kept while they do not
-    # change.
+    # `texts` makes the texts by file name from the figures.
     pictures, drawn = prepare_folder(directory), {}
     try:
         for index, (name, make) in enumerate(makers.items()):
             progress(f"drawing {name}", index / len(makers))
-            if keys is None:
-                drawn[name] = render(name, make)
-                write_figure(drawn[name], pictures)
-            else:
-                drawn[name] = kept_or_drawn(name, make, keys[name], pictures)
+            drawn[name] = render(name, make)
+            drawn[name].write(pictures)
         for name, text in texts(drawn).items():
             (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -99,22 +95,17 @@ def _as_json(numbers: dict[str, Any]) -> str:
 def _quiet(doing: str, done: float) -> None: ...
 
 
-# --- the demo -----------------------------------------------------------------------------------------------------------
+# --- the demo --------------------------------------------------------------------------------------------------------
 
 
 def demo_figures(result: DemoResult) -> dict[str, Maker]:
     """What draws each figure, by name, in the order of the page."""
     comparison = result.comparison
-    near, other, far, *_ = comparison.of_role("outlier")
-
-    def histograms(shape: Shape) -> Figure:
-        return draw_histograms(comparison, [near, other, far] if shape.wide else [near, far], shape)
-
     shown = {0: "test digits", 15: "rotated by 15°", 30: "rotated by 30°"}
     panels = {title: (float(angle), list(comparison.methods)) for angle, title in shown.items()}
     return {
         "examples": partial(draw_examples, comparison),
-        "histograms": histograms,
+        "histograms": partial(draw_histograms, comparison, comparison.of_role("outlier")[:3]),
         "reliability": partial(draw_reliability_panels, comparison, panels),
         "rotation": partial(demo_rotation, result),
         "distance": partial(demo_distance, result),
@@ -123,7 +114,7 @@ def demo_figures(result: DemoResult) -> dict[str, Maker]:
 
 
 def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet) -> Path:
-    """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; see `_write`."""
+    """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
 
     def texts(figures: dict[str, Drawn]) -> dict[str, str]:
         return {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, figures)}
@@ -131,7 +122,7 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet)
     return _write(directory, demo_figures(result), texts, progress)
 
 
-# --- mola evaluate ------------------------------------------------------------------------------------------------------
+# --- mola evaluate ---------------------------------------------------------------------------------------------------
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
@@ -149,38 +140,30 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
             "predicted": partial(draw_predicted, comparison),
             **scores,
         }
-
-    def histograms(shape: Shape) -> Figure:
-        return draw_histograms(comparison, outliers if shape.wide else outliers[:2], shape)
-
     panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
-    reliability = partial(draw_reliability_panels, comparison, panels, digits=2)
     decided: dict[str, Maker] = {}
     if comparison.decisions is not None:
         decided["decisions"] = partial(evaluation_decisions, comparison)
-    return {"reliability": reliability, "confidence": histograms, **decided, **scores}
+    return {
+        "reliability": partial(draw_reliability_panels, comparison, panels),
+        "confidence": partial(draw_histograms, comparison, outliers),
+        **decided,
+        **scores,
+    }
 
 
 def shown_tables(comparison: Comparison, most: int) -> list[Table]:
-    """All tables of a comparison on a user's data.
-
-    Args:
-        comparison: what was found.
-        most: classes in the table of classes, the worst first; of outputs that are numbers, all are shown.
-
-    Returns:
-        The tables.
-    """
+    """All tables of a comparison on a user's data; of the classes, the `most` worst."""
     if not comparison.regression:
         return [*evaluation_tables(comparison), class_table(comparison, most)]
     last = output_table(comparison)
-    return [*number_tables(comparison), *([] if last is None else [last])]
+    return [*regression_tables(comparison), *([] if last is None else [last])]
 
 
 def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
 ) -> Path:
-    """Write `index.html`, `numbers.json`, `tables.md`, and each figure as `figures/<name>.svg` and `.png`; see `_write`."""
+    """Write `index.html`, `numbers.json`, `tables.md`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
 
     def texts(figures: dict[str, Drawn]) -> dict[str, str]:
         lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
@@ -195,20 +178,15 @@ def write_evaluation(
     return _write(directory, evaluation_figures(comparison), texts, progress)
 
 
-# --- suites -------------------------------------------------------------------------------------------------------------
+# --- suites ----------------------------------------------------------------------------------------------------------
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Maker]:
-    """What draws each figure, by name, in the order of the page: only those that the records can fill."""
+    """What draws each figure that the records can fill, by name, in the order of the page."""
     figures: dict[str, Maker] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
-
-    def histograms(shape: Shape) -> Figure:
-        few = [outliers[0], outliers[-1]][: len(outliers)]
-        return draw_histograms(suite, outliers[:MOST_SETS] if shape.wide else few, shape)
-
     if suite.runs and outliers:
-        figures["histograms"] = histograms
+        figures["histograms"] = partial(draw_histograms, suite, outliers[:MOST_SETS])
     if suite.runs and len(levels) > 1:
         figures["shift"] = partial(suite_shift, suite)
     if compared_by_type(suite) is not None:
@@ -232,22 +210,15 @@ def suite_figures(suite: SuiteResults) -> dict[str, Maker]:
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = _quiet) -> Path:
     """Write `index.html`, `tables.md`, `tables.tex`, and each figure as `figures/<suite>-<name>.svg` and `.png`.
 
-    A figure whose numbers have not changed since it was drawn there is not drawn again.
-
     Args:
-        suites: what was read.
-        directory: where to; files of an earlier report are replaced.
-        progress: told what is being drawn, and which share is done.
+        suites: to show.
+        directory: of the report; files of an earlier report are replaced.
+        progress: called with the current step and the share of the work that is done.
 
     Returns:
-        The page.
+        Path of the page.
     """
-    makers: dict[str, Maker] = {}
-    keys: dict[str, str] = {}
-    for suite in suites:
-        figures = {_file_name(suite, name): make for name, make in suite_figures(suite).items()}
-        makers |= figures
-        keys |= dict.fromkeys(figures, drawing_key(suite.fingerprint))
+    makers = {_file_name(suite, name): make for suite in suites for name, make in suite_figures(suite).items()}
 
     def texts(drawn: dict[str, Drawn]) -> dict[str, str]:
         reports = [
@@ -265,7 +236,7 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
             "index.html": suites_page(reports, made_by),
         }
 
-    return _write(directory, makers, texts, progress, keys)
+    return _write(directory, makers, texts, progress)
 
 
 def _file_name(suite: SuiteResults, name: str) -> str:
