@@ -153,11 +153,9 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
 @pytest.fixture
 def _blank_figures(monkeypatch) -> None:
     """Figures of reports are empty. They are drawn where they are looked at: test_report.py, test_demo.py, test_cli_work.py."""
-    from mola.compare.report import rendering, writing
+    from mola.compare.report import style, writing
 
-    blank = "<svg ></svg>\n"
-    for room in (rendering, writing):
-        monkeypatch.setattr(room, "render", lambda name, _: rendering.Drawn(name, blank, blank, b""))
+    monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "<svg ></svg>\n", b""))
 
 
 @pytest.fixture(autouse=True)

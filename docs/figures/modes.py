@@ -90,9 +90,7 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
     }
 
 
-def draw_modes(
-    wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]
-) -> Figure:
+def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]) -> Figure:
     """Above, the posterior between the modes; below, around each."""
     figure = Figure(figsize=(10.4, 4.6) if wide else (4.4, 4.9), layout="constrained")
     shown = local if wide else local[:3]

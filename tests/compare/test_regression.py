@@ -18,7 +18,7 @@ from mola.compare.regression import (
     regression_measured,
     regression_result,
 )
-from mola.compare.report.number_tables import output_table
+from mola.compare.report.single_run_tables import output_table
 from mola.compare.results import outlier_leads, outlier_result
 from mola.likelihoods import BERNOULLI
 from mola.prediction import RegressionPrediction

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from mola.app.cli import app
 from mola.compare.demo_result import COOLED, METHODS, DemoResult, DemoSettings
-from mola.compare.report.rendering import Drawn
 from mola.compare.report.single_run_tables import demo_tables
+from mola.compare.report.style import Drawn
 from mola.compare.report.words import DEMO_FIGURES, demo_headlines, near_one
 from mola.compare.report.writing import write_demo
 from mola.lab.demo import plane_points, run_demo
@@ -245,9 +245,8 @@ def test_the_page_holds_every_figure_and_asks_for_nothing(written):
     text = (written / "index.html").read_text(encoding="utf-8")
     page = _Page(text)
     for name in DEMO_FIGURES:
-        for shape in ("wide", "narrow"):
-            assert any(one.startswith(f"{name}-{shape}-") for one in page.ids), (name, shape)
-    assert page.tags.count("svg") == 2 * len(DEMO_FIGURES)
+        assert any(one.startswith(f"{name}-") for one in page.ids), name
+    assert page.tags.count("svg") == len(DEMO_FIGURES)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in page.references)
     assert "://" not in text
@@ -306,9 +305,7 @@ def test_a_bound_near_one_is_told_apart_from_one(value, words):
 def _drawn_elsewhere(monkeypatch, result):
     """The command's own work, without another run and another drawing of what the tests above look at."""
     monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
-    monkeypatch.setattr(
-        "mola.compare.report.writing.render", lambda name, make: Drawn(name, "<svg ></svg>", "<svg ></svg>", b"")
-    )
+    monkeypatch.setattr("mola.compare.report.writing.render", lambda name, make: Drawn(name, "<svg ></svg>", b""))
 
 
 @pytest.mark.usefixtures("_drawn_elsewhere")

@@ -1,0 +1,137 @@
+"""Records and the store: what is written is read again, and what is damaged or cannot be compared is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mola.__main__ import main
+from mola.compare.record import Record
+from mola.compare.report.page import SuiteReport, suites_page
+from mola.compare.report.reading import read_suites
+from mola.compare.report.suite_tables import suite_tables
+from mola.errors import OptionError, StorageError
+from tests.made_up_results import QUALITY, make_store, record
+
+
+def change(path: Path, **entries):
+    document = {**json.loads(path.read_text()), **entries}
+    document.pop("sha256", None)  # as if written by hand: the content is checked
+    path.write_text(json.dumps(document))
+
+
+def damage(path: Path, how: str):
+    document = json.loads(path.read_text())
+    test = document["labelled"]["test"]
+    if how == "cut":
+        path.write_text(path.read_text()[:100])
+    elif how == "edited":
+        path.write_text(path.read_text().replace('"run": ', '"run": 1', 1))
+    elif how == "version":
+        change(path, version=99)
+    else:
+        wrong = {"count": "many", "histogram": [1, 2], "reliability": [[1.0, 2.0]], "colour": "red"}
+        change(path, labelled={"test": {**test, how: wrong[how]}})
+
+
+DAMAGES = pytest.mark.parametrize("how", ["cut", "edited", "version", "count", "histogram", "reliability", "colour"])
+
+
+def test_a_record_survives_the_store(tmp_path):
+    store = make_store(tmp_path, runs=2, ablations=False)
+    stored = replace(store.read("mnist", "MoLA", 1), measures={"people": {"divergence": 0.25}})
+    store.write(stored)
+    assert store.read("mnist", "MoLA", 1) == stored
+    assert asdict(Record.from_json(json.loads(json.dumps(stored.to_json())))) == asdict(stored)
+    assert len(store.records("mnist")) == 2 * len(QUALITY)
+    assert store.read("mnist", "MoLA", 2) is None
+    store.forget("mnist")
+    with pytest.raises(StorageError, match="no results"):
+        store.suites()
+
+
+@DAMAGES
+def test_a_damaged_record_is_left_out_and_named(tmp_path, how):
+    store = make_store(tmp_path, runs=3, ablations=False)
+    whole = read_suites(tmp_path)[0]
+    path = store.path("mnist", "DE", 1)
+    damage(path, how)
+    suite = read_suites(tmp_path)[0]
+    assert [one.run for one in suite.runs["DE"]] == [0, 2]
+    assert {**suite.runs, "DE": None} == {**whole.runs, "DE": None}
+    assert any(str(path) in warning and "Left out" in warning for warning in suite.warnings)
+    assert "over 2 to 3 runs." in suite_tables(suite)["outliers"].caption
+    page = suites_page([SuiteReport(suite, {}, {})], "")
+    assert str(path) in page[page.index("Compare with care") :]
+
+
+@pytest.mark.parametrize("how", ["cut", "count"])
+def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
+    store = make_store(tmp_path, runs=1, ablations=False)
+    paths = [store.path("mnist", method, 0) for method in QUALITY]
+    for path in paths:
+        damage(path, how)
+    with pytest.raises(StorageError, match=f"none of {len(paths)} records"):
+        read_suites(tmp_path)
+    output = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["mola", "report", "--results", str(tmp_path), "--output", str(output)])
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert str(min(paths)) in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "words"),
+    [
+        ("suite.json", {"sets": 3}, "sets"),
+        ("suite.json", {"version": 2}, "version 2"),
+        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "!"}}}, "base64"),
+        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "AAAA"}}}, "3 bytes"),
+        ("suite.json", {"experiment": {"options": {"cross_fit": True}}}, "sizes of test, train and validation"),
+        ("cost.json", {"rows": [{"method": "MAP"}]}, "fit_seconds"),
+    ],
+)
+def test_a_damaged_document_is_named(tmp_path, name, entries, words):
+    make_store(tmp_path, runs=1, ablations=False)
+    change(tmp_path / "mnist" / name, **entries)
+    with pytest.raises(StorageError, match=words) as caught:
+        read_suites(tmp_path)
+    assert str(tmp_path / "mnist" / name) in str(caught.value)
+
+
+def test_an_unknown_suite_lists_the_known_suites(tmp_path):
+    with pytest.raises(StorageError, match="no results"):
+        read_suites(tmp_path)
+    make_store(tmp_path, runs=0)
+    with pytest.raises(OptionError, match="Did you mean 'mnist'"):
+        read_suites(tmp_path, ["mnits"])
+    with pytest.raises(StorageError, match="no records yet"):
+        read_suites(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"data": {"test": "other"}}, "Run 1: the set 'test' of DE has another checksum"),
+        ({"networks": ["stranger"]}, "Run 1: DE used networks that .* did not"),
+        ({"suite": "another"}, "another suite: DE"),
+        ({"run": 7}, "has 2 of 3 runs"),
+        ({"outliers": {}}, r"DE \(run 1\): not evaluated on emnist-letters, fashion-mnist, kmnist"),
+    ],
+)
+def test_records_that_cannot_be_compared_are_warned_of(tmp_path, entries, words):
+    store = make_store(tmp_path, runs=2, ablations=False)
+    own = record("mnist", "MultiSWAG", "main", 0, 1, [0.0, 15.0, 30.0, 45.0])
+    for run in range(2):  # trains its own weights
+        store.write(replace(own, run=run, networks=["own"]))
+    assert read_suites(tmp_path)[0].warnings == ()
+    change(store.path("mnist", "DE", 1), **entries)
+    assert any(re.search(words, warning) for warning in read_suites(tmp_path)[0].warnings)
