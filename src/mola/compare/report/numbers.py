@@ -73,7 +73,7 @@ class Numbers:
     """The numbers of some methods: estimates over runs, or with the error over data for one run."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
-        records = [record for found in methods.values() for record in found]
+        records = [replace(record, method=name) for name, found in methods.items() for record in found]
         self.methods = tuple(methods)
         self.overlap = max((record.overlap for record in records), default=0.0)
         levels = {(name, one.level) for record in records for name, one in record.labelled.items()}
