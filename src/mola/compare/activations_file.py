@@ -121,7 +121,7 @@ class TensorFile:
                 self.parts.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise StorageError(
-                    f"{path} is not a complete file of {content} ({error}). Delete it: it will be made again."
+                    f"{path} is not a whole file of {content} ({error}). Delete it: it will be made again."
                 ) from error
 
     def __contains__(self, name: str) -> bool:
