@@ -73,7 +73,7 @@ def test_people_agree_with_themselves():
     # No other probabilities have a lower cross-entropy, and those that are equally sure of all order nothing.
     assert other["cross-entropy"] > own["cross-entropy"]
     assert abs(other["correlation, entropy"]) < 1
-    with pytest.raises(DataError, match="people labelled 4 images of 3 classes"):
+    with pytest.raises(DataError, match="people labelled 4 images"):
         HumanLabels(counts[:4])(answers(test=(shares, labels)))
 
 

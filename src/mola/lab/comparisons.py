@@ -13,7 +13,7 @@ from mola.lab.whole import WholeNetworks
 SuiteMethod = Method[Context]
 
 SWEEP = 10
-"""Components of the largest mixture in the sweep."""
+"""Components of the largest mixture in the sweep over the number of components."""
 
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
@@ -120,13 +120,13 @@ COMPARISONS: dict[str, Callable[[Budget], list[SuiteMethod]]] = {
     "tempered": _tempered,
     "many-classes": _many_classes,
 }
-"""By name: the paper's methods on a last layer; those that train further or anew, and Laplace approximations of whole
-networks, which stand in the same tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
-ways to choose the prior precision; ways to choose the mixture weights; Laplace approximations of networks whose logits were
-divided by a temperature before, for networks that are not sure enough; structures and links that a thousand classes leave."""
+"""By name: the paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their
+tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture
+weights; Laplace approximations after temperature scaling, for underconfident networks; structures and links that are feasible
+with a thousand classes."""
 
 LONG = ("beyond", "whole")
-"""Comparisons that take hours where the others take minutes."""
+"""Comparisons that take hours; the others take minutes."""
 
 NAMED = (*LONG, "tempered", "many-classes")
-"""Comparisons that are run where they are named."""
+"""Comparisons that "all" leaves out."""

@@ -1,4 +1,4 @@
-"""Numbers beyond the common metrics that a suite asks of every method: agreement with people, rejection at a threshold."""
+"""Numbers of a suite beyond the common metrics: agreement with people, rejection at a threshold, accuracy estimated without labels."""
 
 from __future__ import annotations
 
@@ -24,30 +24,22 @@ class Answers(Protocol):
 
 
 class Measure(Protocol):
-    """A number that a suite asks of every method of its main comparison."""
+    """Numbers that a suite computes for every method of its main comparison."""
 
     @property
     def name(self) -> str:
-        """Unique within the suite; a record's numbers are kept under it."""
+        """Key of the numbers in a record; unique within the suite."""
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets that it is about: no others are asked for."""
+        """Names of the sets that are read."""
 
     def __call__(self, answers: Answers, /) -> dict[str, float]:
-        """The numbers of one method, by name."""
+        """Return the numbers of one method, by name."""
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks.
-
-    Args:
-        first: (n,).
-        second: (n,).
-
-    Returns:
-        Between -1 and 1; 0 if all values of one are equal, since then it orders nothing.
-    """
+    """Return Spearman's rank correlation of two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
     ranks = [_ranks(one.double().numpy()) for one in (first, second)]
     centred = [one - one.mean() for one in ranks]
     size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
@@ -56,26 +48,26 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 
 def _ranks(values: NDArray[Any]) -> NDArray[Any]:
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # The last rank of each value, less half of those that share it.
+    # The last rank of each value, minus half the number of its other ties.
     mean: NDArray[Any] = np.cumsum(counts) - (counts - 1) / 2
     return mean[places]
 
 
 @dataclass(frozen=True, eq=False)
 class HumanLabels:
-    """Whether a method doubts where people do: its probabilities beside many people's labels of the test data.
+    """Agreement with many people's labels of the test data.
 
-    Gives `cross-entropy` of the probabilities to the people's shares, `divergence` (that, less the entropy of the people
-    themselves: 0 would be their very shares), and for every score of the method the rank correlation with the people's entropy.
+    Returns the `cross-entropy` of the probabilities to the people's shares, the `divergence` (cross-entropy minus the entropy of the
+    shares), and for every score of the method its rank correlation with that entropy.
     """
 
     counts: Tensor
-    """(n, C), in the order of the test set: how many people gave each label."""
+    """(n, C), in the order of the test set: number of people who gave each label."""
     name: str = "people"
     sets: tuple[str, ...] = ("test",)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
-        """The numbers of one method."""
+        """Return the numbers of one method."""
         shares = self.counts.double() / self.counts.double().sum(1, keepdim=True)
         doubt = entropy(shares)
         losses: list[Tensor] = []
@@ -92,27 +84,22 @@ class HumanLabels:
                 scores.setdefault(name, []).append(score)
         count = sum(len(one) for one in losses)
         if count != len(shares):
-            raise DataError(
-                f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set is another."
-            )
+            raise DataError(f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set differs.")
         loss = float(torch.cat(losses).mean())
         found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
         return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}
 
 
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
-    """The threshold of a score that treats most inputs rightly: known ones answered well, outliers rejected.
+    """Return the threshold with the most correct decisions, above which inputs are rejected; the smallest of several.
 
     Args:
-        inside: (n,) scores of data of the classes.
+        inside: (n,) scores of in-distribution data.
         right: (n,) whether their class is predicted.
         outside: (m,) scores of outliers.
-
-    Returns:
-        The least of the best: inputs whose score is above it are rejected.
     """
     scores = torch.cat([inside, outside]).double()
-    # Raising the threshold past an input answers it: a gain of 1 if its class is right, a loss of 1 if it is an outlier.
+    # A threshold above an input accepts it: a gain of 1 if its class is right, a loss of 1 if it is an outlier.
     gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
     values, places = np.unique(scores.numpy(), return_inverse=True)
     total = np.bincount(places, gains.numpy(), len(values)).cumsum()
@@ -124,23 +111,23 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 class Rejection:
     """In-scope accuracy and out-of-scope recall with one threshold on a score, as Larson et al. (2019) report them.
 
-    The threshold is the one that treats most validation inputs rightly, out of scope being a class of its own
-    (their "oos-threshold"). Gives for every score `in-scope accuracy` (answered, with the right class, of all test data) and
+    The threshold maximises the accuracy on validation inputs, with out of scope as a class of its own (their "oos-threshold").
+    Returns for every score the `in-scope accuracy` (share of test data accepted with the right class) and the
     `out-of-scope recall`.
     """
 
     validation: tuple[str, str]
-    """Names of the sets to choose the threshold on: in scope, and out of it."""
+    """Names of the sets to choose the threshold on: in scope, and out of scope."""
     test: tuple[str, str]
     name: str = "rejection"
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """All four of them."""
+        """All four sets."""
         return (*self.validation, *self.test)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
-        """The numbers of one method."""
+        """Return the numbers of one method."""
         known, unknown, test, outside = (_tally(answers, name) for name in (*self.validation, *self.test))
         found: dict[str, float] = {}
         for score in test.scores:
@@ -170,7 +157,7 @@ class EstimatedAccuracy:
         return ("validation", *(name for name, _ in self.shifted))
 
     def __call__(self, answers: Answers) -> dict[str, float]:
-        """The numbers of one method."""
+        """Return the numbers of one method."""
         known = _certainty(answers, "validation")
         found: dict[str, float] = {}
         for name, types in self.shifted:

@@ -1,4 +1,4 @@
-"""How to train: data in memory, and optimiser and schedule as values that can be compared and written down."""
+"""Training data in memory, and recipes: optimiser and schedule as values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULES = ("cosine", "steps")
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and labels: class indices (n,), or what another likelihood reads, (n, C)."""
+    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) of another likelihood."""
 
     inputs: Tensor
     labels: Tensor
@@ -38,18 +38,18 @@ class Labelled:
         return len(self.labels)
 
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-        """The data in their order as a list of (inputs, labels): a loader."""
+        """Return a loader: the data in their order as a list of (inputs, labels)."""
         return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: optimiser and schedule with their settings."""
+    """Optimiser and schedule with their settings."""
 
     epochs: int
     batch_size: int = 64
     learning_rate: float = 3e-3
-    """At the start."""
+    """Initial learning rate."""
     weight_decay: float = 1e-2
     optimiser: str = "adamw"
     """One of `OPTIMISERS`."""
@@ -71,15 +71,15 @@ class Recipe:
             raise OptionError(f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.')
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as JSON."""
+        """Return the recipe as JSON values."""
         return {**asdict(self), "drops": list(self.drops)}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimiser of these parameters."""
+        """Make the optimiser of these parameters."""
         return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
-        """The learning rate over all batches of `count` data, to be stepped after each batch."""
+        """Make the learning-rate schedule over all batches of `count` data, stepped after each batch."""
         steps = self.epochs * math.ceil(count / self.batch_size)
         if self.schedule == "cosine":
             return CosineAnnealingLR(optimiser, steps)
@@ -100,4 +100,4 @@ RECIPES: dict[str, Recipe] = {
         augment=True,
     ),
 }
-"""The paper's, by data set."""
+"""The paper's recipes, by data set."""
