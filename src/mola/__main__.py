@@ -8,12 +8,9 @@ from typing import TextIO
 
 from mola.errors import MolaError, MolaWarning
 
-INTERRUPTED = 130
-"""Exit code of a program that the user stopped."""
-
 
 def main() -> None:
-    """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback."""
+    """Run the command line. An expected error is one line on stderr and exit code 1, not a traceback."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app
@@ -23,16 +20,14 @@ def main() -> None:
         sys.stderr.write(f"mola: {error}\n")
         sys.exit(1)
     except OSError as error:
-        # A full disk, a folder without permission: nothing the program could have known.
+        # A full disk, a folder without permission.
         if error.filename is None and error.strerror is None:
             raise
         place = "" if error.filename is None else f" ({error.filename})"
-        sys.stderr.write(f"mola: {error.strerror}{place}. What was finished before is kept.\n")
+        sys.stderr.write(f"mola: {error.strerror}{place}. Files that were finished before are kept.\n")
         sys.exit(1)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            sys.stderr.write("mola: stopped. The same command goes on where it can.\n")
-        raise
+    except KeyboardInterrupt:  # before a command began
+        sys.exit(130)
 
 
 def _show_warning(
@@ -43,7 +38,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    # Warnings of this library are for the user of the command: no file name, no line of code.
+    # Warnings of this library are shown without file name and line of code.
     if issubclass(category, MolaWarning):
         sys.stderr.write(f"mola: note: {message}\n")
     else:

@@ -42,8 +42,8 @@ def test_an_output_that_cannot_be_written_is_one_clear_line_before_any_work(tmp_
     captured = capsys.readouterr()
     assert stop.value.code == 1
     assert captured.out == ""
-    assert captured.err.startswith("mola: cannot make the folder")
-    assert "choose another output folder" in captured.err
+    assert "is a file" in captured.err
+    assert "another --output" in captured.err
     assert captured.err.count("\n") == 1
 
 

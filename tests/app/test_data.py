@@ -17,6 +17,7 @@ from mola.app.jobs.job import Job
 from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
+from mola.app.options import as_document
 from mola.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
@@ -360,10 +361,8 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
 def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lenet").mkdir()
-    assert Job(network=("lenet", "models:build")).document(tmp_path / "deep")["networks"]["network"] == [
-        "lenet",
-        "models:build",
-    ]
+    job = Job(network=("lenet", "models:build"))
+    assert as_document(job, "fit", tmp_path / "deep")["options"]["network"] == ["lenet", "models:build"]
 
 
 def test_data_without_labels_cannot_be_tuned_on():

@@ -31,8 +31,9 @@ from mola.__main__ import main
 from mola.app.explore.pictures import MAX_SIDE, PREFIX, SLIDERS, Sight, change, read_changes, to_image, to_url
 from mola.app.explore.subject import EXAMPLES, Reference, Subject, digits_subject, ood_examples, open_subject
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.job import Job, to_toml
+from mola.app.jobs.job import Job
 from mola.app.jobs.preparation import Intake
+from mola.app.options import to_toml
 from mola.compare.demo_result import DemoSettings
 from mola.errors import DataError, MolaError, OptionError
 from mola.lab.data.images import NORMALISATIONS
@@ -306,7 +307,7 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, desk):
 
 
 def test_what_is_missing_is_noted(fitted, desk, tmp_path):
-    moved = open_subject(changed(fitted.folder, tmp_path / "moved", data__val="gone/away"))
+    moved = open_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
     assert moved.reference.count == 18
     assert any("gone/away" in note and "--reference" in note for note in moved.notes)
     assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
@@ -318,8 +319,8 @@ def test_what_is_missing_is_noted(fitted, desk, tmp_path):
 
 def test_a_strangers_folder_runs_no_code(fitted, tmp_path):
     with pytest.raises(OptionError, match="--trust"):
-        open_subject(changed(fitted.folder, tmp_path / "hostile", networks__network="pytest:main"))
-    curious = open_subject(changed(fitted.folder, tmp_path / "curious", data__val="pytest:main"))
+        open_subject(changed(fitted.folder, tmp_path / "hostile", options__network="pytest:main"))
+    curious = open_subject(changed(fitted.folder, tmp_path / "curious", options__val="pytest:main"))
     assert any("--trust" in note for note in curious.notes)
 
 
@@ -341,7 +342,10 @@ def test_inputs_that_no_picture_can_become_are_refused(shape, words, tmp_path, m
         np.savez(tmp_path / f"{split}.npz", x=inputs, y=np.arange(30) % 3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.ReLU(), nn.Linear(8, 3)).float()
     save_weights(network, tmp_path / "0.safetensors")
-    run_fit(Job((f"{module}:build",), ("0.safetensors",), train="train.npz", val="val.npz"), tmp_path / "posterior")
+    run_fit(
+        Job(network=(f"{module}:build",), weights=("0.safetensors",), train="train.npz", val="val.npz"),
+        tmp_path / "posterior",
+    )
     with pytest.raises(MolaError, match=words):
         open_subject(tmp_path / "posterior")
 

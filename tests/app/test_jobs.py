@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,102 +29,13 @@ from mola.app.jobs.folder import (
     read_information,
     usual_alarm,
 )
-from mola.app.jobs.job import read_job, to_toml
+from mola.app.jobs.job import read_job
 from mola.app.jobs.predict import run_predict
 from mola.errors import DataError, OptionError, StorageError
 from mola.saving.weights import load_weights, save_weights
 from tests.own_work import CLASSES, build, job_for, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
-
-
-# --- the file -----------------------------------------------------------------------------------------------------------
-
-
-def test_toml_is_read_back_to_the_same_values():
-    document = {
-        "text": 'quotes " and \\ and \n and \x7f and é',
-        "numbers": [1, 2.5, -1e-300, 1e22],
-        "flags": [True, False],
-        "empty": [],
-        "long": [f"a rather long text number {index}" for index in range(9)],
-        "tables": [{"name": "", "shape": [1, 2]}, {"name": "b c", "shape": []}],
-        "section": {"one": 1, "odd key!": {"deep": "x"}, "nothing": {}},
-    }
-    assert tomllib.loads(to_toml(document)) == document
-    assert tomllib.loads(to_toml({"a": None, "b": float("inf"), "c": {"d": None, "e": 1}})) == {
-        "b": float("inf"),
-        "c": {"e": 1},
-    }
-    with pytest.raises(OptionError, match="cannot write a object"):
-        to_toml({"a": object()})
-
-
-@pytest.mark.parametrize("price", [0.02, "loss", None])
-def test_a_job_comes_back_from_its_file(desk, tmp_path, price):
-    job = job_for(
-        desk,
-        classes=CLASSES,
-        resize=(6, 6),
-        mean=(0.5, 0.4, 0.3),
-        std=(1.0, 2.0, 3.0),
-        threshold=0.8,
-        price=price,
-        distances=False,
-        seed=3,
-        strict=True,
-    )
-    folder = desk.root / "kept"
-    folder.mkdir(exist_ok=True)
-    document = job.document(folder)
-    (folder / "job.toml").write_text(to_toml(document))
-    again, whole = read_job(folder)
-    assert whole["networks"]["weights"][0] == "../weights/0.safetensors"
-    assert again.network == job.network, "an import path is no file"
-    assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
-    assert Path(again.train).resolve() == (desk.root / "train").resolve()
-    same = [name for name in vars(job) if name not in ("weights", "train", "val")]
-    assert {name: getattr(again, name) for name in same} == {name: getattr(job, name) for name in same}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[networks", "is not TOML"),
-        ("format = 'other'", "has the format 'other'"),
-        ("version = 9", "version 9"),
-        ("networks = 3", "networks must be a table"),
-        ("[metod]\nrule = 'nll'", "Did you mean 'method'"),
-        ("[method]\nrul = 'nll'", "Did you mean 'rule'"),
-        ("[method]\nrule = 3", "rule in .method. must be a text, got 3"),
-        ("[preparation]\nresize = [1, 2, 3]", "a whole number, or .height, width."),
-        ("[preparation]\nmean = 'a'", "must be a list of numbers"),
-        ("[method]\nprice = 'cheap'", "price in .method. must be a number, or 'loss', got 'cheap'"),
-        ("[networks]\nweights = [1]", "must be a list of texts"),
-        ("[networks]\nclasses = true", "a whole number, or a list of names"),
-        ("[run]\nseed = -1", "must be a whole number"),
-        ("[data]\nstrict = 'yes'", "must be true or false"),
-        ("[method]\nthreshold = 'high'", "must be a number"),
-    ],
-)
-def test_a_wrong_file_names_the_place(tmp_path, text, words):
-    path = tmp_path / "job.toml"
-    path.write_text(text)
-    with pytest.raises(OptionError, match=words) as caught:
-        read_job(path)
-    assert str(path) in str(caught.value)
-
-
-def test_files_of_a_job_are_not_looked_for_in_the_current_folder(desk, tmp_path):
-    assert Path("train.npz").is_file()  # here, but not beside the job
-    (tmp_path / "job.toml").write_text("[data]\ntrain = 'train.npz'\nval = 'mnist:val'\n[networks]\nnetwork = 'lenet'")
-    job, _ = read_job(tmp_path / "job.toml")
-    assert (job.train, job.val, job.network) == (str(tmp_path / "train.npz"), "mnist:val", ("lenet",))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(OptionError, match=r"nothing\.toml does not exist"):
-        read_job(tmp_path / "nothing.toml")
 
 
 # --- fitting ------------------------------------------------------------------------------------------------------------
@@ -333,10 +243,10 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
 def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
     with pytest.raises(StorageError, match=r"holds no job\.toml"):
         open_posterior(tmp_path)
-    (tmp_path / "job.toml").write_text("[networks]\nnetwork = 'lenet'\n")
+    (tmp_path / "job.toml").write_text("command = 'fit'\n[options]\nnetwork = 'lenet'\n")
     with pytest.raises(StorageError, match="has no results"):
         open_posterior(tmp_path)
-    (tmp_path / "job.toml").write_text("[result]\noutputs = 'three'\n")
+    (tmp_path / "job.toml").write_text("command = 'fit'\n[options]\n[result]\noutputs = 'three'\n")
     with pytest.raises(StorageError, match="damaged"):
         open_posterior(tmp_path)
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
@@ -418,7 +328,7 @@ def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
     ids=["tensor", "mapping", "tuple"],
 )
 def test_examples_have_the_form_of_the_inputs(inputs):
-    example = example_of(tomllib.loads(to_toml(describe_inputs(inputs))))
+    example = example_of(describe_inputs(inputs))
     if isinstance(inputs, dict):
         assert {name: (one.shape, one.dtype) for name, one in example.items()} == dict.fromkeys(
             inputs, ((2, 7), torch.int64)
@@ -445,7 +355,7 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
     job = job_for(desk, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
     with pytest.raises(DataError, match=r"another order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
-    result = run_fit(job.with_options({"classes": ("zebra", "ant", "mole")}), tmp_path / "posterior")
+    result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
     assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
 
 

@@ -78,6 +78,24 @@ def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
         build_networks([name.format(m=desk.module) for name in names], files)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it deprecates
+def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kinds = {
+        "compiled": "torch.compile(nn.Linear(3, 2))",
+        "scripted": "torch.jit.script(nn.Linear(3, 2))",
+        "quantised": "nn.Sequential(nn.ReLU(), torch.ao.nn.quantized.dynamic.Linear(3, 2))",
+    }
+    made = "".join(f"def {name}():\n    return {code}\n" for name, code in kinds.items())
+    Path("unusual_networks.py").write_text(
+        f"import torch\nimport torch.ao.nn.quantized.dynamic\nfrom torch import nn\n{made}"
+    )
+    assert type(build_networks(["unusual_networks:compiled"]).networks[0]) is nn.Linear
+    for name, words in (("scripted", "before torch.jit.script"), ("quantised", "before quantisation")):
+        with pytest.raises(OptionError, match=words):
+            build_networks([f"unusual_networks:{name}"])
+
+
 def test_a_number_of_classes_that_the_weights_contradict_is_refused(tmp_path):
     save_weights(build_network("lenet", 4), tmp_path / "four.safetensors")
     files = [str(tmp_path / "four.safetensors")]

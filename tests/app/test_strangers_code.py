@@ -321,7 +321,7 @@ def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, o
         text = re.sub(r"network = \[.*\]", 'network = ["dl.evil:build"]', text, count=1)
     else:
         text = re.sub(rf"^{option} = .*\n", "", text, flags=re.M).replace(
-            "[data]\n", f'[data]\n{option} = "dl.evil:val"\n'
+            "[options]\n", f'[options]\n{option} = "dl.evil:val"\n'
         )
     job.write_text(text)
     own = ("--network", place.own()) if option != "network" else ()

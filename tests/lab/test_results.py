@@ -91,7 +91,8 @@ def made_again(tmp_path_factory):
         weights=tuple(str(ROOT / "networks" / "mnist" / f"{index:02d}.safetensors") for index in range(2)),
         train="mnist:train",
         val="mnist:val",
-        directory=str(root),
+        data=str(root),
+        rule="threshold",
         threshold=find_suite("mnist").threshold,
     )
     dtype = torch.get_default_dtype()

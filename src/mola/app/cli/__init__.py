@@ -7,55 +7,53 @@ import os
 from mola.errors import MissingExtraError, OptionError
 
 try:
-    import rich  # noqa: F401  (tables and progress; asked for here, so that its lack is told before any work)
+    import rich  # noqa: F401  (imported here so that its lack is reported before any work)
     import typer
 except ImportError as error:
     raise MissingExtraError(feature="the mola command", package=error.name or "typer", extra="cli") from error
 
 import mola
 from mola.app.cli import bench, demo, evaluate, explore, export, fit, info, predict, report, train
+from mola.app.cli.command import Commands, add_command
 
 __all__ = ["app"]
 
 app = typer.Typer(
     name="mola",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # lines of a paragraph are joined and wrapped anew
+    rich_markup_mode=None,
 )
 YOURS, PAPER = "Your own networks", "The paper's experiments"
-app.command(rich_help_panel=YOURS)(fit.fit)
-app.command(rich_help_panel=YOURS)(predict.predict)
-app.command(rich_help_panel=YOURS)(evaluate.evaluate)
-app.command(rich_help_panel=YOURS)(export.export)
-app.command(rich_help_panel=YOURS)(explore.explore)
-app.command(rich_help_panel=YOURS)(info.info)
-app.command(rich_help_panel=PAPER)(demo.demo)
-app.command(rich_help_panel=PAPER)(train.train)
-app.command(rich_help_panel=PAPER)(bench.bench)
-app.command(rich_help_panel=PAPER)(report.report)
+UNTOUCHED = "Nothing was written; an earlier result is untouched."
+RESUMES = "Finished {} are kept: the same command continues after them."
+
+add_command(
+    app,
+    fit.fit,
+    panel=YOURS,
+    stopped="No posterior was written; an earlier one is untouched. With --checkpoint, the same command resumes the fit.",
+)
+add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
+add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete: run the command again.")
+add_command(app, export.export, panel=YOURS, stopped="A file that was not finished is not kept.")
+add_command(app, explore.explore, panel=YOURS, stopped="The page is closed; nothing was written.")
+add_command(app, info.info, panel=YOURS, stopped="Nothing was written.")
+add_command(app, demo.demo, panel=PAPER, stopped="The page is missing or incomplete: run the command again.")
+add_command(app, train.train, panel=PAPER, stopped=RESUMES.format("networks and epochs"))
+add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
+add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete: run the command again.")
+
+SHARED = ("fit", "evaluate", "predict", "demo", "train", "bench")
+"""Commands that several processes can share; any other would be done, and its files written, by each process."""
 
 
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"mola {mola.__version__}")
         raise typer.Exit
-
-
-SHARED = ("fit", "evaluate", "predict", "demo", "train", "bench")
-"""Commands that several processes do together."""
-
-
-def _refuse_team(command: str | None) -> None:
-    # Let several processes start only what they can do together: otherwise each would do all of it, and write the same
-    # files.
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1" and command not in SHARED:
-        raise OptionError(
-            f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
-            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can be shared."
-        )
 
 
 @app.callback()
@@ -65,17 +63,22 @@ def _options(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Honest confidence for trained PyTorch classifiers, after the fact.
+    """Honest confidence for trained PyTorch networks, after the fact.
 
     Start with `mola demo`, or with checkpoints of your own:
 
         mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
 
-        mola evaluate posterior --test mnist:report --ood fashion-mnist:test --output report
+        mola evaluate posterior --test mnist:report --ood fashion-mnist:test -o report
 
     Several processes share the work of fit, evaluate, predict, demo, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
     Exit codes: 0 success; 1 an error, explained in one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130
     stopped.
     """
-    _refuse_team(context.invoked_subcommand)
+    size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
+    if size != "1" and command not in SHARED:
+        raise OptionError(
+            f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
+            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can be shared."
+        )

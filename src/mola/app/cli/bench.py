@@ -2,176 +2,157 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
+from mola.app.cli.shared import Computing, Device
+from mola.app.options import option
+from mola.errors import OptionError
+
+NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "The suite uci (regression)"
 
 
-def bench(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, imagenet or clinc; or uci, for regression.")],
-    runs: Annotated[
-        int | None, typer.Option(min=1, help="Runs, each with networks of its own.  [default: 1, or all folds]")
-    ] = None,
-    components: Annotated[
-        int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
-    ] = None,
-    groups: Annotated[
-        str,
-        typer.Option(
-            help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost, or all "
-            "of these; by name alone: tempered (a temperature first, then Laplace), many-classes (structures and links for a "
-            "thousand classes), beyond (SWAG and MIMO, which train) and whole (all layers), which take long."
-        ),
-    ] = "main",
-    networks: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of trained networks; or their names, separated by commas: package.module:function, timm:NAME=FILE, "
-            "torchvision:NAME=FILE.  [default: networks/SUITE]"
-        ),
-    ] = None,
-    network: Annotated[str | None, typer.Option(help="Their architecture.  [default: the paper's]")] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="MOLA_DATA", help="Folder that holds the data sets; digits need none.")
-    ] = None,
-    results: Annotated[Path, typer.Option(help="Folder for the numbers: one JSON a method and run.")] = Path("results"),
-    cache: Annotated[
-        Path, typer.Option(envvar="MOLA_CACHE", help="Folder for the networks' activations, made once.")
-    ] = Path("activations"),
-    normalisation: Annotated[
-        str | None, typer.Option(help="Of the images: none, cifar10 or imagenet.  [default: the suite's]")
-    ] = None,
-    corruptions: Annotated[str, typer.Option(help="Of CIFAR-10-C: paper (16 types) or all (19).")] = "paper",
-    conventions: Annotated[
-        str, typer.Option(help="consistent, or authors: outliers normalised and chosen as in the paper's scripts.")
-    ] = "consistent",
-    train_images: Annotated[int | None, typer.Option(min=1, help="Fit on at most so many.")] = None,
-    test_images: Annotated[int | None, typer.Option(min=1, help="Test on at most so many, shifted or not.")] = None,
-    outliers: Annotated[int | None, typer.Option(min=1, help="At most so many of each outlier set.")] = None,
-    shifted_images: Annotated[int | None, typer.Option(min=1, help="At most so many of each shifted test set.")] = None,
-    types: Annotated[
-        str, typer.Option(help="Corruptions of ImageNet-C to use, separated by commas.  [default: all that are there]")
-    ] = "",
-    image_size: Annotated[
-        int | None, typer.Option(min=8, help="Pixels of the side of ImageNet's images as networks are given them.")
-    ] = None,
-    cross_fit: Annotated[
-        bool,
-        typer.Option(
-            "--cross-fit",
-            help="ImageNet without its training images: each class's validation images in five folds, two for the sums, one to "
-            "tune, two to test, in five rotations.",
-        ),
-    ] = False,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="Put training data into sums as they are read, and store nothing of them: less disk, fewer ablations.",
-        ),
-    ] = False,
-    train: Annotated[bool, typer.Option("--train", help="Train networks that are missing first.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Make all records anew, in place of what is there.")] = False,
-    swag: Annotated[
-        str,
-        typer.Option(help="Of SWAG: snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=."),
-    ] = "",
-    mimo: Annotated[str, typer.Option(help="Of MIMO: epochs=, members=, batch_repetition=.")] = "",
-    device: Annotated[str, typer.Option(help="Where to run the networks, such as cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
-    download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
-    sets: Annotated[
-        str | None, typer.Option(help="Of uci: names of sets, separated by commas.  [default: all]")
-    ] = None,
-    splits: Annotated[
-        int | None, typer.Option(min=1, help="Of uci: at most so many published splits of a set.")
-    ] = None,
-    gaps: Annotated[
-        bool, typer.Option("--gaps", help="Of uci: also leave out the middle third of the rows by each feature.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Computing, Device):
+    """The options of `mola bench`."""
+
+    suite: str = option(
+        help="digits, mnist, cifar10, imagenet, clinc, or uci for regression", argument=True, metavar="SUITE"
+    )
+    runs: int | None = option(None, "Runs, each with its own networks", minimum=1, shown="1, or all folds")
+    components: int | None = option(None, "Networks in each mixture", minimum=1, shown="the paper's")
+    groups: str = option(
+        "main",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all of these; "
+        "only by name: tempered (temperature first), many-classes (a thousand classes), beyond (SWAG and MIMO), whole (all "
+        "layers)",
+        metavar="NAMES",
+    )
+    results: Path = option(Path("results"), "Folder for the numbers, one JSON a method and run", metavar="DIR")
+    cache: Path = option(
+        Path("activations"), "Folder for activations, also MOLA_CACHE", metavar="DIR", envvar="MOLA_CACHE"
+    )
+    data: Path | None = option(
+        None, "Folder of the data sets, also MOLA_DATA; digits need none", metavar="DIR", envvar="MOLA_DATA"
+    )
+    download: bool = option(False, "Download missing data sets")
+    fresh: bool = option(False, "Replace all records")
+    networks: str | None = option(
+        None,
+        "Folder of trained networks; or package.module:function, timm:NAME=FILE, torchvision:NAME=FILE, separated by commas",
+        panel=NETWORKS,
+        metavar="NAMES",
+        shown="networks/SUITE",
+    )
+    network: str | None = option(None, "Architecture", panel=NETWORKS, metavar="NAME", shown="the paper's")
+    train: bool = option(False, "Train missing networks first", panel=NETWORKS)
+    normalisation: str | None = option(
+        None, "none, cifar10 or imagenet", panel=DATA, metavar="NAME", shown="the suite's"
+    )
+    corruptions: str = option("paper", "CIFAR-10-C: paper (16 types) or all (19)", panel=DATA, metavar="WHICH")
+    conventions: str = option(
+        "consistent", "consistent, or authors: OOD data as in the paper's scripts", panel=DATA, metavar="WHICH"
+    )
+    train_images: int | None = option(None, "Fit on at most N", panel=DATA, minimum=1)
+    test_images: int | None = option(None, "Test on at most N, shifted or not", panel=DATA, minimum=1)
+    outliers: int | None = option(None, "At most N of each OOD set", panel=DATA, minimum=1)
+    shifted_images: int | None = option(None, "At most N of each shifted test set", panel=DATA, minimum=1)
+    types: str = option("", "Corruptions of ImageNet-C, separated by commas", panel=DATA, metavar="NAMES", shown="all")
+    image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
+    cross_fit: bool = option(
+        False, "ImageNet without its training images: validation images in five folds and five rotations", panel=DATA
+    )
+    stream: bool = option(False, "Store no training activations: less disk, fewer ablations", panel=DATA)
+    swag: str = option(
+        "",
+        "snapshots=, images= (between them), batch_size=, learning_rate=, samples=",
+        panel=TRAINED,
+        metavar="SETTINGS",
+    )
+    mimo: str = option("", "epochs=, members=, batch_repetition=", panel=TRAINED, metavar="SETTINGS")
+    sets: str | None = option(None, "Data sets, separated by commas", panel=UCI, metavar="NAMES", shown="all")
+    splits: int | None = option(None, "At most N published splits of each set", panel=UCI, minimum=1)
+    gaps: bool = option(False, "Also leave out the middle third of the rows by each feature", panel=UCI)
+
+
+def bench(options: BenchOptions) -> None:
     """Run a suite of experiments on trained networks.
 
-    What the networks make of the data is computed once and kept; every method, prior and ablation reads it. Each record is
-    written as soon as it is made: the same command goes on where it stopped. `mola report` shows what was found.
+    Activations of the networks are computed once and kept; every method, prior and ablation reads them. Each record is
+    written as soon as it is made, and the same command continues after the last. `mola report` shows the results.
     """
-    import torch
-
     from mola.distributed import join
     from mola.lab.bench import BenchConfig, run_bench
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if suite == "uci":
-        _bench_uci(data, results, sets, splits, gaps=gaps, fresh=fresh, quiet=quiet)
+    if options.suite == "uci":
+        _bench_uci(options)
         return
-    chosen = find_suite(suite)
+    suite = find_suite(options.suite)
     config = BenchConfig(
-        suite=chosen,
-        runs=runs,
-        components=components or chosen.components,
-        groups=groups,
-        network=network,
-        networks=networks or str(Path("networks") / chosen.name),
-        results=results,
-        cache=cache,
+        suite=suite,
+        runs=options.runs,
+        components=options.components or suite.components,
+        groups=options.groups,
+        network=options.network,
+        networks=options.networks or str(Path("networks") / suite.name),
+        results=options.results,
+        cache=options.cache,
         options=DataOptions(
-            directory=data,
-            train=train_images,
-            outliers=outliers,
-            test=test_images,
-            shifted=shifted_images,
-            image_size=image_size,
-            types=tuple(filter(None, (name.strip() for name in types.split(",")))),
-            cross_fit=cross_fit,
-            download=download,
-            normalisation=normalisation,
-            corruptions=corruptions,
-            conventions=conventions,
+            directory=options.data,
+            train=options.train_images,
+            outliers=options.outliers,
+            test=options.test_images,
+            shifted=options.shifted_images,
+            image_size=options.image_size,
+            types=tuple(filter(None, (name.strip() for name in options.types.split(",")))),
+            cross_fit=options.cross_fit,
+            download=options.download,
+            normalisation=options.normalisation,
+            corruptions=options.corruptions,
+            conventions=options.conventions,
         ),
-        train=train,
-        stream=stream,
-        device=device,
-        fresh=fresh,
-        swag=swag,
-        mimo=mimo,
+        train=options.train,
+        stream=options.stream,
+        device=options.device,
+        fresh=options.fresh,
+        swag=options.swag,
+        mimo=options.mimo,
     )
-    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+    with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         folder = run_bench(config, progress, team)
-    if not quiet and team.first:
+    if not options.quiet and team.first:
         Console(highlight=False).print(
-            f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {chosen.name} --results "
-            f"{escape(str(results))}",
+            f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {suite.name} --results "
+            f"{escape(str(options.results))}",
             soft_wrap=True,
         )
 
 
-def _bench_uci(
-    data: Path | None, results: Path, sets: str | None, splits: int | None, *, gaps: bool, fresh: bool, quiet: bool
-) -> None:
-    from mola.errors import OptionError
+def _bench_uci(options: BenchOptions) -> None:
     from mola.lab.uci import SETS, UciConfig, as_good, estimates, gap_table, read_records, run_uci, score_table
     from mola.options import one_of
 
-    if data is None:
+    if options.data is None:
         raise OptionError(
             "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
         )
-    names = SETS if sets is None else tuple(one_of(name.strip(), SETS, "--sets") for name in sets.split(","))
-    with showing_progress(quiet=quiet) as progress:
-        config = UciConfig(data, results, names, splits, gaps, fresh)
+    names = (
+        SETS
+        if options.sets is None
+        else tuple(one_of(name.strip(), SETS, "--sets") for name in options.sets.split(","))
+    )
+    with showing_progress(quiet=options.quiet) as progress:
+        config = UciConfig(options.data, options.results, names, options.splits, options.gaps, options.fresh)
         folder = run_uci(config, lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total))
-    if quiet:
+    if options.quiet:
         return
-    records, console = read_records(results), Console(highlight=False)
+    records, console = read_records(options.results), Console(highlight=False)
     for score in ("rmse", "nll"):
         found = estimates(records, score)
         good = as_good({name: one for name, one in found.items() if "MoLA" in one}, "MoLA")

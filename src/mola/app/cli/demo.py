@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
+from mola.app.cli.shared import Quiet, check_report_folder
+from mola.app.options import option
 from mola.compare.demo_result import DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.tables import for_terminal
@@ -24,26 +25,34 @@ LARGEST_SEED = 2**31 - 1
 """Half of what scikit-learn's generators take, as the two moons draw with two seeds."""
 
 
-def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path(
-        "demo-results"
-    ),
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the split, the networks and the noise.")
-    ] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write files, show nothing.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Quiet):
+    """The options of `mola demo`."""
+
+    output: Path = option(
+        Path("demo-results"),
+        "Folder for the page, the figures and the numbers",
+        flags=("--output", "-o"),
+        metavar="DIR",
+    )
+    seed: int = option(0, "Seed of the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
+
+
+def demo(options: DemoOptions) -> None:
     """Compare MAP, DE, LLLA and MoLA on handwritten digits, by the paper's rule and cautious by distance.
 
     Trains five small networks on data that come with scikit-learn, fits and tunes, compares the methods in distribution,
     under rotation and on inputs that are not digits, and writes a page with tables and figures. Takes about a minute.
     """
-    # Before the work rather than after it: a missing extra, and a folder that cannot be written.
-    from mola.compare.report.writing import prepare_folder, write_demo
+    # Imported before the work, so that a missing extra is reported early.
+    from mola.compare.report.writing import write_demo
 
-    prepare_folder(output)
+    output, quiet = options.output, options.quiet
+    check_report_folder(output)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
-        result = run_demo(DemoSettings(seed=seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done), team)
+        result = run_demo(
+            DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done), team
+        )
         if not team.first:
             return  # one process writes and speaks for all
         page = write_demo(

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.run_file import Config, check_run, write_run
-from mola.app.cli.shared_options import (
-    RUN,
-    Data,
-    Device,
-    Json,
-    Network,
-    Quiet,
-    Strict,
-    Threads,
-    Trust,
-    finish,
-    set_threads,
-)
+from mola.app.cli.shared import MORE, Opening, Reporting, check_report_folder, finish
+from mola.app.jobs.job import RUN
 from mola.app.jobs.rows import Account
+from mola.app.options import option
 from mola.compare.record import Comparison
 from mola.compare.report.single_run_tables import FEW
 from mola.compare.report.tables import fitting, for_terminal
@@ -39,66 +28,60 @@ MOST_LINES = 25
 """Largest number of lines in the terminal, that of the page included."""
 
 
-def evaluate(
-    context: typer.Context,
-    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
-    test: Annotated[str, typer.Option(help="Labelled data to compare on, as for `mola fit --train`.")],
-    ood: Annotated[
-        list[str] | None, typer.Option(help="Data of no class; labels are not read. Can be repeated.")
-    ] = None,
-    val: Annotated[
-        str | None,
-        typer.Option(
-            help="Labelled data for temperatures, scaled noise and LLLA.  [default: those the posterior was tuned on]"
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
-    data: Data = None,
-    strict: Strict = False,
-    network: Network = None,
-    trust: Trust = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of your own code that draws.", rich_help_panel=RUN)] = 0,
-    device: Device = "cpu",
-    threads: Threads = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    config: Config = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Opening, Reporting):
+    """The options of `mola evaluate`."""
+
+    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
+    ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
+    output: Path = option(
+        Path("report"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
+    )
+    val: str | None = option(
+        None,
+        "Validation data for temperatures, scaled noise and LLLA",
+        metavar="DATA",
+        panel=MORE,
+        shown="those of the fit",
+    )
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+    seed: int = option(0, "Seed of your own code that draws", panel=RUN, minimum=0)
+
+
+def evaluate(options: EvaluateOptions) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
-    Accuracy, log loss, Brier score and calibration error on the test data, also class by class; on data of no class how sure each
-    method is of them and how well it tells them apart, by every outlier score that it has. All with standard errors, and bold only
-    what leads by more than chance. Where outputs are numbers: errors, log-likelihood, CRPS, how often intervals hold the target
-    and how wide they are. Of networks with outputs at many positions, 256 of each input are compared. Writes index.html, which
-    needs nothing else, numbers.json, tables.md and the figures, and run.toml, which makes the run again:
-    `mola evaluate --config report/run.toml`.
+    Accuracy, NLL, Brier score and calibration on the test data, overall and by class; OOD detection by every score that a
+    method has; for regression RMSE, NLL, CRPS, coverage and width of intervals. All with standard errors. Dense outputs are
+    compared at 256 positions of each input. Writes index.html, which needs no other file, numbers.json, tables.md, the
+    figures, and run.toml, which --config takes.
 
-        mola evaluate posterior --test images/test --ood images/strange --output report
+        mola evaluate posterior --test images/test --ood images/strange -o report
     """
     import torch
 
-    # Before the work rather than after it: a missing extra, and a folder that cannot be written.
+    # Imported before the work, so that a missing extra is reported early.
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.compare.evaluation import evaluation_document
-    from mola.compare.report.writing import prepare_folder, write_evaluation
+    from mola.compare.report.writing import write_evaluation
     from mola.distributed import join
 
-    prepare_folder(output)
-    check_run(context, config, trust=trust)
-    set_threads(threads)
-    torch.manual_seed(seed)
+    output, quiet, as_json = options.output, options.quiet, options.as_json
+    check_report_folder(output)
+    torch.manual_seed(options.seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        fitted = open_posterior(posterior, device, trust=trust, network=network or ())
+        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         comparison = run_evaluate(
             fitted,
-            test,
-            tuple(ood or ()),
+            options.test,
+            options.ood,
             lambda doing, done: progress(doing, DRAWING_BEGINS * done),
-            val=val,
-            strict=strict,
-            directory=None if data is None else str(data),
+            val=options.val,
+            strict=options.strict,
+            directory=options.data,
             team=team,
         )
         numbers = evaluation_document(comparison)
@@ -110,7 +93,7 @@ def evaluate(
             output,
             lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
         )
-    write_run(context, output / "run.toml")
+    write_run(options, "evaluate", output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
         for line in _shown(console, comparison):

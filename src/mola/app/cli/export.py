@@ -3,100 +3,83 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.run_file import Config, check_run, write_run
-from mola.app.cli.shared_options import (
-    Certainty,
-    Coverage,
-    Device,
-    ErrorRate,
-    FalseAlarmRate,
-    Json,
-    Network,
-    Quiet,
-    Threads,
-    Trust,
-    set_threads,
-)
+from mola.app.cli.shared import Deciding, Opening, Reporting, check_writable
+from mola.app.options import option
 from mola.export import Written
 
 
-def export(
-    context: typer.Context,
-    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
-    onnx: Annotated[Path | None, typer.Option("--onnx", help="ONNX file to write: runs without PyTorch.")] = None,
-    torch: Annotated[Path | None, typer.Option("--torch", help="Program of torch.export (.pt2) to write.")] = None,
-    outputs: Annotated[
-        str | None,
-        typer.Option(
-            help="Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
-            "of numbers mean, variance, epistemic, aleatoric, ood_score, distance.  "
-            "[default: all that the posterior has]"
-        ),
-    ] = None,
-    float16: Annotated[bool, typer.Option("--float16", help="Store the networks in half precision.")] = False,
-    pixels: Annotated[
-        bool, typer.Option("--pixels", help="Take pixels as bytes and normalise them inside, as for the training data.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch before keeping it.")
-    ] = True,
-    network: Network = None,
-    false_alarm_rate: FalseAlarmRate = None,
-    error_rate: ErrorRate = None,
-    certainty: Certainty = None,
-    coverage: Coverage = None,
-    trust: Trust = False,
-    device: Device = "cpu",
-    threads: Threads = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    config: Config = None,
-) -> None:
-    """Write the networks and the Bayesian head as one file that takes inputs and gives probabilities and uncertainty.
+def parse_names(value: str | list[str]) -> tuple[str, ...]:
+    """Names, as a list or separated by commas."""
+    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
-    The file takes batches of any size and holds class names, tuning, and the thresholds for what is asked for (--false-alarm-rate,
-    --error-rate, --coverage) as properties that can be changed. It is compared with PyTorch on random
-    inputs first, and is not kept if it disagrees.
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Opening, Deciding, Reporting):
+    """The options of `mola export`."""
+
+    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    onnx: Path | None = option(None, "ONNX file to write, which runs without PyTorch", metavar="FILE")
+    torch: Path | None = option(None, "Program of torch.export to write (.pt2)", metavar="FILE")
+    pixels: bool = option(False, "Take pixels as bytes and normalise them inside, as for the training data")
+    float16: bool = option(False, "Store the networks in half precision")
+    outputs: tuple[str, ...] | None = option(
+        None,
+        "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; for "
+        "regression mean, variance, epistemic, aleatoric, ood_score, distance",
+        metavar="NAMES",
+        parse=parse_names,
+        shown="all",
+    )
+    check: bool = option(True, "Keep the file without comparing it with PyTorch")
+
+
+def export(options: ExportOptions) -> None:
+    """Write the networks and the Bayesian head as one file, from inputs to probabilities and uncertainty.
+
+    The file takes batches of any size. It holds class names, tuning and the thresholds of the decisions below as properties
+    that can be changed. It is compared with PyTorch on random inputs first, and is not kept if it disagrees.
 
         mola export posterior --onnx model.onnx
     """
     from mola.app.jobs.export import run_export
     from mola.app.jobs.folder import open_posterior
 
-    check_run(context, config, trust=trust)
-    set_threads(threads)
-    with showing_progress(quiet=quiet) as progress:
+    for path in (options.onnx, options.torch):
+        if path is not None:
+            check_writable(path)
+    with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)
-        fitted = open_posterior(posterior, device, trust=trust, network=network or ())
+        fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         progress("writing the graph", 0.3)
         written = run_export(
             fitted,
-            onnx=onnx,
-            torch_program=torch,
-            outputs=None if outputs is None else [name.strip() for name in outputs.split(",")],
-            float16=float16,
-            pixels=pixels,
-            check=check,
-            false_alarm_rate=false_alarm_rate,
-            error_rate=error_rate,
-            certainty=certainty,
-            coverage=coverage,
+            onnx=options.onnx,
+            torch_program=options.torch,
+            outputs=options.outputs,
+            float16=options.float16,
+            pixels=options.pixels,
+            check=options.check,
+            false_alarm_rate=options.false_alarm_rate,
+            error_rate=options.error_rate,
+            certainty=options.certainty,
+            coverage=options.coverage,
         )
         for one in written:
-            write_run(context, one.path.with_name(f"{one.path.name}.toml"))
+            write_run(options, "export", one.path.with_name(f"{one.path.name}.toml"))
         progress("done", 1.0)
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps([one.plain() for one in written], indent=2, ensure_ascii=False))
-    elif not quiet:
+    elif not options.quiet:
         console = Console(highlight=False)
         for one in written:
             _show(console, one)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mola.app.cli.shared_options import Json, scaling_words
+from mola.app.cli.shared import scaling_words
+from mola.app.options import option
 from mola.options import counted
 
 
-def info(
-    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` or posterior.save wrote.")],
-    as_json: Json = False,
-) -> None:
-    """Show what a posterior is and how it was made, without loading networks.
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """The options of `mola info`."""
+
+    posterior: Path = option(help="Folder that `mola fit` or posterior.save wrote", argument=True, metavar="POSTERIOR")
+    as_json: bool = option(False, "Print all of it as JSON", flags=("--json",))
+
+
+def info(options: InfoOptions) -> None:
+    """Show how a posterior was tuned, what it holds and how it was made, without loading networks.
 
     Also checks the files against their checksums.
 
@@ -27,8 +34,8 @@ def info(
     """
     from mola.app.jobs.folder import read_information
 
-    found = read_information(posterior)
-    if as_json:
+    found = read_information(options.posterior)
+    if options.as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
     console = Console(highlight=False)
@@ -40,30 +47,20 @@ def info(
     console.print(table)
 
 
-def _fitted_on(found: dict[str, Any]) -> str:
-    if not found["has_positions"] or found.get("positions") == "average":
-        return counted(found["train_count"], "input")
-    if found["job"] is None:  # saved from Python, which does not say what was counted
-        return f"{found['train_count']:,} positions, or inputs where positions were averaged"
-    return counted(found["train_count"], "position")
-
-
-def _features(found: dict[str, Any]) -> str:
-    width, bias, name = found["features"][0], found["bias"][0], found["heads"][0]
-    layer = f"'{name}': " if name else ""  # a network may be a single layer
-    return f"{layer}{counted(width - bool(bias), 'feature')}{' with the bias, if it has one' if bias is None else ''}"
-
-
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
+    tuning, *notes = found["notes"] or ["not tuned: the prior precision is as given"]
+    scaling = " and ".join(scaling_words(found)) or "none"
+    distances = "distances from the training classes" if found["has_distances"] else "no distances (--no-distances)"
     lines = [
+        ("tuning", tuning),
+        *[("note", note) for note in notes],
         ("posterior", found["folder"]),
         ("networks", str(found["components"])),
         ("last layer", f"{_features(found)}, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
-        ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
-        ("scaling", _scaling(found)),
-        *[("note", note) for note in found["notes"]],
+        ("lambda", f"{precisions}{', by ' + found['rule'] if found['rule'] else ', as given'}"),
+        ("scaling", f"{scaling}; {distances}"),
         ("fitted on", _fitted_on(found)),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
     ]
@@ -74,31 +71,38 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [
         ("classes", ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names"),
         ("inputs", shapes),
-        ("made of", ", ".join(found["networks"])),
+        ("made from", ", ".join(found["networks"])),
         *[("weights", f"{one['state']}: {one['path']}") for one in found["weight_files"]],
         ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
     ]
-    if found["validation"]:
-        before, after = found["validation"]["networks"], found["validation"]["posterior"]
-        if found["likelihood"] == "gaussian":
-            lines += [
-                (
-                    name,
-                    f"RMSE {one['rmse']:.4g}, NLL {one['nll']:.4f}, {one['coverage']:.1%} in 90 % intervals (validation data)",
-                )
-                for name, one in (("networks alone", before), ("posterior", after))
-            ]
-        else:
-            lines += [
-                ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
-                (
-                    "posterior",
-                    f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
-                ),
-            ]
-        lines.append(("outlying", _alarm(found["validation"])))
+    validation = found["validation"]
+    if validation:
+        for name, key in (("networks alone", "networks"), ("posterior", "posterior")):
+            one = validation[key]
+            words = f"NLL {one['nll']:.4f}, "
+            if found["likelihood"] == "gaussian":
+                words += f"RMSE {one['rmse']:.4g}, {one['coverage']:.1%} in 90 % intervals"
+            else:
+                words += f"ECE {one['ece']:.2%}, accuracy {one['accuracy']:.2%}"
+            lines.append((name, f"{words} on the validation data"))
+        rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
+        lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _fitted_on(found: dict[str, Any]) -> str:
+    if not found["has_positions"] or found.get("positions") == "average":
+        return counted(found["train_count"], "input")
+    if found["job"] is None:  # saved from Python: the document does not hold the option `positions`
+        return f"{found['train_count']:,} positions, or inputs where positions were averaged"
+    return counted(found["train_count"], "position")
+
+
+def _features(found: dict[str, Any]) -> str:
+    width, bias, name = found["features"][0], found["bias"][0], found["heads"][0]
+    layer = f"'{name}': " if name else ""  # a network may be a single layer
+    return f"{layer}{counted(width - bool(bias), 'feature')}{' with the bias, if it has one' if bias is None else ''}"
 
 
 def _outputs(found: dict[str, Any]) -> str:
@@ -108,16 +112,3 @@ def _outputs(found: dict[str, Any]) -> str:
     if found["likelihood_settings"].get("heteroscedastic"):
         variances = f" (means and variances of {counted(found['outputs'] // 2, 'target')})"
     return f"{counted(found['outputs'], 'output')}{variances}, likelihood {found['likelihood']}"
-
-
-def _scaling(found: dict[str, Any]) -> str:
-    words = " and ".join(scaling_words(found))
-    if found["has_distances"]:
-        return words or "none; distances from the training classes are known"
-    return f"{words or 'none'}; no distances: fitted with --no-distances"
-
-
-def _alarm(validation: dict[str, Any]) -> str:
-    rate = validation.get("false_alarm_rate")
-    words = "" if rate is None else f", with at most {100 * rate:.2g} % false alarms"
-    return f"scores above {validation['outlier_threshold']:.4g}{words}"

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
+from mola.app.cli.shared import Quiet, check_report_folder
+from mola.app.options import option
 from mola.compare.report.tables import for_terminal
 
 
-def report(
-    suites: Annotated[
-        list[str] | None, typer.Argument(help="Suites to show, by name; without any, all that have results.")
-    ] = None,
-    results: Annotated[Path, typer.Option(help="Folder that `mola bench` wrote.")] = Path("results"),
-    output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the tables.")] = Path("report"),
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write files, show nothing.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Quiet):
+    """The options of `mola report`."""
+
+    suites: tuple[str, ...] = option(
+        (), "Suites by name", argument=True, metavar="SUITES", shown="all that have results"
+    )
+    results: Path = option(Path("results"), "Folder that `mola bench` wrote", metavar="DIR")
+    output: Path = option(
+        Path("report"), "Folder for the page, the figures and the tables", flags=("--output", "-o"), metavar="DIR"
+    )
+
+
+def report(options: ReportOptions) -> None:
     """Show benchmark results: tables, figures and a page, beside the paper's numbers.
 
     Reads what `mola bench` stored and no model: index.html holds everything in one file; tables.md, tables.tex and figures lie
@@ -32,10 +39,11 @@ def report(
     from mola.compare.report.words import suite_findings
     from mola.compare.report.writing import write_report
 
-    found = read_suites(results, suites or [])
-    with showing_progress(quiet=quiet) as progress:
-        page = write_report(found, output, progress)
-    if quiet:
+    check_report_folder(options.output)
+    found = read_suites(options.results, options.suites)
+    with showing_progress(quiet=options.quiet) as progress:
+        page = write_report(found, options.output, progress)
+    if options.quiet:
         return
     console = Console(highlight=False)
     for suite in found:

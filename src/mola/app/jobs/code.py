@@ -30,13 +30,7 @@ HARMLESS = ("torchvision.models",)
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
-    """Refuse code that a file should not name, among the values of options that it gives.
-
-    Args:
-        values: by option, such as "--network"; those of the user's own command left out.
-        source: the file.
-        trust: whether the user trusts it.
-    """
+    """Refuse code that a file should not name, among the values of options that it gives."""
     for option, value in values.items():
         is_code = is_imported if option == "--network" else is_own_function
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():
@@ -45,14 +39,7 @@ def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> Non
 
 
 def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--network") -> None:
-    """Refuse code that a file should not name.
-
-    Args:
-        name: `package.module:function`.
-        source: the posterior's folder, or the file, that names it.
-        trust: whether the user trusts it; even then, nothing inside a posterior's own folder is imported.
-        option: with which the user's own command names such code; None where it cannot.
-    """
+    """Refuse code that a file should not name."""
     module, _ = split_name(name)
     found = _found(module)
     places = [place for spec in found for place in _places(spec)]

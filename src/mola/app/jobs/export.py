@@ -31,24 +31,7 @@ def run_export(
     certainty: float | None = None,
     coverage: float | None = None,
 ) -> list[Written]:
-    """Write the files that were asked for.
-
-    Args:
-        fitted: a folder that was opened.
-        onnx: ONNX file to write.
-        torch_program: file of torch.export to write.
-        outputs: which; None is all that the posterior has.
-        float16: networks in half precision.
-        pixels: the file takes bytes, and normalises them as the training data were.
-        check: compare each file with PyTorch before it is kept.
-        false_alarm_rate: of the threshold that the file holds; None is 0.05.
-        error_rate: of the answers, for the threshold of the confidence; None has none.
-        certainty: of the error rate; None is 0.95.
-        coverage: of sets, for the least probability of their classes; None has none.
-
-    Returns:
-        What was written.
-    """
+    """Write the files that were asked for."""
     if onnx is None and torch_program is None:
         raise OptionError("nothing to write: expected --onnx FILE, --torch FILE, or both.")
     example = fitted.example

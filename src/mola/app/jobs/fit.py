@@ -30,13 +30,14 @@ from mola.app.jobs.folder import (
     remove_old_scores,
     usual_alarm,
 )
-from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
+from mola.app.jobs.job import NAME, RULE_NAMES, WEIGHTINGS, Job, Progress
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
 from mola.app.jobs.regression import networks_alone, noise_factors, summary, untuned_noise
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
+from mola.app.options import as_document, relative, to_toml
 from mola.compare import Answer, Tally
 from mola.compare.regression import RegressionAnswer
 from mola.distributed import Team
@@ -51,78 +52,51 @@ from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
-from mola.tuning import RULES as NAMED_RULES
-from mola.tuning import Calibrated, Distance, Outliers, Rule, Threshold, as_rule
+from mola.tuning import RULES, Outliers, Rule, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
 
-RULES = (*NAMED_RULES, "outliers", "none")
-"""How the prior precision is chosen; none keeps what is given."""
-
-MIXING = ("uniform", "evidence", "stacking")
 READING = "reading the validation data"
 ROWS = 1024
-"""Validation data that are looked at together once they were read."""
+"""Rows of the validation data in a chunk."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `mola fit` did.
-
-    Attributes:
-        folder: where the posterior lies.
-        document: what was written to `job.toml`.
-        account: what was left out.
-        notes: summary and notes of the tuning.
-        replaced: whether there was a posterior in the folder before.
-    """
+    """The outcome of `mola fit`."""
 
     folder: Path
     document: dict[str, Any]
+    """Content of `job.toml`."""
     account: Account
+    """Inputs that were left out."""
     notes: tuple[str, ...]
+    """Summary and notes of the tuning; empty without tuning."""
     replaced: bool = False
+    """Whether the folder held an earlier posterior."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """The rule that a job names; None keeps the prior precision.
-
-    Args:
-        job: its rule, with threshold or price.
-        outliers: data for the rule that needs some.
-
-    Returns:
-        The rule.
-    """
-    one_of(job.rule, RULES, "rule")
-    if job.threshold is not None and job.rule != "threshold":
-        raise OptionError(f"--threshold is for the rule 'threshold', got the rule {job.rule!r}.")
-    if job.price is not None and job.rule not in ("calibrated", "distance"):
-        raise OptionError(f"--price is for the rules 'calibrated' and 'distance', got the rule {job.rule!r}.")
-    if job.rule == "distance" and not job.distances:
+    """The rule that a job names, with its settings; None keeps the prior precision."""
+    name = one_of(job.rule_name, RULE_NAMES, "rule")
+    settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
+    given = {field: value for field, (_, value) in settings.items() if value is not None}
+    for field in given:
+        known = [repr(one) for one, rule in RULES.items() if hasattr(rule, field)]
+        if repr(name) not in known:
+            raise OptionError(f"{settings[field][0]} is for the rule {' or '.join(known)}, got the rule {name!r}.")
+    if name == "distance" and not job.distances:
         raise OptionError(
             "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
         )
-    if (job.rule == "outliers") != (job.outliers is not None):
+    if (name == "outliers") != (job.outliers is not None):
         raise OptionError("the rule 'outliers' and the data named by --outliers go together: give both or neither.")
-    if job.rule == "none":
-        return None
-    if job.rule == "threshold":
-        return Threshold(confidence=job.threshold)
-    if job.rule == "calibrated" and job.price is not None:
-        return Calibrated(price=job.price)  # type: ignore[arg-type]
-    if job.rule == "distance":
-        return Distance(price=job.price)
-    if job.rule == "outliers":
+    if name == "outliers":
         return Outliers([] if outliers is None else outliers)
-    return NAMED_RULES[job.rule]
+    return None if name == "none" else replace(RULES[name], **given) if given else RULES[name]  # type: ignore[type-var]
 
 
 def check_job(job: Job) -> None:
-    """Refuse what can be seen to be wrong before anything is read.
-
-    Args:
-        job: as the user gave it.
-    """
+    """Refuse wrong options before any data are read."""
     if job.train is None:
         raise OptionError(
             "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
@@ -130,20 +104,19 @@ def check_job(job: Job) -> None:
     likelihood = job.meaning()
     _positions(job)
     one_of(job.structure, STRUCTURES, "structure")
-    one_of(job.link, LINKS, "link")
-    as_link(job.link, likelihood)
-    if job.rule in NAMED_RULES:
-        as_rule(job.rule, likelihood, None if job.rule == "evidence" else job)  # whether it fits the likelihood
-    one_of(job.mixing, MIXING, "mixing")
-    if job.seed >= 2**63:
-        raise OptionError(f"seed must be below 2**63, got {job.seed}.")
-    make_rule(job, None)
-    needs = "rule" if job.rule not in ("evidence", "none") else "mixing" if job.mixing == "stacking" else None
+    as_link(one_of(job.link, LINKS, "link"), likelihood)
+    one_of(job.mixing, WEIGHTINGS, "mixing")
+    rule, needs = make_rule(job, None), None
+    if rule is not None and rule.needs_data:
+        needs = f"rule {job.rule_name!r}"
+    elif job.mixing == "stacking":
+        needs = "mixing 'stacking'"
     if job.val is None and needs is not None:
         raise OptionError(
-            f"the {needs} {getattr(job, needs)!r} needs validation data: name them with --val, or choose --rule evidence, "
-            f"which needs none."
+            f"the {needs} needs validation data: name them with --val, or choose --rule evidence, which needs none."
         )
+    if job.rule_name in RULES:
+        as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
 
 
 def run_fit(
@@ -158,15 +131,12 @@ def run_fit(
     """Fit a posterior and write its folder.
 
     Args:
-        job: what to do.
+        job: the options.
         output: folder to write.
-        progress: told what is being done, and which share of the work is done.
-        bundle: whether the weights are copied into the folder, so that it can be moved.
-        team: the processes that do the job together, each on its own part of the data; rank 0 writes. None is this one alone.
-        checkpoint: folder for the fit under way: an interrupted one goes on.
-
-    Returns:
-        What was done.
+        progress: reports the current step.
+        bundle: copy the weights into the folder, so that it can be moved.
+        team: processes that share the data; rank 0 writes. None is a single process.
+        checkpoint: folder from which an interrupted fit is resumed.
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_whole, job.network))):
@@ -182,15 +152,16 @@ def run_fit(
     progress("loading networks", 0.0)
     count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
     built = build_networks(job.network, job.weights, classes=count, trust=job.trust)
-    _move(built, job.device)
+    for network in built.networks:
+        move(network, job.device)
     together = Team.single() if team is None else team
     account = Account()
     if job.download and not together.first:
-        together.share(None)  # rank 0 downloads what is missing before the others look for it
+        together.share(None)  # rank 0 downloads missing data before the others look for them
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
+    # Read before the training data, which may take hours: this finds a wrong order of the classes. Nothing reads them again.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
@@ -218,13 +189,13 @@ def run_fit(
     if bundle and together.first:
         job, built = _bundled(job, built, output)
     elif job.weights:
-        # The files one by one: what joins a folder later is no part of this posterior.
+        # Each file by name: files that join the folder later do not belong to this posterior.
         job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
     if together.first and measured is not None and scores is not None:
-        # Named by their content, and written first: what is here stays intact until the new posterior names them.
+        # Named by their content and written first: an earlier posterior stays intact until it is replaced.
         output.mkdir(parents=True, exist_ok=True)
         measured["scores"] = keep_scores(output, scores, columns)
-    document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
+    document = as_document(job, "fit", output) | {"result": _result(posterior, built, data, measured, output)}
     if together.first:
         _write(posterior, document, output)
         remove_old_scores(output, None if measured is None else measured["scores"]["file"])
@@ -236,13 +207,7 @@ def run_fit(
 
 
 def _positions(job: Job) -> str | int:
-    # Which positions count, as `mola.fit` takes it.
     return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
-
-
-def _move(built: Built, device: str) -> None:
-    for network in built.networks:
-        move(network, device)
 
 
 def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> HeldOut:
@@ -258,7 +223,7 @@ def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> Hel
         if data.classes is None:
             raise
         listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
-        raise DataError(f"{error} The order is now {listed}: --classes names them in that of the outputs.") from error
+        raise DataError(f"{error} The order is now {listed}: give the order of the outputs with --classes.") from error
     return held_out
 
 
@@ -267,7 +232,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     rule = make_rule(job, outliers)
     if rule is not None:
         data.progress("tuning", 0.7)
-        held = None if job.rule == "evidence" else held_out
+        held = held_out if rule.needs_data else None
         posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and held_out is not None:
         posterior = posterior.reweight(held_out, progress=False, team=data.team)
@@ -390,13 +355,6 @@ def _result(
 class Material:
     """The sets of a job.
 
-    Args:
-        job: names them.
-        built: the networks.
-        account: where inputs that are left out are noted.
-        progress: told what is being done, and which share of the work is done.
-        team: the processes that do the job; each reads its own part of every set.
-
     Attributes:
         intake: settled by the job, the networks and the training data.
         classes: names, in the order of the networks' outputs, or None.
@@ -482,7 +440,7 @@ class Material:
             labelled=labelled,
             classes=self.classes,
             outputs=self.outputs or None,
-            directory=self.job.directory,
+            directory=self.job.data,
             seed=self.job.seed,
             download=self.job.download,
             likelihood=self.job.meaning(),

@@ -1,11 +1,11 @@
-"""A posterior's folder: where it may be written, what it holds, and how it is opened again without further options.
+"""A posterior's folder: where it may be written, what it holds, and how it is opened again.
 
-The posterior's own document also holds the job: its options, and under `result` what fitting settled (classes, shape of the
-inputs, checksums of the weights, outlier threshold). Both are therefore replaced in one step, and no posterior runs with the
-preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; if it is edited, only its paths count.
+The posterior's own document holds the job as well: its options, and under `result` what fitting settled (classes, shape of the
+inputs, checksums of the weights, alarm threshold). Both are replaced in one step, so that no posterior is used with the
+preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; of an edited one, only the paths count.
 
-Outlier scores of the validation data are kept, sorted, in a file named after its checksum: thresholds for other false-alarm
-rates are read from it. With them are the numbers of each labelled datum that other decisions need (`mola.app.jobs.decisions`).
+OOD scores of the validation data are kept, sorted, in a file named after its checksum, for other false-alarm rates, together
+with the columns that other decisions need (`mola.app.jobs.decisions`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from mola.app.jobs.code import check_code, check_values
-from mola.app.jobs.job import NAME, PATHS, Job, job_of, read_job
+from mola.app.jobs.job import NAME, Job, job_of, read_job
 from mola.app.jobs.networks import build_networks, check_unchanged, checksum, is_whole
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, is_own_function, open_set
+from mola.app.options import options_of
 from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
@@ -54,37 +55,36 @@ RESULT = {
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
 LARGEST_INPUT = 2**28
-"""Numbers of one input: more are no input of a network, but a file that was damaged."""
+"""Values of one input; a document with more is damaged."""
 VALIDATION = {"outlier_threshold": float}
-"""What opening needs of the results."""
 
 BUNDLED = "weights"
 """Folder for copies of the weights, inside a posterior's folder."""
 
 LEFT_BEHIND = re.compile(r"\..*|(tensors|scores)-[0-9a-f]{16}\.safetensors")
-"""Names of what a system hides, and of what an interrupted fit leaves."""
+"""Hidden files, and files of an interrupted fit."""
 
 FALSE_ALARMS = 0.05
-"""The false-alarm rate, where the user asks for no other."""
+"""Default false-alarm rate."""
 
 MOST_SCORES = 100_000
-"""Scores that are kept; of more, about so many at even distances, the largest, and the threshold at the usual rate."""
+"""Scores to keep. Of more, evenly spaced ranks are kept, the largest score, and the threshold at the default rate."""
 
 MOST_NUMBERS = 2**23
-"""Numbers that are kept of all validation data together, for decisions: of many outputs, those of fewer data."""
+"""Values to keep of all validation data together, for decisions: with many outputs, of fewer data."""
 
 COLUMN = "datum."
-"""Before the names of numbers that are kept of each validation datum."""
+"""Prefix of columns with a value for each validation datum."""
 
 SCORES_FILE = re.compile(r"scores-[0-9a-f]{16}\.safetensors")
-"""Names of their files; others in the folder are not ours to remove."""
+"""Names of score files: no other file in the folder is removed."""
 
 SCORES_ENTRY = {"count": int, "scores": {"file": str, "sha256": str}}
 
 
 @dataclass(frozen=True)
 class PosteriorFolder:
-    """A posterior with its networks, and how inputs come to them.
+    """A posterior with its networks and the preparation of its inputs.
 
     Attributes:
         posterior: ready to predict.
@@ -120,11 +120,7 @@ class PosteriorFolder:
             )
 
     def refuse_positions(self, reason: str) -> None:
-        """Refuse a posterior with outputs at many positions.
-
-        Args:
-            reason: why it cannot be used.
-        """
+        """Refuse a posterior with outputs at many positions."""
         if self.posterior.is_dense:
             raise OptionError(
                 f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
@@ -134,18 +130,7 @@ class PosteriorFolder:
     def open_set(
         self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
     ) -> UserSet:
-        """Data by name, prepared as the training data were.
-
-        Args:
-            name: as the user or the folder names them.
-            labelled: whether labels are asked for.
-            directory: that holds the built-in sets.
-            said: whether the user's own command names them, not the folder alone.
-            absent: what to do where the folder names files that are not there.
-
-        Returns:
-            The set.
-        """
+        """Data by name, prepared as the training data were."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which are not there (any more): {absent}")
@@ -157,7 +142,7 @@ class PosteriorFolder:
             labelled=labelled,
             classes=self.classes,
             outputs=self.outputs,
-            directory=directory or self.job.directory,
+            directory=directory or self.job.data,
             seed=self.job.seed,
             download=self.job.download,
             likelihood=self.posterior.likelihood,
@@ -165,14 +150,7 @@ class PosteriorFolder:
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """The job of a posterior's folder, checked, without building networks.
-
-    Args:
-        path: that `mola fit` wrote.
-
-    Returns:
-        The job and the whole document.
-    """
+    """The job of a posterior's folder, checked, without building networks."""
     job, document = _job_of_folder(path)
     if not isinstance(document.get("result"), dict):
         raise StorageError(f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them.")
@@ -219,7 +197,8 @@ def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, di
     if not (path / NAME).is_file():
         return job, fitted
     beside, document = read_job(path)
-    places = [name for name in PATHS if name != "network" or all(map(is_whole, job.network))]
+    paths = [one.name for one in options_of(Job) if one.is_path]
+    places = [name for name in paths if name != "network" or all(map(is_whole, job.network))]
     before, now = _options(fitted), _options(document)
     differing = [name for name in before | now if before.get(name) != now.get(name)]
     strange = [name for name in differing if name.rpartition(".")[2] not in (*places, "files")]
@@ -246,15 +225,6 @@ def open_posterior(
 
     Functions that the folder names are imported from the current folder, but for what came along with the posterior; others need
     the user's word. See `mola.app.jobs.code`.
-
-    Args:
-        path: the folder.
-        device: where to compute, such as "cuda".
-        trust: whether exported programs, which can run code when read, may be read, and functions that the folder names be called.
-        network: the networks in the user's own words, in place of those that the folder names.
-
-    Returns:
-        The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -306,15 +276,7 @@ def _require_files(job: Job, path: Path) -> None:
 
 
 def move(module: Moved, device: str) -> Moved:
-    """A network, or a posterior with its networks, on a device and in evaluation mode.
-
-    Args:
-        module: to be moved.
-        device: such as "cpu" or "cuda:1".
-
-    Returns:
-        The same module.
-    """
+    """A network, or a posterior with its networks, on a device and in evaluation mode."""
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
@@ -324,14 +286,7 @@ def move(module: Moved, device: str) -> Moved:
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:
-    """What a batch's inputs look like, as plain values.
-
-    Args:
-        inputs: a tensor, or a mapping or tuple of tensors.
-
-    Returns:
-        The form, and name, shape without the batch and type of each tensor.
-    """
+    """What a batch's inputs look like, as plain values."""
     if isinstance(inputs, Tensor):
         form, named = "tensor", {"": inputs}
     elif isinstance(inputs, dict):
@@ -346,14 +301,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """A batch of 2 inputs of zeros; masks are of ones, since a network that may look at nothing gives no numbers.
-
-    Args:
-        result: as `describe_inputs` described them.
-
-    Returns:
-        A tensor, or a mapping or tuple of tensors.
-    """
+    """A batch of 2 inputs of zeros; masks are of ones, since a network that may look at nothing gives no numbers."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])
@@ -366,15 +314,7 @@ def example_of(result: dict[str, Any]) -> Any:
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into.
-
-    Args:
-        output: the folder, which may not exist yet.
-        checkpoint: the folder of an interrupted fit, which may be inside.
-
-    Returns:
-        Whether there is one.
-    """
+    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into."""
     if not output.exists():
         above = next(path for path in output.absolute().parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -410,14 +350,7 @@ def _has_bias(width: int, directions: Tensor | None) -> bool | None:
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """What a folder holds and how it was made, its files checked.
-
-    Args:
-        folder: of `mola fit` or `posterior.save`.
-
-    Returns:
-        Plain values. `StorageError` if the folder is missing or damaged.
-    """
+    """What a folder holds and how it was made, its files checked."""
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
     likelihood = dict(parts[0]["likelihood"])
@@ -480,16 +413,7 @@ def _state(path: Path, expected: str) -> str:
 def keep_scores(
     folder: Path, scores: NDArray[np.float64], columns: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Write the scores into a posterior's folder.
-
-    Args:
-        folder: that exists.
-        scores: (n,), of the validation data.
-        columns: numbers of each validation datum (n, ...), in their order; of very many data, some at even distances are kept.
-
-    Returns:
-        What `job.toml` says of them.
-    """
+    """Write the scores into a posterior's folder."""
     count = len(scores)
     ranks = np.arange(1, count + 1)
     if count > MOST_SCORES:
@@ -522,15 +446,7 @@ def usual_alarm(scores: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
-    """The outlier score above which inputs are called outlying.
-
-    Args:
-        fitted: an opened posterior.
-        false_alarm_rate: that the user asks for; None is 0.05.
-
-    Returns:
-        The threshold; None if there were no validation data.
-    """
+    """The outlier score above which inputs are called outlying."""
     validation = fitted.document["result"].get("validation")
     if validation is None:
         if false_alarm_rate is None:
@@ -551,15 +467,7 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
 
 
 def read_scores(folder: Path, validation: dict[str, Any]) -> tuple[Tensor, Tensor, int, dict[str, Tensor]]:
-    """What `keep_scores` wrote.
-
-    Args:
-        folder: of the posterior.
-        validation: of the results.
-
-    Returns:
-        Sorted scores, their ranks, how many data there were, and numbers of each datum by name.
-    """
+    """What `keep_scores` wrote."""
     check(validation, SCORES_ENTRY, "result.validation")
     entry, count = validation["scores"], validation["count"]
     path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says

@@ -1,368 +1,221 @@
-"""A job: all the options of `mola fit` as one value, and as the TOML file that repeats it.
+"""A job: the options of `mola fit` as one value, and as the `job.toml` beside a posterior.
 
-Paths in a file are relative to the folder that holds the file, so a folder can be moved together with its weights. What fitting
-found is written below the options, under `result`, and is not read as an option. Trust in files that can run code is never
-saved: a file may come from a stranger, so the user has to say it each time.
-
-Python reads TOML but does not write it: `to_toml` writes tables of texts, numbers, booleans and lists of these.
+Consent to files that can run code (`--trust`) is never saved, since a file may come from a stranger.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mola.app.options import option, read_options, read_toml
 from mola.errors import OptionError
 from mola.lab.models import MODELS
-from mola.likelihoods import Gaussian, Likelihood, as_likelihood
+from mola.laplace import STRUCTURES
+from mola.likelihoods import CATEGORICAL, GAUSSIAN, LIKELIHOODS, Gaussian, Likelihood, as_likelihood
+from mola.links import LINKS
 from mola.network import IGNORE_INDEX
-from mola.options import one_of
-from mola.saving.schema import check_depth
+from mola.tuning import RULES
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and which share of the work is done."""
+"""Called with a description of the current step and the finished share of the work, from 0 to 1."""
 
-FORMAT = "mola-job"
-VERSION = 1
 NAME = "job.toml"
-"""Of the file beside a posterior."""
+"""File beside a posterior."""
 
-OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "networks": {"network": "texts", "weights": "texts", "classes": "classes", "head": "text"},
-    "data": {
-        "train": "text",
-        "val": "text",
-        "outliers": "text",
-        "directory": "text",
-        "download": "flag",
-        "strict": "flag",
-    },
-    "preparation": {
-        "resize": "sides",
-        "crop": "whole",
-        "mode": "text",
-        "normalise": "text",
-        "mean": "numbers",
-        "std": "numbers",
-        "batch_size": "whole",
-        "workers": "whole",
-    },
-    "method": {
-        "likelihood": "text",
-        "noise": "numbers",
-        "location": "numbers",
-        "scale": "numbers",
-        "heteroscedastic": "flag",
-        "structure": "text",
-        "link": "text",
-        "mixing": "text",
-        "prior_precision": "number",
-        "rule": "text",
-        "threshold": "number",
-        "price": "price",
-        "distances": "flag",
-        "positions": "text",
-        "ignore_index": "integer",
-    },
-    "run": {"seed": "whole", "device": "text", "threads": "whole"},
-}
-"""Sections of the file, and what kind of value each option has."""
+RULE_NAMES = (*RULES, "outliers", "none")
+"""Rules of the command line: "outliers" needs data, "none" keeps the prior precision."""
 
-PATHS = ("network", "weights", "train", "val", "outliers", "directory")
-"""Options that name files and folders, or something else where there is no such file."""
+WEIGHTINGS = ("uniform", "evidence", "stacking")
+
+PREPARATION, METHOD, OTHER, RUN = "Preparation of images", "Method", "Regression and dense outputs", "Run"
+"""Headings of the help."""
 
 
-@dataclass(frozen=True)
+def parse_numbers(value: Any) -> tuple[float, ...]:
+    """Numbers, as a list or separated by commas."""
+    try:
+        parts = value.split(",") if isinstance(value, str) else value
+        if any(isinstance(one, bool) for one in parts):
+            raise TypeError
+        return tuple(float(one) for one in parts)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
+
+
+def parse_price(value: Any) -> float | Literal["loss"]:
+    """A number, or the word "loss"."""
+    if value == "loss":
+        return "loss"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError("a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or 'loss'") from error
+
+
+def parse_size(value: Any) -> int | tuple[int, int]:
+    """A length in pixels, or height and width: a list, or separated by an x."""
+    parts = value.lower().split("x") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        if len(parts) not in (1, 2) or any(isinstance(one, (bool, float)) for one in parts):
+            raise TypeError
+        sides = tuple(int(one) for one in parts if str(one).isascii())
+        if len(sides) < len(parts) or min(sides) < 1:
+            raise TypeError
+    except (TypeError, ValueError) as error:
+        raise ValueError("a length in pixels, or height and width such as 224x160") from error
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+def parse_class_names(value: Any) -> int | tuple[str, ...]:
+    """A number of classes, or their names: a list, separated by commas, or on the lines of a file."""
+    expected = "a number, two or more different names separated by commas, or a FILE with a name on each line"
+    if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
+        return int(value)
+    if isinstance(value, str):
+        try:
+            value = Path(value).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise OptionError(f"{value} is not text in UTF-8: expected the name of a class on each line.") from error
+        except OSError:  # no such file, or names that are too long for the name of a file
+            value = value.split(",")
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(expected)
+    names = tuple(name.strip() for name in value if name.strip())
+    if len(set(names)) != len(names) or len(names) < 2:
+        raise ValueError(expected)
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `mola fit` is told; see its help for each."""
+    """The options of `mola fit`."""
 
-    network: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
-    classes: int | tuple[str, ...] | None = None
-    head: str | None = None
-    trust: bool = False
-    train: str | None = None
-    val: str | None = None
-    outliers: str | None = None
-    directory: str | None = None
-    download: bool = False
-    strict: bool = False
-    resize: int | tuple[int, int] | None = None
-    crop: int | None = None
-    mode: str | None = None
-    normalise: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    batch_size: int = 256
-    workers: int = 2
-    likelihood: str = "categorical"
-    noise: tuple[float, ...] | None = None
-    location: tuple[float, ...] | None = None
-    scale: tuple[float, ...] | None = None
-    heteroscedastic: bool = False
-    structure: str = "kron"
-    link: str = "probit"
-    mixing: str = "uniform"
-    prior_precision: float = 1.0
-    rule: str = "calibrated"
-    threshold: float | None = None
-    price: float | Literal["loss"] | None = None
-    distances: bool = True
-    positions: str = "all"
-    ignore_index: int = IGNORE_INDEX
-    seed: int = 0
-    device: str = "cpu"
-    threads: int | None = None
+    weights: tuple[str, ...] = option(
+        (),
+        "Trained weights, a file for each network (safetensors or torch.save), or a folder (also --weights)",
+        argument=True,
+        flags=("--weights",),
+        metavar="WEIGHTS",
+        path=True,
+    )
+    network: tuple[str, ...] = option(
+        (),
+        "lenet, resnet-20, ...; module:function; timm:NAME; a Hugging Face folder; a .pt2 file. Can be repeated",
+        metavar="NAME",
+        path=True,
+        names=MODELS,
+    )
+    train: str | None = option(
+        None,
+        "Training data: a folder of images for each class, .npz, .csv, mnist:train, or module:function",
+        metavar="DATA",
+        path=True,
+    )
+    val: str | None = option(None, "Validation data, in the same forms", metavar="DATA", path=True)
+    likelihood: str = option(
+        CATEGORICAL.name, "categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
+    )
+    rule: str | None = option(
+        None,
+        ", ".join(RULE_NAMES),
+        metavar="NAME",
+        shown=f"{CATEGORICAL.default_rule}; {GAUSSIAN.default_rule} for regression",
+    )
+    classes: int | tuple[str, ...] | None = option(
+        None,
+        "Class names in the order of the outputs (a,b,c or the lines of a file), or their number",
+        metavar="NAMES",
+        parse=parse_class_names,
+    )
+    data: str | None = option(
+        None, "Folder of the built-in data sets, also MOLA_DATA", metavar="DIR", envvar="MOLA_DATA", path=True
+    )
+    download: bool = option(False, "Download missing built-in data sets")
+    strict: bool = option(False, "Stop at the first input that cannot be used")
+    trust: bool = option(False, "Allow code: .pt2 files, functions that --config names", kept=False)
 
-    def with_options(self, given: Mapping[str, Any]) -> Job:
-        """The same job with the options that are not None in place of its own."""
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+    resize: int | tuple[int, int] | None = option(
+        None, "Shorter side (256), or height and width (32x32)", panel=PREPARATION, metavar="SIZE", parse=parse_size
+    )
+    crop: int | None = option(None, "Side of the square cut from the centre", panel=PREPARATION, minimum=1)
+    mode: str | None = option(None, "RGB, or L for grey [default: the images']", panel=PREPARATION, metavar="MODE")
+    normalise: str | None = option(
+        None,
+        "none (x / 255), cifar10, imagenet; also --normalize",
+        panel=PREPARATION,
+        metavar="NAME",
+        flags=("--normalise", "--normalize"),
+    )
+    mean: tuple[float, ...] | None = option(
+        None,
+        "Of the pixels, instead: 0.5 or 0.49,0.48,0.45",
+        panel=PREPARATION,
+        metavar="X",
+        parse=parse_numbers,
+    )
+    std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
+    workers: int = option(2, "Threads that decode images", panel=PREPARATION, minimum=0)
+
+    structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME")
+    link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME")
+    mixing: str = option("uniform", f"Weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME")
+    head: str | None = option(None, "Name of the last layer [default: found]", panel=METHOD, metavar="NAME")
+    prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
+    threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
+    price: float | Literal["loss"] | None = option(
+        None,
+        "What caution may cost (--rule calibrated, distance): 0.02 is 2 % more log loss; loss, that of the threshold rule",
+        panel=METHOD,
+        metavar="X",
+        parse=parse_price,
+    )
+    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", path=True)
+    distances: bool = option(True, "Keep no class means: no distances, less memory", panel=METHOD)
+
+    noise: tuple[float, ...] | None = option(
+        None, "Regression: noise std. deviation [default: chosen]", panel=OTHER, metavar="X", parse=parse_numbers
+    )
+    location: tuple[float, ...] | None = option(
+        None, "Regression: how targets were standardised", panel=OTHER, metavar="X", parse=parse_numbers
+    )
+    scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
+    heteroscedastic: bool = option(False, "Regression: log-variances follow the means", panel=OTHER)
+    positions: str = option("all", "Dense: all, average, or a number drawn", panel=OTHER, metavar="WHICH")
+    ignore_index: int = option(IGNORE_INDEX, "Dense: label to leave out", panel=OTHER)
+
+    batch_size: int = option(256, "Inputs in a batch", panel=RUN, minimum=1)
+    seed: int = option(0, "Seed of everything random", panel=RUN, minimum=0, maximum=2**63 - 1)
+    device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
     def meaning(self) -> Likelihood:
-        """What the networks' outputs mean."""
+        """The likelihood with its settings."""
         likelihood = as_likelihood(self.likelihood)
-        given = {name: getattr(self, name) for name in ("noise", "location", "scale")}
-        given = {name: value for name, value in given.items() if value is not None}
-        given |= {"heteroscedastic": True} if self.heteroscedastic else {}
-        if not given:
-            return likelihood
-        if not isinstance(likelihood, Gaussian):
+        given = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
+        given = {name: value for name, value in given.items() if value not in (None, False)}
+        if given and not isinstance(likelihood, Gaussian):
             raise OptionError(
                 f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
             )
-        return replace(likelihood, **given)
+        return replace(likelihood, **given) if isinstance(likelihood, Gaussian) else likelihood
 
-    def document(self, folder: Path) -> dict[str, Any]:
-        """The options by section, with paths as seen from a folder.
-
-        Args:
-            folder: where the file will lie.
-
-        Returns:
-            Plain values.
-        """
-
-        def seen(name: str, value: Any) -> Any:
-            if name in PATHS and isinstance(value, str) and not _is_no_path(name, value):
-                return relative(value, folder)
-            if isinstance(value, tuple):
-                return [seen(name, one) for one in value]
-            return value
-
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            **{
-                section: {name: seen(name, getattr(self, name)) for name in names} for section, names in OPTIONS.items()
-            },
-        }
-
-
-def _is_no_path(name: str, value: str) -> bool:
-    return name == "network" and (value in MODELS or ":" in value)
-
-
-def relative(value: str, folder: Path) -> str:
-    """A path as seen from a folder; what is no path stays as it is."""
-    path = Path(value).expanduser()
-    if not path.exists():
-        return value
-    try:
-        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
-    except ValueError:  # another drive
-        return str(path.resolve())
-
-
-def _located(value: str, folder: Path) -> str:
-    # A path as seen from here; what is no path there stays as it is.
-    path = folder / Path(value).expanduser()
-    # Files that are gone must still be named by their full path, and never be looked for in the current folder.
-    is_path = "/" in value or value.startswith(".") or (Path(value).suffix != "" and ":" not in value)
-    return os.path.normpath(path) if is_path or path.exists() else value
+    @property
+    def rule_name(self) -> str:
+        """The rule, by default the likelihood's."""
+        return self.rule or LIKELIHOODS[self.likelihood].default_rule
 
 
 def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
-    """A job from its file, checked.
-
-    Args:
-        path: a TOML file, or the folder that `mola fit` wrote it to.
-
-    Returns:
-        The job, its paths as seen from here, and the whole document. `OptionError` if the file is not a job, or holds something
-        unknown or of the wrong kind.
-    """
+    """A job from its file, or from the folder that holds it, and the whole document."""
     path = path / NAME if path.is_dir() else path
     document = read_toml(path)
     return job_of(document, path), document
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:
-    """The job of a document, checked.
-
-    Args:
-        document: tables of options.
-        path: of the file that they come from: paths are relative to its folder.
-
-    Returns:
-        The job, its paths as seen from here.
-    """
-    version = document.get("version", VERSION)
-    if document.get("format", FORMAT) != FORMAT or version != VERSION:
-        raise OptionError(
-            f"{path} has the format {_shortened(document.get('format'))}, version {_shortened(version)}; "
-            f"this mola reads {FORMAT!r}, version {VERSION}."
-        )
-    values: dict[str, Any] = {}
-    for section, table in document.items():
-        if section in ("format", "version", "result"):
-            continue
-        one_of(section, OPTIONS, f"{path}: a section")
-        if not isinstance(table, dict):
-            raise OptionError(f"{path}: {section} must be a table, [{section}]; got {_shortened(table)}.")
-        for name, value in table.items():
-            one_of(name, OPTIONS[section], f"{path}: an option in [{section}]")
-            values[name] = _checked(value, OPTIONS[section][name], f"{path}: {name} in [{section}]")
-    for name in PATHS:
-        value = values.get(name)
-        if isinstance(value, str):
-            values[name] = _located(value, path.parent)
-        elif value is not None:
-            values[name] = tuple(one if _is_no_path(name, one) else _located(one, path.parent) for one in value)
-    known = {field.name for field in fields(Job)}
-    return Job(**{name: value for name, value in values.items() if name in known})
-
-
-def _shortened(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 2**1023:  # Python refuses to write thousands of digits
-        return "a huge whole number"
-    return shown if len(shown := repr(value)) < 60 else type(value).__name__
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    # Whole numbers beyond have no float.
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "text": ("a text", lambda value: isinstance(value, str)),
-    "texts": ("a list of texts", lambda value: isinstance(value, str) or _are_texts(value)),
-    "flag": ("true or false", lambda value: isinstance(value, bool)),
-    "whole": ("a whole number", _is_whole),
-    "integer": (
-        "a whole number, perhaps below 0",
-        lambda value: _is_whole(value) or (type(value) is int and value < 0),
-    ),
-    "number": ("a number", _is_number),
-    "price": ("a number, or 'loss'", lambda value: value == "loss" or _is_number(value)),
-    "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
-    "sides": (
-        "a whole number, or [height, width]",
-        lambda value: _is_whole(value) or (isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))),
-    ),
-    "classes": ("a whole number, or a list of names", lambda value: _is_whole(value) or _are_texts(value)),
-}
-
-
-def _checked(value: Any, kind: str, where: str) -> Any:
-    expected, holds = KINDS[kind]
-    if not holds(value):
-        raise OptionError(f"{where} must be {expected}, got {_shortened(value)}.")
-    if kind == "texts" and isinstance(value, str):
-        return (value,)
-    if kind == "number" or (kind == "price" and value != "loss"):
-        return float(value)
-    if kind == "numbers":
-        return tuple(float(one) for one in value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-BARE = re.compile(r"[A-Za-z0-9_-]+")
-
-
-def to_toml(document: Mapping[str, Any]) -> str:
-    """A document of nested tables as text; entries that are None are left out.
-
-    Args:
-        document: texts, numbers, truth values, lists of these, and tables of all of them.
-
-    Returns:
-        TOML that `tomllib` reads back to the same values.
-    """
-    return "\n".join(_table(document, ())).lstrip("\n") + "\n"
-
-
-def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    plain = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
-    lines = []
-    if path and (plain or not table):
-        lines += ["", "[" + ".".join(_key(part) for part in path) + "]"]
-    lines += [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            lines += _table(value, (*path, key))
-    return lines
-
-
-def _key(key: str) -> str:
-    return key if BARE.fullmatch(key) else _text(key)
-
-
-def _text(text: str) -> str:
-    # JSON's escapes are TOML's, but for the one character that JSON leaves as it is.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else ("nan" if math.isnan(value) else f"{'-' * (value < 0)}inf")
-    if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None)
-        return f"{{ {inside} }}"
-    if isinstance(value, Sequence):
-        short = "[" + ", ".join(_value(one) for one in value) + "]"
-        if len(short) <= 100:
-            return short
-        return "[\n" + "".join(f"  {_value(one)},\n" for one in value) + "]"
-    raise OptionError(f"cannot write a {type(value).__name__} as TOML: {value!r}.")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Its tables.
-    """
-    if not path.is_file():
-        raise OptionError(f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes.")
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        check_depth(document)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} is not TOML: {error}.") from error
-    except RecursionError as error:
-        raise OptionError(f"{path} is not TOML that can be read: it is nested too deeply.") from error
-    return document
+    """The job of a document; paths are relative to the folder of the file `path`."""
+    return Job(**read_options(document, Job, "fit", path))

@@ -3,13 +3,13 @@
 | name | network |
 |---|---|
 | `lenet`, `resnet-20`, ... | one of `mola.lab.models`, with weights from files |
-| `package.module:function` | what the function returns, with weights from files, or as it is |
+| `package.module:function` | the network that the function returns, also compiled, with weights from files or its own |
 | `timm:NAME` | an architecture of timm, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
 | `model.pt2` | a program saved by `torch.export.save`; needs `trust` |
 
-One name with K files of weights gives K networks; so do K names. Only `.pt2` files, which PyTorch unpickles, and the user's own
-functions can run code.
+One name with K files of weights makes K networks, and so do K names. Only `.pt2` files, which PyTorch unpickles, and the user's
+own functions can run code.
 
 An exported program is a graph of operations without layers. If its output is one linear operation on stored weights, the graph
 is cut in front of it and the weights become an `nn.Linear` again, which can be fitted.
@@ -37,7 +37,7 @@ from mola.saving.schema import parse
 from mola.saving.weights import load_weights, read_state
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""Of files that hold weights, where a whole folder of them is named."""
+"""Endings of weights files in a folder."""
 
 EXPORTED = ".pt2"
 
@@ -48,13 +48,13 @@ CONFIG, PROCESSOR, WEIGHTS, INDEX = (
     "model.safetensors.index.json",
 )
 CROP_PCT = 0.875
-"""Share of the shorter side that timm keeps where a network does not say."""
+"""Share of the shorter side that timm keeps by default."""
 
 KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""What a configuration's architecture ends in, and what loads it."""
+"""End of an architecture's name, and the class that loads it."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,11 @@ class Built:
     files: list[Path]
     """Where their weights come from."""
     hints: Hints
-    """What the networks say of their inputs and classes."""
+    """Inputs and classes by the networks' own configuration."""
 
 
 def weight_files(names: Sequence[str]) -> list[Path]:
-    """The files that were named, those of a folder in the order of their names.
-
-    Args:
-        names: files and folders.
-
-    Returns:
-        Files that exist.
-    """
+    """The files that were named, those of a folder in the order of their names."""
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
@@ -105,17 +98,7 @@ def checksum(path: Path) -> str:
 def build_networks(
     names: Sequence[str], weights: Sequence[str] = (), *, classes: int | None = None, trust: bool = False
 ) -> Built:
-    """Build the networks and load their weights.
-
-    Args:
-        names: one or several, as in the table above.
-        weights: files; as many networks are made of a single name, or one name goes with each.
-        classes: number of outputs, for names that need it; None reads it from the weights.
-        trust: whether files that can run code when read may be read.
-
-    Returns:
-        The networks in evaluation mode.
-    """
+    """Build the networks and load their weights."""
     if not names:
         raise OptionError(
             "no network given: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
@@ -146,12 +129,12 @@ def build_networks(
 
 
 def is_imported(name: str) -> bool:
-    """Whether a name stands for a function of the user's own."""
+    """Whether a name is a function of the user's."""
     return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_whole(name)
 
 
 def is_whole(name: str) -> bool:
-    """Whether a name stands for a network with its weights."""
+    """Whether a name is a network with its weights: a Hugging Face folder or an exported program."""
     if name in MODELS or name.startswith(TIMM):
         return False
     return Path(name).expanduser().is_dir() or name.endswith(EXPORTED)
@@ -194,17 +177,30 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
 
 def _imported(name: str) -> nn.Module:
     try:
-        return import_builder(name)()
+        network = import_builder(name)()
     except MolaError:
         raise
     except Exception as error:  # the user's code may raise anything
         raise OptionError(
             f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that makes the network."
         ) from error
+    network = getattr(network, "_orig_mod", network)  # of torch.compile, which hides the layers
+    if isinstance(network, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{name} made a TorchScript module, in which the input of the last layer cannot be observed: return the network as "
+            f"it was before torch.jit.script or torch.jit.trace."
+        )
+    quantised = [part for part, one in network.named_modules() if "quantized" in type(one).__module__]
+    if quantised:
+        raise OptionError(
+            f"{name} made a quantised network ({quantised[0]}), whose integer weights have no Laplace approximation: return the "
+            f"network as it was before quantisation."
+        )
+    return network
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
-    # How many outputs the weights in a file have: rows of what the network calls its last tensor.
+    # The number of outputs by a weights file: rows of the network's last tensor.
     state: Any = read_state(path)
     last = list(like.state_dict())[-1]
     while isinstance(state, dict):
@@ -229,12 +225,7 @@ def _hints(name: str, network: nn.Module) -> Hints:
 
 
 def check_unchanged(files: Sequence[Path], sums: Sequence[str]) -> None:
-    """Whether files of weights are those that a posterior was fitted on.
-
-    Args:
-        files: as they lie on disk.
-        sums: their SHA-256 sums at that time.
-    """
+    """Refuse weights files that have changed since the posterior was fitted."""
     for path, expected in zip(files, sums, strict=False):
         if checksum(path) != expected:
             raise StorageError(
@@ -255,14 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
-    """A classifier from a folder in the form of Hugging Face.
-
-    Args:
-        folder: holds `config.json` and `model.safetensors`, whole or in parts.
-
-    Returns:
-        The network, and the files its weights come from.
-    """
+    """A classifier from a Hugging Face folder, and the files of its weights."""
     if not (folder / CONFIG).is_file():
         raise OptionError(
             f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
@@ -300,7 +284,7 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
 
 
 def _hugging_face_files(folder: Path) -> list[Path]:
-    # Where the weights should be: in one file, or in the parts that an index lists.
+    # One file of weights, or the parts that an index lists.
     if not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     parts = _read_json(folder / INDEX).get("weight_map")
@@ -310,18 +294,11 @@ def _hugging_face_files(folder: Path) -> list[Path]:
 
 
 def folder_hints(folder: Path) -> Hints:
-    """Class names and the preparation of images, where the folder tells.
-
-    Args:
-        folder: in the form of Hugging Face.
-
-    Returns:
-        What it says.
-    """
+    """Class names and the preparation of images, as far as a Hugging Face folder has them."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
-        classes = None  # what transformers writes where nobody has named the classes
+        classes = None  # transformers' placeholders
     if not (folder / PROCESSOR).is_file():
         return Hints(classes=classes)
     found = _read_json(folder / PROCESSOR)
@@ -334,8 +311,7 @@ def folder_hints(folder: Path) -> Hints:
 
 
 def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    # Mean and standard deviation of pixels from 0 to 1, whatever range the processor brings bytes to before it
-    # normalises.
+    # For pixels from 0 to 1, whatever range the processor scales bytes to before it normalises.
     mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("image_mean", "image_std"))
     if not found.get("do_normalize", True):
         mean = std = None
@@ -348,7 +324,7 @@ def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[
 
 
 def _side(size: Any) -> int | tuple[int, int] | None:
-    # The shorter side, or height and width: what Hugging Face writes in several ways.
+    # The shorter side, or height and width, in the several ways of Hugging Face.
     if isinstance(size, dict):
         if "shortest_edge" in size:
             return int(size["shortest_edge"])
@@ -357,7 +333,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Hints:
-    """What timm says of a network's inputs."""
+    """Inputs by timm's configuration of a network."""
     found = getattr(network, "pretrained_cfg", None) or {}
     mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("mean", "std"))
     shape = found.get("input_size")
@@ -371,13 +347,7 @@ def timm_hints(network: nn.Module) -> Hints:
 
 
 class ExportedNetwork(nn.Module):
-    """A program whose last operation is a layer again.
-
-    Args:
-        body: everything before it.
-        weight: of the last operation, (classes, features).
-        bias: likewise, or None.
-    """
+    """A program whose last operation is a layer again."""
 
     def __init__(self, body: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -401,15 +371,7 @@ class ExportedNetwork(nn.Module):
 
 
 def load_exported(path: Path, *, trust: bool) -> nn.Module:
-    """A network from a file of `torch.export.save`.
-
-    Args:
-        path: the file.
-        trust: whether the user trusts it.
-
-    Returns:
-        The network.
-    """
+    """A network from a file of `torch.export.save`, which only a trusted file may run."""
     if not path.is_file():
         raise OptionError(f"{path} does not exist: expected a file made by torch.export.save.")
     if not trust:
@@ -427,15 +389,7 @@ def load_exported(path: Path, *, trust: bool) -> nn.Module:
 
 
 def cut_before_last_linear(module: torch.fx.GraphModule, name: str) -> ExportedNetwork:
-    """A graph whose output is a linear operation, as body and layer.
-
-    Args:
-        module: of an exported program.
-        name: for messages.
-
-    Returns:
-        The network.
-    """
+    """Split a graph whose output is a linear operation into a body and a layer."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     returned = output.args[0]
     if isinstance(returned, dict) and "logits" in returned:
@@ -466,7 +420,7 @@ class _Called(nn.Module):
         self.graph, self.names = graph, names
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the graph gives."""
+        """Call the graph."""
         values = dict(zip(self.names, inputs, strict=False)) | named
         return self.graph(*[values[name] for name in self.names])
 

@@ -1,0 +1,267 @@
+"""Options of commands, each declared once: a field of a dataclass gives the flag, its help, the key of the run file and the check.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        seed: int = option(0, "Seed of everything random", minimum=0)
+
+`mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` turn them into the TOML file that repeats a run
+and back. Values declared with `path=True` are stored relative to the file, so that a folder can be moved together with what it names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import mola
+from mola.errors import OptionError
+from mola.lab.imported import is_path
+from mola.options import one_of
+from mola.saving.schema import check_depth
+
+KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", lambda value: type(value) is int and abs(value) < 2**63),
+    float: ("a number", lambda value: isinstance(value, float) or (type(value) is int and abs(value) < 2**63)),
+    str: ("a string", lambda value: isinstance(value, str)),
+    Path: ("a path", lambda value: isinstance(value, str)),
+    tuple: ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
+}
+"""Expected value in a run file for each type of a field."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Declaration of an option; see `option`."""
+
+    name: str
+    default: Any
+    kind: type
+    help: str
+    flags: tuple[str, ...] = ()
+    panel: str = ""
+    metavar: str = ""
+    shown: str | None = None
+    parse: Callable[[Any], Any] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    envvar: str | None = None
+    argument: bool = False
+    is_path: bool = False
+    names: Collection[str] = ()
+    kept: bool = True
+
+    @property
+    def label(self) -> str:
+        """The option as a user writes it."""
+        return self.flags[0].split("/")[0] if self.flags else self.metavar
+
+    @property
+    def required(self) -> bool:
+        """Whether the option has no default."""
+        return self.default is MISSING
+
+    def check(self, value: Any, where: str) -> Any:
+        """The value of a run file in the field's type; `OptionError` begins with `where`."""
+        if self.parse is not None:
+            return parsed(self.parse, value, where)
+        expected, holds = KINDS[self.kind]
+        if self.kind is tuple and isinstance(value, str):
+            value = [value]
+        low, high = (
+            one if one is not None else sign * math.inf for one, sign in ((self.minimum, -1), (self.maximum, 1))
+        )
+        if not holds(value) or (self.kind in (int, float) and not low <= value <= high):
+            least = "" if self.minimum is None else f" of at least {self.minimum}"
+            raise OptionError(f"{where} must be {expected}{least}, got {_shortened(value)}.")
+        return self.kind(value)
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    flags: tuple[str, ...] | None = None,
+    panel: str = "",
+    metavar: str = "",
+    shown: str | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    envvar: str | None = None,
+    argument: bool = False,
+    path: bool = False,
+    names: Collection[str] = (),
+    kept: bool = True,
+) -> Any:
+    """A field of a dataclass of options.
+
+    Args:
+        default: without it, the option is required.
+        help: one or two short lines, without a full stop; without it, the option shares the line of the one before.
+        flags: by default, the field's name with hyphens; a flag of two values is written "--check/--no-check".
+        panel: heading of the option in the help; the common options have none and come first.
+        metavar: placeholder of the value in the help.
+        shown: the default as the help shows it.
+        parse: converts a text, or a value of a run file; `ValueError` with what was expected otherwise.
+        minimum: smallest number allowed.
+        maximum: largest number allowed.
+        envvar: variable of the environment that gives the value.
+        argument: whether the value stands on the command line without a flag; flags may be given as well.
+        path: whether the value names a file or folder, if it has the form of a path.
+        names: values that are no paths.
+        kept: whether the run file holds it.
+    """
+    settings = {name: value for name, value in locals().items() if name not in ("default", "path")}
+    return field(default=default, metadata={"option": settings | {"is_path": path}})
+
+
+def options_of(kind: type) -> list[Option]:
+    """The declared options of a dataclass."""
+    hints, found = get_type_hints(kind), []
+    for one in fields(kind):
+        settings = dict(one.metadata["option"])
+        if settings["flags"] is None:
+            flag = one.name.replace("_", "-")
+            plain = f"--{flag}/--no-{flag}" if one.default is True else f"--{flag}"
+            settings["flags"] = () if settings["argument"] else (plain,)
+        found.append(Option(name=one.name, default=one.default, kind=_plain_type(hints[one.name]), **settings))
+    return found
+
+
+def _plain_type(hint: Any) -> type:
+    # str of "str | None", tuple of "tuple[str, ...]".
+    if get_origin(hint) is UnionType:
+        hint = get_args(hint)[0]
+    return get_origin(hint) or hint
+
+
+def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
+    """A value by the `parse` of its option; `OptionError` says what was expected."""
+    try:
+        return parse(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{where} must be {error}; got {_shortened(value)}.") from error
+
+
+def _shortened(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 2**1023:  # Python refuses to write thousands of digits
+        return "a huge whole number"
+    return shown if len(shown := repr(value)) < 60 else type(value).__name__
+
+
+# --- the run file -------------------------------------------------------------------------------------------------------
+
+
+def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
+    """The options as plain values, with paths as seen from the folder that will hold the file."""
+
+    def plain(value: Any, one: Option) -> Any:
+        if isinstance(value, tuple):
+            return [plain(part, one) for part in value]
+        if isinstance(value, (str, Path)) and one.is_path and _names_path(str(value), one.names, Path()):
+            return relative(str(value), folder)
+        return str(value) if isinstance(value, Path) else value
+
+    kept = {one.name: plain(getattr(options, one.name), one) for one in options_of(type(options)) if one.kept}
+    return {"command": command, "mola": mola.__version__, "options": kept}
+
+
+def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
+    """The options in the document of a run file, checked, with paths as seen from the current folder.
+
+    Args:
+        document: of `read_toml`.
+        kind: dataclass of the options.
+        command: that the file must belong to.
+        path: of the file.
+    """
+    options = document.get("options")
+    if document.get("command") != command or not isinstance(options, dict):
+        raise OptionError(
+            f'{path} does not hold a run of `mola {command}`: expected command = "{command}" and a table [options].'
+        )
+    known = {one.name: one for one in options_of(kind) if one.kept}
+    values = {}
+    for name, value in options.items():
+        one = known[one_of(name, known, f"{path}: an option")]
+        found = one.check(value, f"{path}: {name}")
+        if one.is_path and isinstance(found, tuple):
+            found = tuple(_located(part, one.names, path.parent) for part in found)
+        elif one.is_path:
+            found = one.kind(_located(str(found), one.names, path.parent))
+        values[name] = found
+    return values
+
+
+def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
+    # Files that are gone must still be named by their full path, and never be looked for in the current folder.
+    if value in names or (":" in value and not is_path(value)):
+        return False
+    return is_path(value) or value.startswith((".", "~")) or Path(value).suffix != "" or (folder / value).exists()
+
+
+def relative(value: str, folder: Path) -> str:
+    """A path as seen from a folder."""
+    path = Path(value).expanduser().resolve()
+    try:
+        return Path(os.path.relpath(path, folder.resolve())).as_posix()
+    except ValueError:  # another drive
+        return str(path)
+
+
+def _located(value: str, names: Collection[str], folder: Path) -> str:
+    return os.path.normpath(folder / Path(value).expanduser()) if _names_path(value, names, folder) else value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; `OptionError` if there is no such file or it is not TOML."""
+    if not path.is_file():
+        raise OptionError(f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes.")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        check_depth(document)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise OptionError(f"{path} is not TOML: {reason}.") from error
+    return document
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Nested tables as TOML, which `tomllib` reads back to the same values; entries that are None are left out."""
+    return "\n".join(_table(document, "")).lstrip("\n") + "\n"
+
+
+def _table(table: Mapping[str, Any], name: str) -> list[str]:
+    lines = ["", f"[{name}]"] if name else []
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    lines += [
+        f"{_key(key)} = {_value(value)}" for key, value in table.items() if value is not None and key not in tables
+    ]
+    for key, value in tables.items():
+        lines += _table(value, f"{name}.{_key(key)}" if name else _key(key))
+    return lines
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        parts = [_value(one) for one in value]
+        return f"[{', '.join(parts)}]" if sum(map(len, parts)) < 90 else "[\n  " + ",\n  ".join(parts) + ",\n]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # JSON writes texts, numbers and truth values as TOML does, except for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

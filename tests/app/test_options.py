@@ -1,0 +1,140 @@
+"""Declared options: flags, help and the run file are of one declaration."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mola.app.cli import app
+from mola.app.cli.fit import FitOptions
+from mola.app.jobs.job import Job, parse_class_names, parse_numbers, parse_price, parse_size, read_job
+from mola.app.options import as_document, options_of, to_toml
+from mola.errors import OptionError
+from tests.own_work import CLASSES, job_for
+
+COMMANDS = ("demo", "fit", "predict", "evaluate", "export", "explore", "info", "train", "bench", "report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_short(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert len(shown.splitlines()) <= 75
+    assert "mola." not in shown, "no names of the library"
+
+
+def test_help_names_every_option():
+    shown = CliRunner().invoke(app, ["fit", "--help"]).stdout
+    for one in options_of(FitOptions):
+        assert one.flags[0].split("/")[-1] in shown, one.name
+
+
+def test_toml_is_read_back_to_the_same_values():
+    document = {
+        "text": 'quotes " and \\ and \n and \x7f and \u00e9',
+        "numbers": [1, 2.5, -1e-300, 1e22],
+        "flags": [True, False],
+        "empty": [],
+        "long": [f"a rather long text number {index}" for index in range(9)],
+        "tables": [{"name": "", "shape": [1, 2]}, {"name": "b c", "shape": []}],
+        "infinite": [[float("inf"), -float("inf")]],
+        "section": {"one": 1, "odd key!": {"deep": "x"}, "nothing": {}},
+    }
+    assert tomllib.loads(to_toml(document)) == document
+    assert tomllib.loads(to_toml({"a": None, "c": {"d": None, "e": 1}})) == {"c": {"e": 1}}
+
+
+@pytest.mark.usefixtures("_at_the_desk")
+@pytest.mark.parametrize("price", [0.02, "loss", None])
+def test_a_job_comes_back_from_its_file(desk, price):
+    job = job_for(
+        desk,
+        classes=CLASSES,
+        resize=(6, 6),
+        mean=(0.5, 0.4, 0.3),
+        std=(1.0, 2.0, 3.0),
+        threshold=0.8,
+        price=price,
+        distances=False,
+        seed=3,
+        strict=True,
+        trust=True,
+    )
+    folder = desk.root / "kept"
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(to_toml(as_document(job, "fit", folder)))
+    again, document = read_job(folder)
+    assert document["options"]["weights"][0] == "../weights/0.safetensors"
+    assert again.network == job.network, "an import path is no file"
+    assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
+    assert Path(again.train).resolve() == (desk.root / "train").resolve()
+    places = {name: getattr(job, name) for name in ("weights", "train", "val")}
+    assert replace(again, **places) == replace(job, trust=False), "consent is never kept"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[options", "not TOML"),
+        ("command = 'fit'", r"\[options\]"),
+        ("command = 'predict'\n[options]", "a run of `mola fit`"),
+        ("rul = 'nll'", "Did you mean 'rule'"),
+        ("rule = 3", "rule must be a string, got 3"),
+        ("resize = [1, 2, 3]", "height and width"),
+        ("resize = 0", "height and width"),
+        ("mean = 'a'", "numbers"),
+        ("mean = [true]", "numbers"),
+        ("price = 'cheap'", "'loss'"),
+        ("weights = [1]", "a list of strings"),
+        ("classes = true", "names"),
+        ("classes = ['a']", "names"),
+        ("seed = -1", "at least 0"),
+        ("seed = 1.5", "a whole number"),
+        (f"seed = {'9' * 400}", "a whole number"),
+        ("batch_size = true", "a whole number"),
+        ("strict = 'yes'", "true or false"),
+        ("threshold = 'high'", "a number"),
+        ("trust = true", "trust"),
+    ],
+)
+def test_a_wrong_file_names_the_place(tmp_path, text, words):
+    path = tmp_path / "job.toml"
+    path.write_text(text if "options" in text or "command" in text else f"command = 'fit'\n[options]\n{text}")
+    with pytest.raises(OptionError, match=words) as caught:
+        read_job(path)
+    assert str(path) in str(caught.value)
+
+
+def test_files_of_a_job_are_not_looked_for_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "train.npz").touch()
+    (tmp_path / "lenet").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = "train = 'train.npz'\nval = 'mnist:val'\nnetwork = 'lenet'\ndata = '/data'"
+    Path("there/job.toml").write_text(f"command = 'fit'\n[options]\n{options}")
+    job, _ = read_job(Path("there/job.toml"))
+    assert job == Job(train="there/train.npz", val="mnist:val", network=("lenet",), data="/data")
+
+
+def test_values_as_users_write_them(tmp_path):
+    many = [f"a class of number {index}" for index in range(1000)]  # longer than a file's name can be
+    assert parse_class_names(",".join(many)) == tuple(many)
+    assert (parse_size("32X16"), parse_size("7"), parse_numbers("1,.5")) == ((32, 16), 7, (1.0, 0.5))
+    assert (parse_price("loss"), parse_price("0.02"), parse_price(1)) == ("loss", 0.02, 1.0)
+    (tmp_path / "names.txt").write_bytes("K\u00e4fer\nAmsel\n".encode("latin-1"))
+    with pytest.raises(OptionError, match=r"names\.txt is not text in UTF-8"):
+        parse_class_names(str(tmp_path / "names.txt"))
+    wrong = {parse_class_names: ("cat,cat", "one"), parse_price: ("cheap", "", "2 %"), parse_size: ("6x6x6", "0", "-3")}
+    wrong |= {parse_numbers: ("a,b", "")}
+    digits = ("\u00b2", "\u0663")  # digits to Python, numbers to nobody
+    wrong = {parse: [*texts, *digits[: 1 if parse is parse_numbers else 2]] for parse, texts in wrong.items()}
+    for parse, texts in wrong.items():
+        for text in texts:
+            if parse in (parse_price, parse_numbers) and text == "\u0663":
+                continue
+            with pytest.raises(ValueError, match=r"."):
+                parse(text)
