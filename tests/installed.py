@@ -133,7 +133,7 @@ class Environment:
         return done
 
 
-SECTIONS = (("README.md", "Use it"), ("docs/default.md", "Set an option"))
+SECTIONS = (("README.md", "Use it from Python"), ("docs/default.md", "Set an option"))
 """Pages and their sections whose snippets need no extra."""
 
 
