@@ -87,7 +87,7 @@ test-minimum:  ## the library and the export of files with the lowest versions d
 	@for part in minimum minimum-export; do \
 		$(PYTHON) -m venv $(VENV)-$$part && \
 		$(VENV)-$$part/bin/python -m pip install -q --disable-pip-version-check -c constraints-$$part.txt -e . \
-			hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow click pyparsing \
+			huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow click pyparsing \
 			$$([ $$part = minimum ] && echo einops einconv linear_operator opt-einsum || echo onnx onnxruntime onnxscript) && \
 		$(VENV)-$$part/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4' || exit 1; \
 	done

@@ -10,7 +10,7 @@ is exact must be within 5 standard errors of the draws; links are approximations
 
 With folders (as in cifar10.py): the error of each link on a ResNet-20's logits of 1000 test images of CIFAR-10 and 1000 of SVHN,
 against 100,000 samples; how well each link predicts with a prior precision tuned for it; and the variance of the logits, common to all
-classes and in their contrasts. Prints the tables of docs/links.md and writes links_against_monte_carlo.json.
+classes and in their contrasts. Writes links_against_monte_carlo.json.
 """
 
 import argparse
@@ -318,48 +318,6 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
     return row
 
 
-def error_table(rows: list[dict[str, Any]], rule: str) -> str:
-    """Structures and links down, test and SVHN errors across, in percent except for the log loss."""
-    lines = [
-        "| structure | link | test: TV mean | max | confidence | NLL | SVHN: TV mean | max | confidence |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    inside, outside = (
-        {(row["structure"], row["link"]): row for row in rows if row["data"] == name and row["rule"] == rule}
-        for name in ("test", "svhn")
-    )
-    previous = None
-    for key, test in inside.items():
-        svhn = outside[key]
-        name = "" if key[0] == previous else f"`{key[0]}`, λ = {test['prior_precision']:.2g}"
-        previous = key[0]
-        lines.append(
-            f"| {name} | {key[1]} | {100 * test['mean_tv']:.2f} | {100 * test['max_tv']:.1f} "
-            f"| {100 * test['confidence_error']:+.2f} | {test['nll_difference']:+.4f} "
-            f"| {100 * svhn['mean_tv']:.2f} | {100 * svhn['max_tv']:.1f} | {100 * svhn['confidence_error']:+.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def score_table(rows: list[dict[str, Any]]) -> str:
-    """Structures and links down, scores across."""
-    lines = ["| structure | link | λ | test NLL | ECE % | SVHN AUROC % |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        precision = "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}"
-        shown = f"{row['nll']:.4f} | {100 * row['ece']:.2f} | {100 * row['svhn_auroc']:.2f}"
-        lines.append(f"| {row['structure']} | {row['link']} | {precision} | {shown} |")
-    return "\n".join(lines)
-
-
-def variance_table(rows: list[dict[str, Any]]) -> str:
-    """Structures down; common-mode and contrast variance across."""
-    lines = ["| structure | λ | common mode: test | SVHN | contrasts: test | SVHN |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        names = ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
-        lines.append(f"| `{row['structure']}` | {' | '.join(f'{row[name]:.2g}' for name in names)} |")
-    return "\n".join(lines)
-
-
 def on_real_logits(experiment: Experiment) -> dict[str, Any]:
     """All rows of the record."""
     plain = mola.ensemble(experiment.head)
@@ -395,10 +353,6 @@ def main() -> int:
             "environment": environment,
         }
         record.write("links_against_monte_carlo", about | found)
-        for rule in RULES:
-            print(f"\nErrors, prior precision by {rule}\n\n{error_table(found['rows'], rule)}")
-        print(f"\nScores, prior precision by each link's own validation NLL\n\n{score_table(found['tuned'])}")
-        print(f"\nVariance of a logit, median over images\n\n{variance_table(found['variances'])}")
         return 0
     torch.set_num_threads(1)
     samples, rows = 20_000 if options.quick else options.samples, []

@@ -40,7 +40,7 @@ class Team:
         if self.size > 1 and "gloo" not in dist.get_backend_config(group):
             # Objects and sums travel through main memory, which NCCL cannot read.
             partial = self.size < dist.get_world_size()
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # torch 2.6 takes no None
+            ranks = dist.get_process_group_ranks(group)
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
             # A process that left now would close its connection while others are still connecting.
             dist.barrier(self._group)

@@ -38,20 +38,7 @@ def test_random_calls_say_what_the_closed_form_says(fuzz, campaign, monkeypatch)
     code, said = campaign("--quick")
     assert code == 0, said
     counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", said.splitlines()[-1].split(": ")[1])}
-    assert counts["right"] > 48, "most calls must be compared, and not refused or unsettled"
-    assert counts["refused rightly"] > 8
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_every_kind_of_hostile_call_is_refused(fuzz, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for index, name in enumerate(fuzz.ATTACKS):
-        for turn in range(2):
-            scene = fuzz.draw(100 * index + turn, plain=True)
-            try:
-                fuzz.attack(scene, name)
-            except Exception as error:
-                pytest.fail(f"{name}, {scene.notes}: {type(error).__name__}: {error}")
+    assert counts["right"] > 60, "most calls must be decided"
 
 
 @pytest.mark.slow  # what is killed while it writes is also in test_damaged_files.py
@@ -71,4 +58,4 @@ def test_a_mistake_is_noticed(fuzz, campaign, monkeypatch):
     monkeypatch.setattr(fuzz, "QUICK", 40)
     code, said = campaign("--quick")
     assert code == 1
-    assert re.search(r"FAILED \w+: wrong: .*probs.*\n  python benchmarks/fuzz.py --case \d+", said), said
+    assert re.search(r"FAILED: wrong: .*probs.*\n  python benchmarks/fuzz.py --case \d+", said), said

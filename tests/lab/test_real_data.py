@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks.real_cifar10 import evaluate, load
+from benchmarks.cifar10 import evaluate, load
 
 from tests.conftest import require_shared
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,8 @@ from mola.export.graph import MORE_OUTPUTS, MORE_REGRESSION_OUTPUTS, PosteriorGr
 from mola.export.writing import Options, trace
 from tests.conftest import STRUCTURES
 
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+onnx = pytest.importorskip("onnx", reason="NO ONNX: install the extra `export`")
+pytestmark = [pytest.mark.export, pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")]
 
 CLASSES, SIDE = 5, 8
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", mola.links.Bridge(normalised=True), "mc")

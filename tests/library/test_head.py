@@ -323,17 +323,17 @@ def test_a_network_that_stops_returning_its_heads_output_is_noticed():
 # --- a single output, heads at every position, threads, traces ------------------------------------------------------------
 
 
+SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 0], "view": lambda out: out.view(-1)}
+
+
 @pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN], ids=lambda one: one.name)
-@pytest.mark.parametrize(
-    "take", [lambda out: out.squeeze(1), lambda out: out[:, 0], lambda out: out.view(-1), lambda out: out]
-)
+@pytest.mark.parametrize("take", [*SQUEEZED.values(), lambda out: out], ids=[*SQUEEZED, "matrix"])
 def test_one_output_may_be_squeezed(likelihood, take):
     network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
     head = find_head(network, X, None, likelihood)
     seen = capture(network, head, X, likelihood)
     assert seen.outputs.shape == (12, 1)
     assert torch.equal(seen.features, network.body(X).detach())
-    check_trace(network, head, X, likelihood)
 
 
 class Sequences(nn.Module):
@@ -365,7 +365,6 @@ def test_a_head_at_every_position_is_read_at_the_positions_taken(name):
     assert head.every_position
     torch.testing.assert_close(seen.features, TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(seen.outputs, network(TEXTS).detach(), rtol=1e-12, atol=0)
-    check_trace(network, head, TEXTS, CATEGORICAL, dynamic=name != "one for each input")
 
 
 @pytest.mark.parametrize(
@@ -413,6 +412,21 @@ def check_trace(network, head, x, likelihood, dynamic=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.export
+@pytest.mark.parametrize("take", SQUEEZED.values(), ids=SQUEEZED)
+def test_a_squeezed_output_traces_with_any_batch_size(take):
+    network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
+    check_trace(network, find_head(network, X, None, BERNOULLI), X, BERNOULLI)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_head_at_every_position_traces(name):
+    network = Sequences(TAKEN[name]).eval()
+    check_trace(network, find_head(network, TEXTS), TEXTS, CATEGORICAL, dynamic=name != "one for each input")
+
+
+@pytest.mark.export
 @pytest.mark.parametrize(
     "name", ["plain", "called after", "Identity after", "view of the same shape", "detach", "logits in a mapping"]
 )
@@ -422,6 +436,7 @@ def test_capture_traces_with_any_batch_size(name):
     check_trace(network, None, X, CATEGORICAL)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("layer", ["convolution", "linear"])
 def test_dense_capture_traces_with_any_batch_size(layer):
     network = nn.Sequential(nn.Conv2d(5, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).eval()

@@ -154,7 +154,8 @@ class FactoredCurvature(Curvature):
 
     def scale(self, phi: Tensor, precision: Precision) -> Tensor:
         """`phi' V phi` (..., n)."""
-        return self.feature_inverse(precision) @ self.squares(phi).T
+        # No transposed features: onnxruntime before 1.25 cannot multiply them in float64.
+        return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
         """`(phi' V phi) U_cc`."""

@@ -206,14 +206,14 @@ class _Pass:
 def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = None) -> _Pass:
     seen = _Pass()
     layers = {name: module for name, module in network.named_modules() if isinstance(module, Layer)}
-    names_by_id = {
-        id(module): _bare(name) for name, module in layers.items()
-    }  # a module may compare and hash as it pleases
+    # By id: a module may compare and hash as it pleases.
+    named = {id(module): (_bare(name), module) for name, module in layers.items()}
 
-    def record(layer: nn.Module, features: Tensor, output: object) -> None:
-        if not isinstance(output, Tensor) or not isinstance(layer, Layer):
+    def record(module: nn.Module, features: Tensor, output: object) -> None:
+        if not isinstance(output, Tensor):
             return
-        found = _Call(names_by_id[id(layer)], layer, features.detach(), output)
+        name, layer = named[id(module)]
+        found = _Call(name, layer, features.detach(), output)
         if isinstance(layer, nn.Linear):
             seen.ran.append((found.name, output.shape))
         if output.dim() > 2:
