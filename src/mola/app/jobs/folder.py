@@ -88,12 +88,12 @@ class PosteriorFolder:
 
     Attributes:
         posterior: ready to predict.
-        classes: their names, or None where nobody has named them.
+        classes: their names, if they have names.
         example: a batch of 2 zero inputs of the right shape and type, for tracing: a tensor, or a mapping or tuple of them.
-        preparation: from files to inputs, as plain values: `mola.app.jobs.preparation.Intake`.
-        document: options and results, as `job.toml` shows them.
-        job: its options, paths as seen from here.
-        folder: where it lies.
+        preparation: `mola.app.jobs.preparation.Intake` as plain values.
+        document: content of `job.toml`.
+        job: the options, with paths as seen from the current folder.
+        folder: the posterior's folder.
         trust: whether the user trusts it.
     """
 
@@ -108,19 +108,11 @@ class PosteriorFolder:
 
     @property
     def outputs(self) -> int:
-        """How many classes there are."""
+        """Number of outputs."""
         return int(self.document["result"]["outputs"])
 
-    def refuse_probabilities(self) -> None:
-        """Refuse to write probabilities of classes where outputs are numbers."""
-        if not self.posterior.likelihood.discrete:
-            raise OptionError(
-                f"--probabilities is for classes, and the networks of {self.folder} predict numbers: leave it out. Rows have "
-                f"the mean, the standard deviation and the ends of an interval."
-            )
-
     def refuse_positions(self, reason: str) -> None:
-        """Refuse a posterior with outputs at many positions."""
+        """Refuse a posterior of dense outputs, for the given reason."""
         if self.posterior.is_dense:
             raise OptionError(
                 f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
