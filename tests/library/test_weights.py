@@ -73,8 +73,8 @@ def test_reweighting_raises_the_validation_likelihood(structure):
     assert posterior.weights.tolist() == [0.25] * 4
 
 
-@pytest.mark.parametrize(("exponent", "pooling"), [(0.5, 1.0), (2.0, 1.0), (6.0, 1.0), (0.0, 0.3), (1.0, 0.0)])
-@pytest.mark.parametrize("before", [(1 / 3, 1 / 3, 1 / 3), (0.98, 0.01, 0.01), (0.0, 0.3, 0.7)])
+@pytest.mark.parametrize(("exponent", "pooling"), [(2.0, 1.0), (0.0, 0.3), (1.0, 0.0)])
+@pytest.mark.parametrize("before", [(0.98, 0.01, 0.01), (0.0, 0.3, 0.7)])
 def test_stacking_where_predictions_depend_on_the_weights(before, exponent, pooling):
     """It ends where it stays, and is no worse than where it began or than uniform weights."""
     members = [trained(seed) for seed in range(3)]
