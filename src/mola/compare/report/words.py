@@ -254,7 +254,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     metrics = ("rmse", "nll", "crps") if comparison.regression else ("accuracy", "nll", "brier", "ece")
     if own != base and all(abs(mine[name] - plain[name]) < SAME for name in metrics):
         found.append(Finding(f"{own} and {base}", f"{own} equals {base} to all digits on the test data."))
-    elif "rule" in comparison.made and comparison.made["rule"] == "threshold" and mine["nll"] > 1.05 * plain["nll"]:
+    elif comparison.made["rule"] == "threshold" and mine["nll"] > 1.05 * plain["nll"] and _more_cautious(comparison):
         text = (
             f"The log loss of {own} is {mine['nll']:.4f}, that of {base} {plain['nll']:.4f}: the threshold rule accepts a loss "
             f"on the data for less confidence outside them. `mola fit --rule nll` tunes for log loss."
@@ -275,6 +275,11 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         ]
     found.append(Finding("On the test data", " ".join(sentences)))
     return [*found, *_outlier_findings(comparison), *_worst(comparison)]
+
+
+def _more_cautious(comparison: Comparison) -> bool:
+    mine, plain = (comparison.methods[name].outliers.values() for name in (comparison.own, comparison.baseline))
+    return all((one.confidence or 0.0) < (other.confidence or 0.0) for one, other in zip(mine, plain, strict=True))
 
 
 def _outlier_findings(comparison: Comparison) -> list[Finding]:
