@@ -70,8 +70,8 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
             "rejection": _rejection(suite, numbers),
             "in-distribution": _in_distribution(suite, numbers),
             "risk": _risk(suite, numbers),
-            "people": _people(suite, numbers),
-            "estimated accuracy": _estimated_accuracy(suite, numbers),
+            "people": _people(suite),
+            "estimated accuracy": _estimated_accuracy(suite),
             **{f"shift {metric}": _along_shift(suite, numbers, metric) for metric in METRIC_NAMES},
             **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
             **tables,
@@ -408,7 +408,7 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table | None:
     return make_table(f"{suite.title}: requests out of scope, rejected", caption, columns, values)
 
 
-def _people(suite: SuiteResults, numbers: Numbers) -> Table | None:
+def _people(suite: SuiteResults) -> Table | None:
     methods = {
         method: records for method, records in suite.runs.items() if any("people" in one.measures for one in records)
     }
@@ -434,7 +434,7 @@ def _people(suite: SuiteResults, numbers: Numbers) -> Table | None:
 ESTIMATORS = ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
 
 
-def _estimated_accuracy(suite: SuiteResults, numbers: Numbers) -> Table | None:
+def _estimated_accuracy(suite: SuiteResults) -> Table | None:
     measure = "estimated accuracy"
     methods = {
         method: records for method, records in suite.runs.items() if any(measure in one.measures for one in records)

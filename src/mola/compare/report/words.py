@@ -250,30 +250,29 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     """Findings on the test data and on outliers."""
     own, base, test = comparison.own, comparison.baseline, comparison.test.name
     mine, plain = (comparison.methods[name].labelled[test].metrics for name in (own, base))
-    found = []
     metrics = ("rmse", "nll", "crps") if comparison.regression else ("accuracy", "nll", "brier", "ece")
-    if own != base and all(abs(mine[name] - plain[name]) < SAME for name in metrics):
-        found.append(Finding(f"{own} and {base}", f"{own} equals {base} to all digits on the test data."))
-    elif comparison.made["rule"] == "threshold" and mine["nll"] > 1.05 * plain["nll"] and _more_cautious(comparison):
-        text = (
-            f"The log loss of {own} is {mine['nll']:.4f}, that of {base} {plain['nll']:.4f}: the threshold rule accepts a loss "
-            f"on the data for less confidence outside them. `mola fit --rule nll` tunes for log loss."
-        )
-        found.append(Finding(f"{own} and {base}", text))
+    same = own != base and all(abs(mine[name] - plain[name]) < SAME for name in metrics)
+    sentences = [f"{own} equals {base} to all digits."] if same else []
     leads = comparison.leads[test]
     if comparison.regression:
-        sentences = [
+        sentences += [
             lead_sentence(leads["rmse"], "the lowest root mean squared error", digits_of(comparison, "rmse")),
             lead_sentence(leads["nll"], "the lowest negative log-likelihood", digits_of(comparison, "nll")),
             f"90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.",
         ]
     else:
         gap = 100 * (mine["confidence"] - mine["accuracy"])
-        sentences = [
+        sentences += [
             lead_sentence(leads["nll"], "the lowest log loss", 4),
             f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.",
         ]
-    found.append(Finding("On the test data", " ".join(sentences)))
+    found = [Finding("On the test data", " ".join(sentences))]
+    if comparison.made["rule"] == "threshold" and mine["nll"] > 1.05 * plain["nll"] and _more_cautious(comparison):
+        text = (
+            f"The log loss of {own} is {mine['nll']:.4f}, that of {base} {plain['nll']:.4f}: the threshold rule accepts a loss on "
+            f"the data for less confidence outside them. `mola fit --rule nll` tunes for log loss."
+        )
+        found.append(Finding(f"{own} and {base}", text))
     return [*found, *_outlier_findings(comparison), *_worst(comparison)]
 
 
