@@ -83,7 +83,12 @@ class HeldOut:
         accuracy = sum(float((one[known] == targets[known]).double().mean()) for one in predicted) / len(predicted)
         chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
         error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
-        if accuracy < chance + 2 * error:
+        if chance + 2 * error >= 1:
+            warn(
+                f"the {self.where} has only {int(known.sum())} labels, too few to tell the networks from guesses: tune on more "
+                "data, or use rule='evidence', which needs none."
+            )
+        elif accuracy < chance + 2 * error:
             warn(
                 f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, hardly more than chance "
                 f"({chance:.1%}): are the labels those of these inputs, and are the inputs preprocessed as in training?"
