@@ -70,8 +70,11 @@ class Component(nn.Module):
         likelihood: Likelihood,
     ) -> None:
         super().__init__()
-        self.network, self.head, self.layer, self.likelihood = network, head, layer, likelihood
-        self.prior_precision = check_precision(prior_precision)
+        self.network: nn.Module = network
+        self.head: Head | None = head
+        self.layer: LastLayer | None = layer
+        self.likelihood: Likelihood = likelihood
+        self.prior_precision: float = check_precision(prior_precision)
 
     def at(self, prior_precision: float) -> Component:
         """The same network at another prior precision."""

@@ -27,6 +27,9 @@ class Team:
         group: None is the default group, which `join` or torch.distributed.init_process_group has set up.
     """
 
+    rank: int
+    size: int
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise OptionError(

@@ -60,7 +60,7 @@ class Mixture(nn.Module):
             if isinstance(member, nn.Module):
                 self.add_module(f"predictor_{index}", member)
         count = len(members)
-        self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
+        self.weights: Tensor = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
         self._likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
 
     @property

@@ -81,11 +81,11 @@ class MoLA(Mixture):
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
-        self.components = tuple(components)
-        self.link = as_link(link, self.likelihood)
-        self.weighting = weighting if isinstance(weighting, str) else "given"
-        self.tuning = tuning
-        self.scaling = LogitScaling() if scaling is None else scaling
+        self.components: tuple[Component, ...] = tuple(components)
+        self.link: Link = as_link(link, self.likelihood)
+        self.weighting: str = weighting if isinstance(weighting, str) else "given"
+        self.tuning: Tuning | None = tuning
+        self.scaling: LogitScaling = LogitScaling() if scaling is None else scaling
         if self.has_distances and self.scaling.reference is None:
             self.scaling = replace(self.scaling, reference=self._training_reference())
         if self.scaling.exponent > 0 and not self.has_distances:

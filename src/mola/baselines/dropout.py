@@ -71,7 +71,9 @@ class McDropout(Mixture):
             )
         meaning = homoscedastic(likelihood, "Monte Carlo dropout")
         super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
-        self.network, self.samples, self.seed = network, samples, check_seed(seed)
+        self.network: nn.Module = network
+        self.samples: int = samples
+        self.seed: int = check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone: the network keeps its mode, and every pass evaluates it."""

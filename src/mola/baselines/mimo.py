@@ -59,8 +59,8 @@ class Mimo(Mixture):
         super().__init__([partial(_one_member, self, index) for index in range(members)])
         with torch.inference_mode(False):
             trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
-        self.trunk = Trunk(trunk, members)
-        self.heads = nn.ModuleList(heads)
+        self.trunk: Trunk = Trunk(trunk, members)
+        self.heads: nn.ModuleList = nn.ModuleList(heads)
 
     @property
     def members(self) -> int:
@@ -165,7 +165,8 @@ class Trunk(nn.Module):
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
-        self.network, self.members = network, members
+        self.network: nn.Module = network
+        self.members: int = members
         self._memory: _Memory | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -195,7 +196,8 @@ class HeadNetwork(nn.Module):
 
     def __init__(self, trunk: Trunk, layer: nn.Linear) -> None:
         super().__init__()
-        self.trunk, self.layer = trunk, layer
+        self.trunk: Trunk = trunk
+        self.layer: nn.Linear = layer
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, C)."""

@@ -183,9 +183,13 @@ class Swag(Mixture):
         with torch.no_grad():
             for name, mean in moments.mean.items():
                 parameters[name].copy_(mean)
-        self.network = network.eval().requires_grad_(False)
-        self.moments, self.statistics, self.tuning = moments, dict(statistics), tuning
-        self.samples, self.scale, self.seed = samples, scale, check_seed(seed)
+        self.network: nn.Module = network.eval().requires_grad_(False)
+        self.moments: Moments = moments
+        self.statistics: dict[str, Tensor] = dict(statistics)
+        self.tuning: LearningRateTuning | None = tuning
+        self.samples: int = samples
+        self.scale: float = scale
+        self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
         """The same draws under a likelihood with other settings, such as another noise."""
@@ -345,7 +349,8 @@ class MultiSwag(Mixture):
 
     def __init__(self, swags: Sequence[Swag], tuning: LearningRateTuning | None = None) -> None:
         super().__init__(swags)
-        self.swags, self.tuning = tuple(swags), tuning
+        self.swags: tuple[Swag, ...] = tuple(swags)
+        self.tuning: LearningRateTuning | None = tuning
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
         """The same draws under a likelihood with other settings, such as another noise."""

@@ -193,7 +193,9 @@ class TemperatureScaled(MoLA):
             )
         scaling = LogitScaling(pooling=0.0 if mean == "logits" else 1.0)
         super().__init__(plain.components, weights=weights, scaling=scaling)
-        self.temperatures, self.mean, self.pooled = tuple(map(float, values)), mean, pooled
+        self.temperatures: tuple[float, ...] = tuple(map(float, values))
+        self.mean: Literal["probabilities", "logits"] = mean
+        self.pooled: bool = pooled
 
     @property
     def temperature(self) -> float:

@@ -128,7 +128,7 @@ class Pixels(nn.Module):
         super().__init__()
         if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
             raise OptionError(f"Pixels: expected as many means as positive standard deviations, got {mean} and {std}.")
-        self.statistics = tuple(mean), tuple(std)
+        self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
 
@@ -177,10 +177,13 @@ class PosteriorGraph(nn.Module):
         preparation: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.signature, self.outputs, self.float16, self.preparation = signature, tuple(outputs), float16, preparation
+        self.signature: Signature = signature
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.float16: bool = float16
+        self.preparation: nn.Module | None = preparation
         self.networks = nn.ModuleList(posterior.networks)
         # Not registered as a module: its tables become constants of a trace, those in use alone.
-        self.held = (posterior,)
+        self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone: the networks keep theirs, and every pass evaluates them."""

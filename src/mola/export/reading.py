@@ -33,8 +33,10 @@ class LoadedExport:
     """
 
     def __init__(self, run: Run, document: dict[str, Any], metadata: dict[str, str]) -> None:
-        self._run, self.document, self.metadata = run, document, metadata
-        self.signature = Signature.from_json(document["signature"])
+        self._run = run
+        self.document: dict[str, Any] = document
+        self.metadata: dict[str, str] = metadata
+        self.signature: Signature = Signature.from_json(document["signature"])
 
     @property
     def classes(self) -> list[str]:

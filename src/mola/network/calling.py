@@ -180,7 +180,8 @@ class LogitsOf(nn.Module):
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
         # Named as in torch.compile: names of layers and checksums leave this prefix out.
-        self._orig_mod, self.logits = network, logits
+        self._orig_mod = network
+        self.logits: Callable[[Any], Any] = logits
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the logits."""

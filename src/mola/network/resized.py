@@ -46,7 +46,10 @@ class Resized(nn.Module):
         means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
         if not bool((stds > 0).all()):
             raise OptionError(f"every std must be above 0, got {std}.")
-        self.network, self.size, self.crop, self.interpolation = network, size, crop, interpolation
+        self.network: nn.Module = network
+        self.size: int = size
+        self.crop: float = crop
+        self.interpolation: str = interpolation
         # Not persistent: the state dict is that of the network alone.
         self.register_buffer("mean", means, persistent=False)
         self.register_buffer("std", stds, persistent=False)

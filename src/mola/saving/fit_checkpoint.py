@@ -57,10 +57,10 @@ class FitCheckpoint:
     """
 
     def __init__(self, folder: str | Path | None, every: int = 100, rank: int = 0, size: int = 1) -> None:
-        self.every = whole_number(every, "checkpoint_every")
-        self.folder = None if folder is None else Path(folder)
-        self.size = size
-        self.place = Path(folder or "") / f"rank-{rank}-of-{size}"
+        self.every: int = whole_number(every, "checkpoint_every")
+        self.folder: Path | None = None if folder is None else Path(folder)
+        self.size: int = size
+        self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def due(self, batches: int) -> bool:
         """Return True if a checkpoint is due after this number of batches."""

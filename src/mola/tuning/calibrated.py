@@ -84,6 +84,10 @@ class Setting:
 class Search:
     """Settings of one mixture, scored by their log loss on validation data at the best temperature."""
 
+    posterior: MoLA
+    data: HeldOut
+    onset: float
+
     def __init__(self, posterior: MoLA, data: HeldOut, onset: float) -> None:
         self.posterior, self.data, self.onset = posterior, data, onset
         self.tried: list[Setting] = []

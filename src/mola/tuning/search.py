@@ -54,6 +54,9 @@ def grid_value(index: int) -> float:
 class PrecisionSearch:
     """Prior precisions that were tried, by index of the grid, and their scores."""
 
+    evaluate: Evaluate
+    given: tuple[float, ...] | None
+
     def __init__(self, evaluate: Evaluate, grid: Sequence[float] | None = None) -> None:
         self.evaluate, self.given = evaluate, None if grid is None else _check_grid(grid)
         self.tried: dict[int, dict[str, float]] = {}

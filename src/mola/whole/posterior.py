@@ -45,7 +45,10 @@ class InputRows:
     """
 
     def __init__(self, component: WholeComponent, inputs: Inputs, outputs: Tensor) -> None:
-        self.component, self.inputs, self.outputs, self.device = component, inputs, outputs, outputs.device
+        self.component: WholeComponent = component
+        self.inputs: Inputs = inputs
+        self.outputs: Tensor = outputs
+        self.device: torch.device = outputs.device
 
     @cached_property
     def coordinates(self) -> Tensor:
