@@ -520,6 +520,8 @@ class MoLA(Mixture):
             component.require_layer("tuning")
         chosen = as_rule(rule, self.likelihood, val_loader)
         start = self._with(scaling=LogitScaling(reference=self.scaling.reference), tuning=None)
+        if getattr(chosen, "fixes_weights", False):
+            start = start.with_weights(start.weights)
         data = None
         with torch.inference_mode(False), torch.no_grad():
             if val_loader is not None:

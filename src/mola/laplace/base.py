@@ -239,7 +239,7 @@ class LastLayerSpread:
         return replace(
             self,
             phi=self.phi[rows],
-            divisor=self.divisor if self.divisor is None or self.divisor.shape[-2] == 1 else self.divisor[rows],
+            divisor=self.divisor if self.divisor is None or self.divisor.shape[-2] == 1 else self.divisor[..., rows, :],
         )
 
 

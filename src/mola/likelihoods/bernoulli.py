@@ -23,8 +23,6 @@ MISSING = -100
 ENOUGH_OUTPUTS = 64
 """Outputs between 0 and 1 needed to tell probabilities from logits: a few logits may all lie there by chance."""
 
-TINY = torch.finfo(torch.float64).tiny
-
 
 @dataclass(frozen=True)
 class BernoulliPredictive:
@@ -40,9 +38,10 @@ class BernoulliPredictive:
         """Log loss, Brier score, confidence and correctness (..., m) of each known yes/no question."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
-        right = torch.where(truth > 0.5, yes, 1 - yes)
+        # 1 - p is 0 long before p is: both answers are bounded alike, so that a loss does not depend on which of them is called yes.
+        right = torch.where(truth > 0.5, yes, 1 - yes).clamp_min(torch.finfo(yes.dtype).eps / 2)
         return {
-            "nll": -right.clamp_min(TINY).log(),
+            "nll": -right.log(),
             "brier": 2 * (1 - right).square(),
             "confidence": torch.maximum(yes, 1 - yes),
             "correct": ((yes > 0.5) == (truth > 0.5)).to(yes),

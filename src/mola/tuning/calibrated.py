@@ -6,10 +6,10 @@ r"""The default rule: gain log loss in distribution, and spend part of the gain 
    plus half of the gain over the temperature-scaled ensemble, or plus `price` times the log loss if that is more. Distance counts
    from the 90 % quantile of the validation data.
 3. Where the covariance did not gain, the prior precision is the smallest that costs at most 0.5 % of the log loss, with one standard
-   error to spare: it only lowers confidence then, and each network keeps an uncertainty of its own.
+   error to spare: at the same T it lowers confidence, and each network keeps an uncertainty of its own.
 
 The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
-price.
+price and that 0.5 %.
 """
 
 from __future__ import annotations
@@ -149,7 +149,10 @@ def choose(search: Search, price: float) -> Choice:
     """Choose pooling, prior precision and temperature, then the distance exponent."""
     posterior, ensemble = search.posterior, (NO_COVARIANCE, 1.0, 0.0)
     plain = Setting(*ensemble, 1.0, search.scored([ensemble], np.ones((1, 1)))[0, 0])
-    (rough,) = search.at_best_temperature([ensemble], 1.0, 2.0)
+    rough, moved = plain, math.inf
+    while moved > 2:  # until the best lies within the temperatures searched
+        (found,) = search.at_best_temperature([ensemble], rough.temperature, 2.0)
+        rough, moved = found, abs(math.log(found.temperature / rough.temperature))
     (scaled,) = search.at_best_temperature([ensemble], rough.temperature, 0.3)
     best = scaled
     if len(posterior.components) > 1:
@@ -209,7 +212,8 @@ def distance_onset(posterior: MoLA, data: HeldOut) -> float:
         posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
         for rows, _ in data.chunks(4096)
     ]
-    return math.exp(float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET)))
+    found = float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET))
+    return math.exp(max(0.0, found))  # below 0 where most features are all 0
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,8 @@ class Calibrated:
 
     price: float = 0.01
     needs_data = True
+    fixes_weights = True
+    """Weights by evidence depend on the prior precision, and would be those of one network without covariance."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
@@ -266,9 +272,9 @@ def _summary(choice: Choice, data: HeldOut) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
-            f"The posterior equals the temperature-scaled {ensemble} here: nothing more could be gained on the validation data "
-            f"(temperature {chosen.temperature:.3g}, log loss {scaled.loss:.4g}, "
-            f"{_against(plain, scaled, data, f'plain {ensemble}')})."
+            f"The posterior equals the temperature-scaled {ensemble} here, up to a covariance that costs next to nothing: no more "
+            f"could be gained on the validation data (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
+            f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (
         f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')} and "
@@ -277,7 +283,8 @@ def _summary(choice: Choice, data: HeldOut) -> str:
     gained = [name for name, used in _gains(best).items() if used]
     parts = [f"{' and '.join(gained)} gained {scaled.loss - best.loss:.2g}"] if gained else []
     if chosen.exponent > 0:
-        parts.append(f"caution far from the training data spent {chosen.loss - best.loss:.2g}")
+        spent = f"spent {chosen.loss - best.loss:.2g}" if chosen.loss > best.loss else "cost nothing"
+        parts.append(f"caution far from the training data {spent}")
     told = "; ".join(parts)
     return f"Log loss on the validation data: {chosen.loss:.4g}, {compared}. {told[0].upper()}{told[1:]}."
 
@@ -288,4 +295,6 @@ def _gains(best: Setting) -> dict[str, bool]:
 
 def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
     gain, error = paired(other.losses, own.losses, data)
+    if abs(gain) <= error:
+        return f"level with the {name} ({-gain:+.2g}{f' ± {error:.1g}' if math.isfinite(error) else ''})"
     return f"{abs(gain):.2g} ± {error:.1g} {'below' if gain >= 0 else 'above'} the {name}"

@@ -85,7 +85,7 @@ class HeldOut:
         error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
         if chance + 2 * error >= 1:
             warn(
-                f"the {self.where} has only {int(known.sum())} labels, too few to tell the networks from guesses: tune on more "
+                f"the {self.where} has too few labels ({int(known.sum())}) to tell the networks from guesses: tune on more "
                 "data, or use rule='evidence', which needs none."
             )
         elif accuracy < chance + 2 * error:

@@ -174,6 +174,8 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     mean = gap.mean()
     # The questions of one input are not independent: their differences are added up first.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
+    if len(total) == 1:
+        return float(mean), math.inf  # one input has no spread
     error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
     return float(mean), max(error, least)
 
