@@ -82,17 +82,14 @@ test-processors: $(READY)  ## the tests at three processor levels with one and t
 	$(PYTEST) -m '$(PART)' --random-order --random-order-seed=$(SEED) --hypothesis-seed=$(SEED) || failed="$$failed random-order"; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-# Not in CI: old wheels of torch bring gigabytes of CUDA libraries. The library and the extra `export` need different versions of torch.
-test-minimum:  ## the library and the export of files with the lowest versions declared, in environments of their own
-	@for part in minimum minimum-export; do \
-		$(PYTHON) -m venv $(VENV)-$$part && \
-		$(VENV)-$$part/bin/python -m pip install -q --disable-pip-version-check -c constraints-$$part.txt -e . \
-			huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow click pyparsing \
-			$$([ $$part = minimum ] && echo einops einconv linear_operator opt-einsum || echo onnx onnxruntime onnxscript) && \
-		$(VENV)-$$part/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4' || exit 1; \
-	done
+# Not in CI: old wheels of torch bring gigabytes of CUDA libraries. The extra `export` is declared for the versions of development alone.
+test-minimum:  ## the library with the lowest versions declared, in an environment of its own
+	$(PYTHON) -m venv $(VENV)-minimum
+	$(VENV)-minimum/bin/python -m pip install -q --disable-pip-version-check -c constraints-minimum.txt -e . \
+		huggingface_hub hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow \
+		click pyparsing einops einconv linear_operator opt-einsum
+	$(VENV)-minimum/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'not slow and not browser and not export'
-	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum-export/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'export and not browser'
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
@@ -124,4 +121,4 @@ docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(VENV)-minimum $(VENV)-minimum-export build dist demo-results site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-minimum build dist demo-results site .pytest_cache .mypy_cache .ruff_cache
