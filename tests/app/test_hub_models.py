@@ -279,7 +279,7 @@ class Strict(nn.Module):
 
 def test_an_entry_that_forward_does_not_take_is_named():
     batch = data("resnet")
-    with pytest.raises(DataError, match="not .'idx'"):
+    with pytest.raises(DataError, match=r"not .'idx'"):
         mola.fit(Strict(networks("resnet")[0]), [{**batch, "idx": batch["labels"]}])
 
 
