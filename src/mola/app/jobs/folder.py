@@ -376,6 +376,8 @@ def read_information(folder: Path) -> dict[str, Any]:
         return {**found, "job": None}
     job, whole = read_folder(folder)
     result = whole["result"]
+    if (result.get("validation") or {}).get("scores"):
+        read_scores(folder, result["validation"])  # compares the checksum
     return {
         **found,
         "classes": result["classes"],
