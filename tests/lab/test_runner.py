@@ -91,12 +91,13 @@ def same_weights(first, second):
 
 @pytest.fixture(autouse=True)
 def _single_precision():
-    """As users have it; fixtures of the module are made so too."""
+    """As users have it."""
     torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
+    torch.set_default_dtype(torch.float32)  # fixtures of a module are made before those of a test
     folder = tmp_path_factory.mktemp("networks")
     train_networks(Training(SUITE, 4, SUITE.recipe), folder, lambda doing, done: None)
     return folder

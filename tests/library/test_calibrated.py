@@ -79,7 +79,10 @@ def test_one_network_has_no_pooling_and_pays_its_price_alone(problem):
         single.tune([validation], rule=mola.rules.Calibrated(price=one), progress=False) for one in (0.001, 0.05)
     )
     assert free.pooling == careful.pooling == 1
-    assert careful.distance_exponent > free.distance_exponent
+    assert careful.distance_exponent >= free.distance_exponent
+    for tuned, price in ((free, 0.001), (careful, 0.05)):
+        scaled = tuned.tuning.curve["nll"][1]
+        assert log_loss(tuned, validation).mean() <= (1 + price) * 1.005 * scaled + 1e-9
 
 
 def test_without_distances_it_chooses_the_rest(problem):
