@@ -30,7 +30,7 @@ from tests.own_work import job_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 
-CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"]
+CLASS_METHODS = ["MAP", "MAP-T", "DE", "DE-T", "DE-L", "LLLA", "MoLA"]
 REGRESSION_METHODS = ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]
 
 
@@ -149,6 +149,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
         "MAP-T": mola.baselines.temperature_scaled(networks[0], val, progress=False),
         "DE": mola.ensemble(networks),
         "DE-T": mola.baselines.temperature_scaled(networks, val, progress=False),
+        "DE-L": mola.baselines.temperature_scaled(networks, val, mean="logits", progress=False),
         "LLLA": mola.fit(networks[0], train, val, rule="nll", progress=False),
         "MoLA": mola.fit(networks, train, val, rule="nll", progress=False),
     }
@@ -183,7 +184,8 @@ def test_the_ensemble_has_the_weights_of_the_mixture(desk, tmp_path):
     (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
     plain = mola.ensemble(desk.networks(3)).with_weights(weights)
     scaled = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
-    for name, one in (("DE", plain), ("DE-T", scaled)):
+    averaged = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, mean="logits", progress=False)
+    for name, one in (("DE", plain), ("DE-T", scaled), ("DE-L", averaged)):
         expected = metrics.negative_log_likelihood(one(test), labels)
         assert result.methods[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4), name
     assert any("weights" in note for note in result.notes)

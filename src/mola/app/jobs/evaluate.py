@@ -56,6 +56,9 @@ ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
+LOGITS = "DE-L"
+"""The temperature-scaled mean of the networks' logits."""
+
 """Ending of the networks alone with a temperature (classes), or with scaled noise (regression)."""
 
 
@@ -128,7 +131,13 @@ class _Methods:
         sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
         own = Answer(whole.probs, logits, weights, whole.ood_score, sets, **shared)
         one = Answer(single.probs, single.logit_mean, None, single.ood_score, **shared)
-        return self._in_order(networks, one, own)
+        answers = self._in_order(networks, one, own)
+        if weights is None or LOGITS not in self.factors:
+            return answers
+        mean = torch.tensordot(weights.to(logits), logits, 1) / self.factors[LOGITS]
+        averaged = Answer(likelihood.probabilities(mean), mean[None], None, **shared)
+        last = {name: answers.pop(name) for name in (LAPLACE, MIXTURE)}
+        return {**answers, LOGITS: averaged, **last}
 
     def _regression(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, TallyRows]:
         untuned = untuned_noise(self.posterior)
@@ -353,6 +362,11 @@ def _temperatures(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[
             weights = posterior.weights if count > 1 else None
             temperatures[f"{name}{SCALED[True]}"] = fit_temperature(logits[:count], labels, weights)
         notes += [f"{name}{SCALED[True]}: {one.message}" for one in caught]
+    if len(logits) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MolaWarning)  # the ensemble's note tells the same
+            mean = torch.tensordot(posterior.weights.to(logits), logits, 1)
+            temperatures[LOGITS] = fit_temperature(mean, labels)
     return temperatures, notes
 
 
