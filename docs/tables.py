@@ -384,7 +384,9 @@ DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
 
 
 def _default(name: str) -> str:
-    """`cifar10 labelled`, `cifar10 outliers` or `cifar10 accuracy`: the default rule beside temperature-scaled ensembles."""
+    """`summary`, or `cifar10` and `labelled`, `outliers` or `accuracy`: the default rule beside temperature-scaled ensembles."""
+    if name == "summary":
+        return _default_summary()
     suite, kind = name.split()
     runs = _runs(suite)
     if kind == "accuracy":
@@ -401,6 +403,29 @@ def _default(name: str) -> str:
         row = [place]
         for metric, factor, digits in columns.values():
             row += _compared(runs, partial(_metric, place, metric), factor, digits, higher=False)[:-1]
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def _default_summary() -> str:
+    """Means over runs and sets of every suite."""
+    methods = (*RIVALS, "default")
+    header = ["", *(f"{title} {method}" for title in ("test NLL", "shifted NLL", "OOD AUROC %") for method in methods)]
+    rows = []
+    for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
+        runs = _runs(suite)
+        first = runs[DEFAULT][0]
+        shifted = [place for place in first.labelled if place != "test"]
+        quantities = [
+            ([partial(_metric, "test", "nll")], 1, 3),
+            ([partial(_metric, place, "nll") for place in shifted], 1, 2),
+            ([partial(_auroc, place) for place in first.outliers], 100, 1),
+        ]
+        row = [title]
+        for means, factor, digits in quantities:
+            for method in (*RIVALS, DEFAULT):
+                values = [factor * mean(run) for mean in means for run in runs[method]]
+                row.append(f"{np.mean(values):.{digits}f}" if values else MISSING)
         rows.append(row)
     return markdown(header, rows)
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FILLED = [page for page in PAGES if re.search("<!-- (= |table:)", page.read_text(encoding="utf-8"))]
-MEASURED = [DOCS / f"{name}.md" for name in ("default", "index", "laplace-torch", "links", "method", "outliers")]
+MEASURED = [
+    DOCS / f"{name}.md"
+    for name in ("calibrated", "default", "index", "laplace-torch", "links", "method", "outliers", "results/default")
+]
 """Pages on which every decimal and every percentage must come from a record."""
 
 
@@ -106,9 +109,9 @@ def _area(record, outliers):
     return record.outliers[outliers].scores["max probability"]["auroc"]
 
 
-@pytest.mark.parametrize("suite", ["mnist", "cifar10", "clinc"])
+@pytest.mark.parametrize("suite", ["mnist", "cifar10", "clinc", "imagenet"])
 def test_the_default_is_ahead_of_the_temperature_scaled_ensemble_in_every_run(suite):
-    """Sentences of docs/default.md that speak of every run, except for the log loss on test data, which is within its error."""
+    """Claims of docs/default.md about every run; the log loss on test data may tie. ImageNet: no claim under shift."""
     found = _records(suite)
     runs = [run for method, run in found if method == DEFAULT]
     assert len(runs) >= 4
@@ -116,7 +119,7 @@ def test_the_default_is_ahead_of_the_temperature_scaled_ensemble_in_every_run(su
     for run in runs:
         ours, theirs = found[DEFAULT, run], found["DE-T", run]
         gaps.append(ours.labelled["test"].metrics["nll"] - theirs.labelled["test"].metrics["nll"])
-        for name in set(ours.labelled) - {"test"}:
+        for name in set(ours.labelled) - {"test"} if suite != "imagenet" else ():
             assert ours.labelled[name].metrics["nll"] < theirs.labelled[name].metrics["nll"], (run, name)
         for name in ours.outliers:
             assert _area(ours, name) > max(_area(theirs, name), _area(found["DE-L", run], name)), (run, name)
