@@ -160,7 +160,7 @@ def evaluate(
     bins: dict[tuple[str, str], Tensor] = {}
     for predictor, one in named.items():
         mixture = one if isinstance(one, Mixture) else _Callable([one], likelihood=likelihood)
-        spread = "confidence" if mixture.likelihood.discrete else "std"
+        spread = "confidence" if mixture.likelihood.classification else "std"
         inliers = None
         for data, loader in {**labelled, **outliers}.items():
             try:

@@ -356,7 +356,7 @@ def _warn_of_empty_classes(component: Component) -> None:
     assert layer is not None
     # Without labels, counts are of predicted classes: a class that is never predicted may still have data.
     counts = None if layer.sums.log_likelihood is None else layer.sums.tensors.get("class_counts")
-    if counts is not None and component.likelihood.discrete and len(counts) > 1 and bool((counts == 0).any()):
+    if counts is not None and component.likelihood.classification and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(

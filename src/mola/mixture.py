@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Gaussian, Likelihood, as_likelihood
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
 from mola.likelihoods.base import mixed
 from mola.network import Inputs, as_batch, batch_count, evaluating, one_batch, peek
 from mola.numerics import seed_from
@@ -93,7 +93,7 @@ class Mixture(nn.Module):
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
         if isinstance(self.likelihood, Gaussian):
             return self._predict_regression(self.likelihood, inputs, seed, place)
-        assert isinstance(self.likelihood, DiscreteLikelihood)
+        assert isinstance(self.likelihood, ClassificationLikelihood)
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(
@@ -168,7 +168,7 @@ class Mixture(nn.Module):
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array, of a NumPy array or anything that `predict` takes."""
-        if not self.likelihood.discrete:
+        if not self.likelihood.classification:
             raise OptionError(
                 "a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob."
             )
@@ -218,7 +218,7 @@ def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
         raise DataError(f"{place}: expected probabilities (n, C), got {type(output).__name__}.") from error
     if probs.dim() != 2 or not probs.is_floating_point():
         raise DataError(f"{place}: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.")
-    if not likelihood.discrete or not len(probs):
+    if not likelihood.classification or not len(probs):
         return probs
     if bool(((probs < 0) | (probs > 1 + 1e-2)).any()):
         raise DataError(
@@ -226,6 +226,6 @@ def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
             f"{float(probs.max()):.3g}. {remedy}"
         )
     gap = float((probs.sum(1) - 1).abs().max())
-    if isinstance(likelihood, DiscreteLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
+    if isinstance(likelihood, ClassificationLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
         raise DataError(f"{place}: rows must sum to 1, got sums up to {gap:.3g} away from it. {remedy}")
     return probs

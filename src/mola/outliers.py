@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError
-from mola.likelihoods.base import DiscreteLikelihood
+from mola.likelihoods.base import ClassificationLikelihood
 
 COMBINED, FAR_FIELD, MAX_PROBABILITY = "far-field + energy + distance", "far-field", "max-probability"
 """Names of the scores of a classification, from the most information to the least."""
@@ -17,7 +17,7 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 """Names of the scores of a regression."""
 
 
-def max_probability_score(probs: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     """One minus the largest probability (n,); for labels, that of yes or no averaged over labels."""
     score = 1 - likelihood.choices(probs).amax(-1)
     return score if likelihood.mutually_exclusive else score.mean(-1)
@@ -48,7 +48,7 @@ def label_energy_score(logits: Tensor) -> Tensor:
     return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
 
 
-def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     r"""The mixture's confidence in the limit of a vanishing prior, read as a score.
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
@@ -72,7 +72,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: D
     return -torch.einsum("kn,knc->nc", factors, centred).amax(-1)
 
 
-def energies(means: Tensor, log_excess: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     """Energy (K, n) of each network's logits (K, n, C), divided by the square of how much longer than usual features are."""
     score = energy_score if likelihood.mutually_exclusive else label_energy_score
     return score(means * (-2 * log_excess).exp()[..., None])

@@ -19,7 +19,7 @@ from mola.component import Component, MixtureRows, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import LastLayerSpread
-from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
@@ -173,7 +173,7 @@ class MoLA(Mixture):
         if self.tuning is not None:
             lines.append(f"  {self.tuning.summary}")
         lines.append(f"  structure: {self.structure}")
-        if self.likelihood.discrete:
+        if self.likelihood.classification:
             lines.append(f"  link: {self.link.name}")
         elif isinstance(self.likelihood, Gaussian):
             lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
@@ -248,7 +248,7 @@ class MoLA(Mixture):
             return None
         distance, norm = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
         weights = self.weights.to(rows.outputs[0])
-        return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.discrete).unbind(0))
+        return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.classification).unbind(0))
 
     def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
@@ -314,7 +314,7 @@ class MoLA(Mixture):
             "ood_score_name": self.ood_score_name,
         }
         distance = field(self._distance, "rows") if self.has_distances else None
-        if not self.likelihood.discrete:
+        if not self.likelihood.classification:
             regression: dict[str, Any] = {
                 "component_mean": field(lambda rows: self._moments(rows).means, "members")(),
                 "component_variance": field(lambda rows: self._moments(rows).variances, "variances"),
@@ -342,7 +342,7 @@ class MoLA(Mixture):
 
     def _mutual_information(self, rows: MixtureRows, seed: int | None) -> Tensor:
         likelihood = self.likelihood
-        assert isinstance(likelihood, DiscreteLikelihood)
+        assert isinstance(likelihood, ClassificationLikelihood)
         probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
         means, spreads = likelihood.scaled(rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling)
         return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
@@ -353,8 +353,8 @@ class MoLA(Mixture):
     def ood_score_name(self) -> str:
         """Name of the outlier score: the best one that is known."""
         if self.components[0].layer is None:
-            return MAX_PROBABILITY if self.likelihood.discrete else VARIANCE
-        if not self.likelihood.discrete:
+            return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
+        if not self.likelihood.classification:
             return DISTANCE if self.has_distances else NORM
         reference = self.scaling.reference
         return FAR_FIELD if reference is None or reference.score is None else COMBINED
@@ -556,7 +556,7 @@ class MoLA(Mixture):
         reference = data.feature_scales(
             [layer.distance for one in self.components if (layer := one.on(torch.device("cpu")))]
         )
-        if not self.likelihood.discrete:
+        if not self.likelihood.classification:
             return reference
         posterior = self._with(scaling=replace(self.scaling, reference=reference))
         parts = []
@@ -600,7 +600,7 @@ class MoLA(Mixture):
     def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
         # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
         likelihood, count = self.likelihood, len(self.components)
-        if isinstance(likelihood, DiscreteLikelihood):
+        if isinstance(likelihood, ClassificationLikelihood):
             scale, spreads = self._scale(rows), self._spreads(rows)
             probs = likelihood.member_probabilities(
                 rows.outputs, spreads, self.weights, self.link, scale=scale, pooling=self.scaling.pooling
@@ -680,7 +680,7 @@ class MoLA(Mixture):
         return _returned(limit, once[0], None, "outputs")
 
     def _require_bounds(self) -> None:
-        if not self.likelihood.discrete:
+        if not self.likelihood.classification:
             raise BoundError(
                 "a regression has no confidence to bound: far away, its standard deviation grows without bound."
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from mola import normal_mixtures
 from mola.distributed import Team
 from mola.errors import DataError, MissingExtraError, OptionError
-from mola.likelihoods import CATEGORICAL, GAUSSIAN, DiscreteLikelihood, Gaussian, Likelihood
+from mola.likelihoods import CATEGORICAL, GAUSSIAN, ClassificationLikelihood, Gaussian, Likelihood
 from mola.numerics import to_float64
 from mola.options import counted, is_real
 from mola.uncertainty import entropy
@@ -184,7 +184,7 @@ class Prediction(_Fields):
         "distance": 0,
         "far_field": 0,
     }
-    likelihood: DiscreteLikelihood
+    likelihood: ClassificationLikelihood
 
     def __init__(
         self,
@@ -509,4 +509,4 @@ def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
 @singledispatch
 def prediction_type(likelihood: Likelihood) -> Any:
     """The class that holds predictions under a likelihood; register another one for a likelihood of your own."""
-    return Prediction if likelihood.discrete else RegressionPrediction
+    return Prediction if likelihood.classification else RegressionPrediction

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import Spread
-from mola.likelihoods.base import DiscreteLikelihood, mixed
+from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
@@ -60,7 +60,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return raised / total, entropies.squeeze(-1)
 
 
-def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     """Epistemic part of a mixture's entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, from (K, n, C): (n,), or (n, C) for labels."""
     between = entropy(likelihood.choices(torch.einsum("k,knc->nc", weights.to(member_probs), member_probs)))
     within = torch.einsum("k,k...->...", weights.to(member_probs), entropy(likelihood.choices(member_probs)))
@@ -68,7 +68,7 @@ def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: Discre
 
 
 def epistemic_share(
-    likelihood: DiscreteLikelihood,
+    likelihood: ClassificationLikelihood,
     means: Sequence[Tensor],
     spreads: Sequence[Spread | None],
     weights: Tensor,

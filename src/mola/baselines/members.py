@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import OptionError, StorageError
-from mola.likelihoods import LIKELIHOODS, DiscreteLikelihood, Gaussian, Likelihood, as_likelihood
+from mola.likelihoods import LIKELIHOODS, ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
 from mola.network import Inputs, call, check_finite, check_logits
 from mola.numerics import check_seed, to_float64
 from mola.saving.posterior import describe, rebuild
@@ -29,7 +29,7 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
     check_finite(outputs[:, :0], outputs)
     check_logits(network, inputs, outputs, likelihood)
     exact = to_float64(outputs)
-    if isinstance(likelihood, DiscreteLikelihood):
+    if isinstance(likelihood, ClassificationLikelihood):
         point = likelihood.probabilities(exact)
     else:
         assert isinstance(likelihood, Gaussian)

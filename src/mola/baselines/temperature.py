@@ -24,7 +24,7 @@ from mola.baselines.members import describe_likelihood, rebuild_likelihood
 from mola.component import MixtureRows, per_component
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import as_networks, ensemble
-from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Likelihood, Predictive, as_likelihood
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood, Predictive, as_likelihood
 from mola.likelihoods.base import mixed
 from mola.network import check_finite, state_checksum
 from mola.numerics import to_float64
@@ -91,7 +91,7 @@ def fit_pooled_temperature(logits: Tensor, labels: Tensor, weights: Tensor | Non
     return fit_temperature(_pooled_logits(members, shares, CATEGORICAL), labels)
 
 
-def as_classes(logits: Tensor, labels: Tensor, likelihood: DiscreteLikelihood) -> tuple[Tensor, Tensor]:
+def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
     """Logits (K, n, C) and labels as those of classes: binary labels become rows of the two logits (0, z), missing labels none."""
     if likelihood.mutually_exclusive:
         return logits, labels
@@ -115,7 +115,7 @@ def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return exact, CATEGORICAL.check_labels(labels, exact[0], "labels")
 
 
-def _pooled_logits(members: Tensor, weights: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+def _pooled_logits(members: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
     # Logits (n, C) of the mixture's probabilities, from those (K, n, C) of its members, without underflow.
     log_weights = weights.to(members).log()[:, None, None]
     if likelihood.mutually_exclusive:
@@ -214,7 +214,7 @@ class TemperatureScaled(MoLA):
         if not self.pooled:
             return super().predictive(rows, seed)
         likelihood = self.likelihood
-        assert isinstance(likelihood, DiscreteLikelihood)
+        assert isinstance(likelihood, ClassificationLikelihood)
         logits = _pooled_logits(torch.stack(list(rows.outputs)), self.weights, likelihood) / self.temperatures[0]
         return likelihood.predictive([logits], [None], uniform_weights(1), self.link)
 
@@ -283,7 +283,7 @@ def temperature_scaled(
     one_of(mean, MEANS, "mean")
     plain = ensemble(networks, weights, likelihood=_discrete(likelihood))
     meaning = plain.likelihood
-    assert isinstance(meaning, DiscreteLikelihood)
+    assert isinstance(meaning, ClassificationLikelihood)
     data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
     data.check_labels()
     assert data.labels is not None
@@ -304,7 +304,7 @@ def temperature_scaled(
 
 def _discrete(likelihood: str | Likelihood) -> Likelihood:
     chosen = as_likelihood(likelihood)
-    if not isinstance(chosen, DiscreteLikelihood):
+    if not isinstance(chosen, ClassificationLikelihood):
         raise OptionError(
             f"a temperature divides logits, and likelihood {chosen.name!r} has none: expected 'categorical' or 'bernoulli'. For "
             f"regression use mola.baselines.scale_noise."

@@ -17,7 +17,7 @@ from torch import Tensor
 from mola.compare.measured import Measurement, calibration_error, mean_area_of_labels, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
-from mola.likelihoods import CATEGORICAL, DiscreteLikelihood
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood
 from mola.metrics import bin_sums
 from mola.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
 from mola.uncertainty import entropy
@@ -86,7 +86,7 @@ class Answer:
     """(n, C), the classes of each prediction set."""
     given: Mapping[str, Tensor] | None = None
     """Outlier scores (n,) by name, computed by the method; None derives `SCORES`."""
-    likelihood: DiscreteLikelihood = CATEGORICAL
+    likelihood: ClassificationLikelihood = CATEGORICAL
     inputs: Tensor | None = None
     """(n,), input of each row, where rows are positions; None: each row is an input."""
 

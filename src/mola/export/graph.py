@@ -144,10 +144,10 @@ class Pixels(nn.Module):
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
     """The outputs in the order of the fields; None is all default ones that the posterior has."""
-    default = OUTPUTS if posterior.likelihood.discrete else REGRESSION_OUTPUTS
+    default = OUTPUTS if posterior.likelihood.classification else REGRESSION_OUTPUTS
     if outputs is None:
         return tuple(name for name in default if name != "distance" or posterior.has_distances)
-    known = default + (MORE_OUTPUTS if posterior.likelihood.discrete else MORE_REGRESSION_OUTPUTS)
+    known = default + (MORE_OUTPUTS if posterior.likelihood.classification else MORE_REGRESSION_OUTPUTS)
     wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:

@@ -157,7 +157,7 @@ def trace(posterior: MoLA, example: Inputs, options: Options) -> Traced:
     with torch.inference_mode(False), torch.no_grad(), evaluating(*posterior.networks):
         tensors = signature.tensors(example)
         prediction = posterior.predict(graph.network_inputs(tensors))  # checks shapes and values
-        point = prediction.probs if posterior.likelihood.discrete else prediction.mean
+        point = prediction.probs if posterior.likelihood.classification else prediction.mean
         classes = check_classes(options.classes, point.shape[prediction.axis])
         # Two rows: a size of 1 would be taken for a constant.
         program = _program(
@@ -259,7 +259,7 @@ def _difference(prediction: Any, found: Tensor, name: str, limit: float) -> floa
         best, second = prediction._choices.double().topk(2).values.unbind(-1)
         return float(((found != expected) & prediction._placed(best - second >= limit)).double().max())
     unit = 1.0
-    if not prediction.likelihood.discrete and name not in ("ood_score", "distance"):
+    if not prediction.likelihood.classification and name not in ("ood_score", "distance"):
         deviation = float(prediction.std.max())
         unit = deviation if name in ("mean", "std", "component_mean") else deviation**2
     difference = (found.double() - expected).abs() / expected.abs().clamp_min(unit)

@@ -1,6 +1,12 @@
 """What the outputs of a network mean: one file for each likelihood."""
 
-from mola.likelihoods.base import DiscreteLikelihood, Likelihood, OutputCurvature, Predictive, RegressionPredictive
+from mola.likelihoods.base import (
+    ClassificationLikelihood,
+    Likelihood,
+    OutputCurvature,
+    Predictive,
+    RegressionPredictive,
+)
 from mola.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
 from mola.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
 from mola.likelihoods.gaussian import GAUSSIAN, Gaussian, NormalMixture
@@ -15,7 +21,7 @@ __all__ = [
     "BernoulliPredictive",
     "Categorical",
     "CategoricalPredictive",
-    "DiscreteLikelihood",
+    "ClassificationLikelihood",
     "Gaussian",
     "Likelihood",
     "NormalMixture",

@@ -79,7 +79,7 @@ class LinkFunction(Protocol):
     """From Gaussian logits to probabilities (`mola.links`)."""
 
     def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (..., n, C)."""
 
@@ -90,8 +90,8 @@ class Likelihood(ABC):
     name: str
     mutually_exclusive: bool = False
     """Whether outputs compete: one of C classes, and not C yes/no questions."""
-    discrete: bool = True
-    """Whether labels are choices, and not real numbers."""
+    classification: bool = True
+    """Whether labels are choices (classes, or yes and no); otherwise it is a regression."""
     default_rule: str = "nll"
     """Name of the tuning rule that is used where none is given."""
 
@@ -192,8 +192,8 @@ class Likelihood(ABC):
         return sums.log_likelihood
 
 
-class DiscreteLikelihood(Likelihood):
-    """Labels are choices: one of C classes, or yes or no for each of C labels."""
+class ClassificationLikelihood(Likelihood):
+    """Classification: one of C classes, or yes or no for each of C labels."""
 
     def scaled(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mola.errors import DataError, HeadError
-from mola.likelihoods.base import DiscreteLikelihood, OutputCurvature, Ran, matrix_of
+from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 MISSING = -100
 """The value of a missing label, beside NaN: the one that PyTorch's losses ignore by default."""
@@ -49,7 +49,7 @@ class BernoulliPredictive:
 
 
 @dataclass(frozen=True)
-class Bernoulli(DiscreteLikelihood):
+class Bernoulli(ClassificationLikelihood):
     """Yes or no for each of C labels, by a sigmoid of one logit each."""
 
     name = "bernoulli"

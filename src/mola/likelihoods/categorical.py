@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, HeadError
-from mola.likelihoods.base import DiscreteLikelihood, OutputCurvature, Ran, matrix_of
+from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
 """Rows needed to tell probabilities from logits: the logits of a few rows may sum to 1 by chance."""
@@ -40,7 +40,7 @@ class CategoricalPredictive:
 
 
 @dataclass(frozen=True)
-class Categorical(DiscreteLikelihood):
+class Categorical(ClassificationLikelihood):
     """One of C mutually exclusive classes, by a softmax over C logits."""
 
     name = "categorical"

@@ -100,7 +100,7 @@ class Gaussian(Likelihood):
     variance: str = "log-variance"
     estimated: bool = False
     name = "gaussian"
-    discrete = False
+    classification = False
 
     def __post_init__(self) -> None:
         location = 0.0 if self.location is None else self.location

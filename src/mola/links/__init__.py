@@ -23,7 +23,7 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     """The link of that name with its defaults, or the link itself; `OptionError` if it does not apply to the likelihood."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
     # A regression has no links: the default is not used there.
-    if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.discrete):
+    if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.classification):
         return chosen
     known = ", ".join(name for name, kind in LINKS.items() if kind().applies_to(likelihood))
     raise OptionError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import Spread
-from mola.likelihoods.base import DiscreteLikelihood, Likelihood
+from mola.likelihoods.base import ClassificationLikelihood, Likelihood
 
 
 class Link(ABC):
@@ -23,13 +23,13 @@ class Link(ABC):
 
     @abstractmethod
     def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the link is defined for a likelihood: by default for every one whose labels are choices."""
-        return likelihood.discrete
+        return likelihood.classification
 
     def row_size(self, outputs: int) -> int:
         """Numbers per datum that are held at once."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace.base import Spread
-from mola.likelihoods.base import DiscreteLikelihood, Likelihood
+from mola.likelihoods.base import ClassificationLikelihood, Likelihood
 from mola.links.base import Link, centred
 
 
@@ -33,10 +33,10 @@ class Bridge(Link):
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""
-        return likelihood.discrete and likelihood.mutually_exclusive
+        return likelihood.classification and likelihood.mutually_exclusive
 
     def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (..., n, C)."""
         if spread is None:

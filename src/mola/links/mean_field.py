@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace.base import Spread
-from mola.likelihoods.base import DiscreteLikelihood
+from mola.likelihoods.base import ClassificationLikelihood
 from mola.links.base import Link
 from mola.links.probit import Probit
 
@@ -33,7 +33,7 @@ class MeanField(Link):
         return 16 * outputs**2
 
     def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (n, C)."""
         # A yes/no logit z has one rival, the constant 0: what is left is the probit.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import LastLayerSpread, Spread
-from mola.likelihoods.base import DiscreteLikelihood
+from mola.likelihoods.base import ClassificationLikelihood
 from mola.links.base import Link
 from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, whole_number
@@ -48,7 +48,7 @@ class MonteCarlo(Link):
         return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
 
     def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (n, C)."""
         if spread is None:

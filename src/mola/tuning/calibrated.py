@@ -239,7 +239,7 @@ class Calibrated:
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
-        return likelihood.discrete
+        return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose prior precision, temperature, pooling and distance exponent."""

@@ -78,7 +78,7 @@ class Distance:
             raise OptionError(f"rule 'distance': {posterior._why_no_distances()}")
         first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         base = first(posterior, data if getattr(first, "needs_data", True) else None)
-        if not posterior.likelihood.discrete:
+        if not posterior.likelihood.classification:
             return self._regression(posterior.tuned(base), data, base)
         plain = self._scored(posterior, data, base, [0.0])
         before = {name: float(values[0]) for name, values in plain.items()}

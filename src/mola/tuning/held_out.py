@@ -16,7 +16,7 @@ from mola.component import MixtureRows
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
-from mola.likelihoods import DiscreteLikelihood, Likelihood
+from mola.likelihoods import ClassificationLikelihood, Likelihood
 from mola.network import IGNORE_INDEX, Head, batch_count, check_loader, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
@@ -68,7 +68,7 @@ class HeldOut:
 
     def check_labels(self) -> None:
         """Refuse labels in another class order than the outputs; warn of labels that fit no better than guesses."""
-        if self.labels is None or not isinstance(self.likelihood, DiscreteLikelihood):
+        if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
             return
         targets = self.gather(self.likelihood.targets(self.labels))
         predicted = [self.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
@@ -97,7 +97,7 @@ class HeldOut:
     def score_groups(self) -> Tensor:
         """Index (m,) of the input that each score belongs to: multi-label data have a score for each known question."""
         own = torch.arange(len(self), device="cpu")
-        if self.labels is not None and isinstance(self.likelihood, DiscreteLikelihood):
+        if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
             if targets.dim() == 2:
                 own = (targets >= 0).nonzero()[:, 0]
@@ -107,7 +107,7 @@ class HeldOut:
     def accuracy(self) -> tuple[float, float]:
         """Mean accuracy of the single networks, and its standard error over the data, which the networks share."""
         likelihood = self.likelihood
-        assert isinstance(likelihood, DiscreteLikelihood)
+        assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
             raise DataError("this rule needs labels: yield (inputs, labels).")
         targets = likelihood.targets(self.labels)

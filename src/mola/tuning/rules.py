@@ -106,7 +106,7 @@ class Threshold:
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
-        return likelihood.discrete
+        return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
@@ -198,14 +198,14 @@ class Score:
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
-        return {"nll": True, "crps": not likelihood.discrete}.get(self.score, likelihood.discrete)
+        return {"nll": True, "crps": not likelihood.classification}.get(self.score, likelihood.classification)
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
         data, score, name = require_data(data, self), self.score, f"Score({self.score!r})"
         if not self.applies_to(posterior.likelihood):
             raise OptionError(f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}.")
-        if not posterior.likelihood.discrete:
+        if not posterior.likelihood.classification:
             return _tune_regression(posterior, data, score, self.grid)
         search = PrecisionSearch(curve_of(posterior, data), self.grid)
         index, temperature = search.minimise(score, smooth=score != "ece"), 1.0
@@ -275,7 +275,7 @@ class Outliers:
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
-        return likelihood.discrete
+        return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""

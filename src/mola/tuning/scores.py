@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mola.likelihoods import DiscreteLikelihood, Predictive
+from mola.likelihoods import ClassificationLikelihood, Predictive
 from mola.metrics import bin_sums, calibration_gaps
 from mola.scaling import scale_factors
 from mola.tuning.held_out import HeldOut
@@ -90,7 +90,7 @@ def scores(posterior: MoLA, data: HeldOut, candidates: Candidates) -> dict[str, 
 def confidence_and_uniformity(posterior: MoLA, data: HeldOut, candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Mean confidence (L,) of every candidate, and mean cross-entropy (L,) of the uniform distribution to its predictions."""
     likelihood, tiny = posterior.likelihood, torch.finfo(torch.float64).tiny
-    assert isinstance(likelihood, DiscreteLikelihood)
+    assert isinstance(likelihood, ClassificationLikelihood)
 
     def scored(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
         choices = likelihood.choices(predictive.point())
@@ -112,7 +112,9 @@ def _gathered(
 ) -> dict[str, Tensor]:
     # What `scored` makes of every candidate's predictive distribution, (L, m) by name. Links that use variances alone take all
     # candidates at once; with the others, or with weights that depend on the candidate, each is a posterior of its own.
-    together = (posterior.link.variance_only or not posterior.likelihood.discrete) and posterior.weighting != "evidence"
+    together = (
+        posterior.link.variance_only or not posterior.likelihood.classification
+    ) and posterior.weighting != "evidence"
     each = [] if together else [candidates.applied(posterior, index) for index in range(len(candidates))]
     outputs, features = data.outputs[0].shape[1], max(phi.shape[1] for phi in data.phi)
     row = max((len(candidates) if together else 1) * posterior.link.row_size(outputs), features)
@@ -156,7 +158,9 @@ def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Tens
         return candidates.temperature[:, None, None, None].expand(-1, len(posterior.components), 1, 1)
     log_distance, log_norm = posterior.log_distances(rows)
     relative = posterior.scaling.log_distance(log_distance, posterior.weights) - candidates.onset.log()[:, None]
-    excess = posterior.scaling.log_excess(log_norm) if posterior.likelihood.discrete else torch.zeros_like(log_norm)
+    excess = (
+        posterior.scaling.log_excess(log_norm) if posterior.likelihood.classification else torch.zeros_like(log_norm)
+    )
     return scale_factors(relative, excess, candidates.temperature, candidates.exponent)
 
 

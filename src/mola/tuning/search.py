@@ -192,7 +192,7 @@ def require_data(data: HeldOut | None, rule: object) -> HeldOut:
 
 def require_classes(posterior: MoLA, rule: object) -> None:
     """Raise `OptionError` for a regression."""
-    if not posterior.likelihood.discrete:
+    if not posterior.likelihood.classification:
         raise OptionError(
             f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use 'nll', 'crps', 'evidence' or "
             f"'distance'."

@@ -21,7 +21,7 @@ from mola.component import Component, LastLayer, MixtureRows
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.laplace import LastLayerSpread
-from mola.likelihoods import DiscreteLikelihood, Likelihood
+from mola.likelihoods import ClassificationLikelihood, Likelihood
 from mola.likelihoods.base import mixed
 from mola.links import MonteCarlo
 from mola.network import Captured, Inputs, Layout, as_batch, check_loader, evaluating
@@ -237,7 +237,7 @@ class WholeMoLA(MoLA):
 
     def _fields(self, rows: MixtureRows, seed: int | None) -> dict[str, Tensor]:
         likelihood, link = self.likelihood, self.link
-        assert isinstance(likelihood, DiscreteLikelihood)
+        assert isinstance(likelihood, ClassificationLikelihood)
         if self._draws_weights:
             assert isinstance(link, MonteCarlo)
             first = link.seed if seed is None else seed

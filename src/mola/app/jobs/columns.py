@@ -65,7 +65,7 @@ class Columns:
     def fields(self, prediction: Any) -> dict[str, Tensor]:
         """Fields of a prediction and decisions by name, without fields that are unknown."""
         found: dict[str, Tensor | None] = {}
-        if self.likelihood.discrete:
+        if self.likelihood.classification:
             found |= {name: getattr(prediction, name) for name in FIELDS}
         else:
             intervals = self.decisions.intervals
@@ -97,7 +97,7 @@ class Columns:
                 frame[name] = fields[name].cpu().numpy()
         if "set" in fields:
             frame["set"] = [[self.names[place] for place in row.nonzero().flatten()] for row in fields["set"]]
-        if self.likelihood.discrete:
+        if self.likelihood.classification:
             frame["class"] = self._classes(prediction.label)
         shown = [name for name in frame if self.probabilities or _field(name) != "prob"]
         return frame[sorted(shown, key=lambda name: ORDER.index(_field(name)))].rename(columns=self._named)
@@ -120,7 +120,9 @@ class Columns:
             if name == "label":
                 shares = self._counts(values, axis) / positions
                 table |= {f"share_{one}": shares[:, place] for place, one in enumerate(self.names)}
-            elif not self.likelihood.discrete and values.dim() > fields["ood_score"].dim() and len(self.names) > 1:
+            elif (
+                not self.likelihood.classification and values.dim() > fields["ood_score"].dim() and len(self.names) > 1
+            ):
                 means = values.movedim(axis, 1).flatten(2).double().mean(2).numpy()
                 table |= {f"{name}_{one}": means[:, place] for place, one in enumerate(self.names)}
             elif name != "probs":
@@ -136,7 +138,7 @@ class Columns:
     def summary(self, fields: dict[str, Tensor], axis: int) -> Summary:
         """Sums over all inputs and positions; of several labels or targets, of their mean."""
         labels = np.zeros(len(self.names), dtype=np.int64)
-        if self.likelihood.discrete:
+        if self.likelihood.classification:
             values = {name: fields[name] for name in ("confidence", "entropy", "epistemic")}
             label = fields["label"]
             labels += self._counts(label.flatten()[None] if self.likelihood.mutually_exclusive else label, axis).sum(0)

@@ -118,7 +118,9 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
     """
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
-        others = "--coverage gives intervals for it" if not likelihood.discrete else "The outlier alarm works for it"
+        others = (
+            "--coverage gives intervals for it" if not likelihood.classification else "The outlier alarm works for it"
+        )
         raise OptionError(
             f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
             f"{others}."
@@ -222,7 +224,7 @@ def make_decisions(
         raise OptionError("--certainty goes with --error-rate: give both, or neither.")
     if by_class and coverage is None:
         raise OptionError("--by-class goes with --coverage: give both, or neither.")
-    regression = not fitted.posterior.likelihood.discrete
+    regression = not fitted.posterior.likelihood.classification
     for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
         if regression and given and not fitted.posterior.is_dense:
             raise OptionError(

@@ -45,7 +45,7 @@ from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
-from mola.likelihoods import CATEGORICAL, DiscreteLikelihood
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood
 from mola.posterior import MoLA
 from mola.prediction import Prediction, RegressionPrediction
 from mola.tuning.class_order import check_class_order
@@ -78,7 +78,7 @@ class _Methods:
 
     def chosen(self, method: str) -> dict[str, Any]:
         """The tuned numbers of a method."""
-        discrete = self.posterior.likelihood.discrete
+        discrete = self.posterior.likelihood.classification
         own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
         if own is None:
             if method not in self.factors:
@@ -156,13 +156,15 @@ class _Methods:
         count, answers = len(self.posterior.components), {}
         for name, some in ((SINGLE, 1), (ENSEMBLE, count))[: min(count, 2)]:
             answers[name] = networks(some, None)
-            scaled = f"{name}{SCALED[self.posterior.likelihood.discrete]}"
+            scaled = f"{name}{SCALED[self.posterior.likelihood.classification]}"
             if scaled in self.factors:
                 answers[scaled] = networks(some, self.factors[scaled])
         return {**answers, LAPLACE: own} if count == 1 else {**answers, LAPLACE: one, MIXTURE: own}
 
 
-def mixed_probabilities(logits: Tensor, weights: Tensor | None, likelihood: DiscreteLikelihood = CATEGORICAL) -> Tensor:
+def mixed_probabilities(
+    logits: Tensor, weights: Tensor | None, likelihood: ClassificationLikelihood = CATEGORICAL
+) -> Tensor:
     """Probabilities of an ensemble without Laplace approximations: logits (K, n, C), weights (K,); None: one network."""
     shares = [1.0] if weights is None else weights.tolist()
     members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
@@ -231,7 +233,7 @@ def run_evaluate(
     }
     account = account.together(together)
     progress("done", 1.0)
-    classes, inside, regression = output_names(fitted), tallies[test], not fitted.posterior.likelihood.discrete
+    classes, inside, regression = output_names(fitted), tallies[test], not fitted.posterior.likelihood.classification
     own = list(inside)[-1]
     return Comparison(
         title=test,
@@ -297,7 +299,7 @@ def _tuned(
 ) -> tuple[_Methods, list[str]]:
     # The methods, tuned on the validation data as the posterior was, and notes for the reader.
     posterior, notes = fitted.posterior, []
-    discrete = posterior.likelihood.discrete
+    discrete = posterior.likelihood.classification
     if held_out is None:
         lacking = "temperatures" if discrete else "scaled noise"
         notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
@@ -352,7 +354,7 @@ def _temperatures(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[
     # Logits (K, n, C) and labels (n,) of the data of all processes.
     rows = team.gather(torch.stack(list(held_out.outputs), dim=1) if len(held_out) else None)
     logits, labels = rows.transpose(0, 1), team.gather(held_out.labels if len(held_out) else None)
-    if isinstance(posterior.likelihood, DiscreteLikelihood) and not posterior.likelihood.mutually_exclusive:
+    if isinstance(posterior.likelihood, ClassificationLikelihood) and not posterior.likelihood.mutually_exclusive:
         logits, labels = as_classes(logits, labels, posterior.likelihood)
     temperatures: dict[str, Any] = {}
     notes: list[str] = []
@@ -409,7 +411,7 @@ def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
 def _usual_intervals(fitted: PosteriorFolder) -> dict[float, PredictionIntervals]:
     # Intervals at the usual coverages for which the validation data are enough.
     found: dict[float, PredictionIntervals] = {}
-    if fitted.posterior.likelihood.discrete:
+    if fitted.posterior.likelihood.classification:
         return found
     try:
         prediction, targets = kept_predictions(fitted, "intervals")
@@ -426,12 +428,14 @@ def _decisions(
 ) -> DecisionResult | None:
     # Guarantees from the validation data, beside what the test data show of them.
     limit, likelihood = alarm(fitted, None), fitted.posterior.likelihood
-    if limit is None or (likelihood.discrete and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)):
+    if limit is None or (
+        likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
+    ):
         return None
     tally = list(inside.values())[-1]
     outlying = tally["ood score"] > limit
     curves, answers, sets, intervals = {}, [], None, []
-    if likelihood.discrete:
+    if likelihood.classification:
         shown = (SINGLE, ENSEMBLE, LAPLACE, MIXTURE)
         curves = {name: risk_curve(one) for name, one in inside.items() if name in shown}
         answers = [_answers_at(fitted, rate, tally, outlying) for rate in ERROR_RATES]

@@ -44,7 +44,7 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
-from mola.likelihoods import DiscreteLikelihood
+from mola.likelihoods import ClassificationLikelihood
 from mola.links import LINKS, as_link
 from mola.network import call, check_positions, evaluating, find_heads
 from mola.options import one_of
@@ -183,7 +183,7 @@ def run_fit(
     )
     posterior = _tune(posterior, job, data, held_out)
     progress("checking", 0.85)
-    measure = _measure if posterior.likelihood.discrete else _measure_numbers
+    measure = _measure if posterior.likelihood.classification else _measure_numbers
     measured, scores, columns = (None, None, None) if held_out is None else measure(posterior, held_out)
     data.account = account = account.together(together)
     if bundle and together.first:
@@ -243,7 +243,7 @@ def _measure(
     posterior: MoLA, held_out: HeldOut
 ) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
-    assert isinstance(likelihood, DiscreteLikelihood)
+    assert isinstance(likelihood, ClassificationLikelihood)
     given: list[Tensor] = []
     known: list[Tensor] = []
     # Positions of one input are not independent: no guarantee would follow from them.
@@ -341,7 +341,7 @@ def _result(
         "temperature": posterior.temperature,
         "pooling": posterior.pooling,
         "distance_exponent": posterior.distance_exponent,
-        **({"noise": posterior.noise.tolist()} if not posterior.likelihood.discrete else {}),
+        **({"noise": posterior.noise.tolist()} if not posterior.likelihood.classification else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_layer("a result").sums.count,
         "has_positions": posterior.is_dense,

@@ -286,7 +286,7 @@ def _number_labels(cells: Sequence[Sequence[str]], likelihood: Likelihood) -> tu
                 labels[place, column] = WORDS[text] if text in WORDS else float(text)
             except ValueError:
                 problems[place] = f"has the label {cell!r}, which is not a number"
-            if not text and not likelihood.discrete:
+            if not text and not likelihood.classification:
                 problems[place] = "has no target"
     return labels, problems
 

@@ -138,7 +138,7 @@ def run_predict(
         by_class=by_class,
     )
     posterior, together = fitted.posterior, team or Team.single()
-    several = posterior.likelihood.discrete and not posterior.likelihood.mutually_exclusive
+    several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = probabilities or (several and not posterior.is_dense)
     columns = Columns(output_names(fitted), posterior.likelihood, decisions, everything)
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
@@ -172,7 +172,9 @@ def run_predict(
         positions=summary.positions if posterior.is_dense else None,
         account=account,
         means=summary.means(),
-        labels=dict(zip(columns.names, summary.labels.tolist(), strict=True)) if posterior.likelihood.discrete else {},
+        labels=dict(zip(columns.names, summary.labels.tolist(), strict=True))
+        if posterior.likelihood.classification
+        else {},
         threshold=decisions.alarm,
         decisions=decisions.plain(),
         seconds=time.perf_counter() - began,
@@ -181,7 +183,7 @@ def run_predict(
 
 def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: bool) -> None:
     posterior, likelihood = fitted.posterior, fitted.posterior.likelihood
-    if probabilities and not likelihood.discrete:
+    if probabilities and not likelihood.classification:
         raise OptionError(
             f"--probabilities is for classes, and {fitted.folder} is a regression: leave it out. Rows have the mean, the standard "
             f"deviation and the ends of an interval."

@@ -21,7 +21,7 @@ from mola.errors import DataError, OptionError, warn
 from mola.fitting import as_networks, ensemble
 from mola.lab.training.checkpoint import DivergedError, TrainingCheckpoint
 from mola.lab.training.passes import WithGradients, check_inputs, has_statistics, recompute_statistics, seeded
-from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Gaussian, Likelihood
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood, Gaussian, Likelihood
 from mola.metrics import accuracy, brier, mean_confidence
 from mola.mixture import Mixture
 from mola.network import batch_count, batches, call, state_checksum
@@ -82,7 +82,7 @@ def fit_swag(
     rates, several = _as_rates(learning_rate)
     meaning = homoscedastic(likelihood, "SWAG")
     _check_choice(several, val_loader, rule)
-    if several and not meaning.discrete:
+    if several and not meaning.classification:
         raise OptionError("learning rates are compared by mean confidence: pass one learning_rate for regression.")
     paths = {rate: SgdPath(rate, rank, momentum, weight_decay, seed) for rate in rates}
     trainable(network)
@@ -267,7 +267,7 @@ def sgd_epoch(
 
 def _losses(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     # The mean loss, and the loss of a guess: equal probabilities, or the standardised mean of the targets.
-    if isinstance(likelihood, DiscreteLikelihood):
+    if isinstance(likelihood, ClassificationLikelihood):
         questions = 1 if likelihood.mutually_exclusive else outputs.shape[1]
         chance = questions * math.log(likelihood.num_choices(outputs.shape[1]))
         return -likelihood.log_likelihood(outputs, labels).mean(), chance
