@@ -360,7 +360,7 @@ def test_the_digits_are_those_of_the_demo():
     subject = digits_subject(settings=DemoSettings(seed=1, members=2, epochs=3))
     digits = load_digits(1)
     networks = train_ensemble(build_network, digits.train, Recipe(epochs=3), members=2, seed=1)
-    expected = mola.fit(networks, digits.train.batches(), digits.val.batches(), rule="distance", progress=False)
+    expected = mola.fit(networks, digits.train.batches(), digits.val.batches(), progress=False)
     assert torch.equal(subject.posterior(digits.test.inputs[:20]), expected(digits.test.inputs[:20]))
     assert subject.reference.count == len(digits.val)
     assert [name[-1] for name, _ in subject.examples[:10]] == list("0123456789")

@@ -13,10 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from mola.app.cli import app
-from mola.compare.demo_result import COOLED, METHODS, DemoResult, DemoSettings
+from mola.compare.demo_result import DEFAULT, METHODS, DemoResult, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.style import Drawn
-from mola.compare.report.words import DEMO_FIGURES, demo_headlines, near_one
+from mola.compare.report.words import DEMO_FIGURES, demo_headlines
 from mola.compare.report.writing import write_demo
 from mola.lab.demo import plane_points, run_demo
 
@@ -105,17 +105,16 @@ def test_mola_is_less_sure_of_outliers_than_map_and_tells_them_apart_better(resu
     assert found["MoLA"].confidence < found["MAP"].confidence - 0.1
     assert auroc(found["MoLA"]) > auroc(found["MAP"]) + 0.05
     assert found["MoLA"].confidence < found["DE"].confidence
-    assert found["LLLA"].confidence < found["MAP"].confidence
 
 
 def test_the_ood_score_tells_noise_apart_better_than_confidence(result):
-    for method in ("LLLA", "MoLA"):
+    for method in ("MoLA", DEFAULT):
         found = outliers(result, "noise")[method]
         assert auroc(found, "ood score") > auroc(found)
 
 
 def test_scaled_away_nothing_becomes_less_outlying(result):
-    for method in ("LLLA", "MoLA", COOLED):
+    for method in ("MoLA", DEFAULT):
         scores = {kind: auroc(outliers(result, kind)[method], "ood score") for kind in ("noise", FAR, FAR_DIGITS)}
         assert scores[FAR] > scores["noise"] - 1e-3
         assert scores[FAR_DIGITS] > 0.5 - 1e-3
@@ -147,36 +146,30 @@ def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, k
     distance = result.distance
     assert distance.scales[0] == 1
     assert distance.scales[-1] == pytest.approx(1e6)
-    for method in ("LLLA", "MoLA"):
-        curve, limit, bound = (
-            distance.curves[kind][method],
-            distance.limits[kind][method],
-            distance.bounds[kind][method],
-        )
-        assert curve[-1] == pytest.approx(limit, abs=1e-5)
-        assert abs(curve[0] - limit) > 1e-4
-        assert (curve <= bound + 1e-6).all()
-        assert limit < 0.999
+    curve, limit, bound = (one[kind]["MoLA"] for one in (distance.curves, distance.limits, distance.bounds))
+    assert curve[-1] == pytest.approx(limit, abs=1e-5)
+    assert abs(curve[0] - limit) > 1e-4
+    assert (curve <= bound + 1e-6).all()
+    assert limit < 0.999
     assert distance.curves[kind]["MAP"][-1] > 0.9999
 
 
 @pytest.mark.parametrize("kind", ["noise", "test digits"])
-def test_cooled_by_distance_far_away_is_a_guess(result, kind):
+def test_by_the_default_rule_far_away_is_a_guess(result, kind):
     distance = result.distance
-    assert distance.limits[kind][COOLED] == pytest.approx(0.1, abs=1e-6)  # ten classes
-    assert distance.curves[kind][COOLED][-1] == pytest.approx(0.1, abs=1e-3)
-    assert outliers(result, FAR_DIGITS)[COOLED].confidence < 0.15 < outliers(result, FAR_DIGITS)["MoLA"].confidence
-    assert COOLED not in distance.bounds[kind], "the Theorem's bound is for logits that are not cooled"
+    assert distance.limits[kind][DEFAULT] == pytest.approx(0.1, abs=1e-6)  # ten classes
+    assert distance.curves[kind][DEFAULT][-1] == pytest.approx(0.1, abs=1e-3)
+    assert outliers(result, FAR_DIGITS)[DEFAULT].confidence < 0.15 < outliers(result, FAR_DIGITS)["MoLA"].confidence
+    assert DEFAULT not in distance.bounds[kind], "the Theorem's bound is for logits without a distance exponent"
 
 
-def test_caution_by_distance_is_spent_where_it_is_needed(result):
+def test_the_default_rule_is_calibrated_in_distribution_and_cautious_outside(result):
     clean = labelled(result)
-    assert clean[COOLED]["nll"] < clean["MoLA"]["nll"] + 0.02
+    assert clean[DEFAULT]["nll"] < clean["DE-T"]["nll"] + 0.005
     for angle in range(60, 121, 15):
-        assert labelled(result, angle)[COOLED]["confidence"] < labelled(result, angle)["MoLA"]["confidence"]
+        assert labelled(result, angle)[DEFAULT]["nll"] < labelled(result, angle)["DE-T"]["nll"]
     for kind in NEAR:
-        assert outliers(result, kind)[COOLED].confidence < outliers(result, kind)["MoLA"].confidence
-    assert result.moons.maps[COOLED].mean() < result.moons.maps["MoLA"].mean()
+        assert outliers(result, kind)[DEFAULT].confidence < outliers(result, kind)["DE-T"].confidence
 
 
 def test_the_bound_bites_at_small_prior_precisions_and_is_never_crossed(result):
@@ -284,18 +277,11 @@ def test_figures_and_numbers_stand_beside_the_page(written, result):
 def test_every_method_is_shown_by_every_score_that_it_has(result):
     for kind in (*NEAR, FAR, FAR_DIGITS):
         for method, found in outliers(result, kind).items():
-            own = {"ood score"} if method not in ("MAP", "DE") else set()
+            own = {"ood score"} if method.startswith("MoLA") else set()
             assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
     table = demo_tables(result.comparison)[-1]
     assert [row.name for row in table.rows].count("DE, energy") == 1
     assert not any(row.aside for row in table.rows)
-
-
-@pytest.mark.parametrize(
-    ("value", "words"), [(0.25, "0.250"), (1 - 2e-9, "1 - 2e-09"), (1.0, "1 to machine precision")]
-)
-def test_a_bound_near_one_is_told_apart_from_one(value, words):
-    assert near_one(value) == words
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -324,7 +310,7 @@ def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
 
 @pytest.mark.usefixtures("_drawn_elsewhere")
 def test_what_tuning_remarks_is_shown_as_a_note(result, monkeypatch, tmp_path):
-    remark = "LLLA: the search for the prior precision went [on]."
+    remark = "MoLA: the search for the prior precision went [on]."
     noted = replace(result, comparison=replace(result.comparison, notes=(remark,)))
     monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda *_: noted)
     outcome = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
 
-COOLED = "MoLA (distance)"
-"""MoLA whose logits are cooled by the distance from the training classes."""
+DEFAULT = "MoLA (calibrated)"
+"""MoLA tuned by the library's default rule."""
 
-METHODS = ("MAP", "DE", "LLLA", "MoLA", COOLED)
-"""One network, all of them, both again with a Laplace approximation on the last layer, and the last one cautious by distance."""
+METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
+"""One network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and by the default rule."""
 
 Array = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class DistanceResult:
     limits: dict[str, dict[str, float]]
     """By kind of input and method with a Laplace approximation: mean of the exact limit."""
     bounds: dict[str, dict[str, float]]
-    """Likewise, of the methods that are not cooled by distance: mean of the Theorem's bound."""
+    """Likewise, for methods without a distance exponent: mean of the Theorem's bound."""
     precisions: Array
     """Prior precisions tried for MoLA; what they give:"""
     test_confidence: Array

@@ -262,29 +262,3 @@ class LastLayer:
             if (value := float(getattr(posterior, name, without))) != without:
                 chosen[name] = value
         return chosen
-
-
-PAPER = (
-    LastLayer("MAP", components=1),
-    LastLayer("DE"),
-    LastLayer("LLLA", components=1, structure="kron"),
-    LastLayer("MoLA", structure="kron"),
-)
-"""The four methods of the paper: one network, all of them, and both again with a Laplace approximation on the last layer."""
-
-
-def four_methods(
-    networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]
-) -> dict[str, mola.MoLA]:
-    """The methods of `PAPER` by name, fitted and tuned; what tuning remarked is in their `tuning.notes`.
-
-    Args:
-        networks: trained classifiers. MAP and LLLA take the first, the others take all.
-        train: the training data.
-        validation: the validation data, read by tuning alone.
-
-    Returns:
-        The predictors.
-    """
-    with noting():
-        return {one.name: one.posterior(networks[: one.components], train, validation) for one in PAPER}

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
-from mola.compare.demo_result import COOLED, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
-from mola.compare.methods import LastLayer, four_methods, noting
+from mola.baselines import temperature_scaled
+from mola.compare.demo_result import DEFAULT, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
+from mola.compare.methods import LastLayer, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.compare.tally import Answer, tally_set
@@ -43,10 +44,16 @@ def build_network() -> nn.Sequential:
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Fit and tune the four methods of the paper, and MoLA by the distance rule."""
-    methods = four_methods(networks, train, validation)
+    """One network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and MoLA by the default rule."""
     with noting():
-        return methods | {COOLED: methods["MoLA"].tune(validation, rule="distance", progress=False)}
+        posterior = mola.fit(networks, train, progress=False)
+        return {
+            "MAP": mola.ensemble(networks[:1]),
+            "DE": mola.ensemble(networks),
+            "DE-T": temperature_scaled(networks, validation),
+            "MoLA": posterior.tune(validation, rule="threshold", progress=False),
+            DEFAULT: posterior.tune(validation, progress=False),
+        }
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from mola.app.cli.progress import showing_progress
 from mola.app.cli.shared import Quiet, check_report_folder
 from mola.app.options import option
-from mola.compare.demo_result import DemoSettings
+from mola.compare.demo_result import METHODS, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.tables import for_terminal
 from mola.compare.report.words import demo_headlines, tuning_remarks
@@ -39,7 +39,7 @@ class DemoOptions(Quiet):
 
 
 def demo(options: DemoOptions) -> None:
-    """Compare MAP, DE, LLLA and MoLA on handwritten digits, by the paper's rule and cautious by distance.
+    """Compare one network, deep ensembles and MoLA on handwritten digits, by the paper's rule and by the default rule.
 
     Trains five small networks on data that come with scikit-learn, fits and tunes, compares the methods in distribution,
     under rotation and on inputs that are not digits, and writes a page with tables and figures. Takes about a minute.
@@ -65,8 +65,8 @@ def demo(options: DemoOptions) -> None:
         console.print(for_terminal(table))
     for headline in demo_headlines(result):
         console.print(
-            f"[bold]{escape(headline.title)}[/bold]: {headline.methods[0]} {headline.before}, {headline.methods[1]} "
-            f"{headline.after}. {escape(headline.sentence)}"
+            f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "
+            f"{escape(headline.sentence)}"
         )
     for words in tuning_remarks(result):
         console.print(escape(words), style="dim")

@@ -21,7 +21,7 @@ from mola.app.jobs.job import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, some_of
-from mola.compare.demo_result import COOLED, DemoSettings
+from mola.compare.demo_result import DEFAULT, DemoSettings
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaError, OptionError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
@@ -115,7 +115,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
             on_epoch=on_epoch,
         )
         progress("fitting and tuning", 0.95)
-        posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[COOLED]
+        posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
         prediction = posterior.predict(digits.val.inputs)
     scores = prediction.ood_score.double()
     reference = Reference.of(scores)

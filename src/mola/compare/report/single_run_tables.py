@@ -345,7 +345,7 @@ def demo_tables(comparison: Comparison) -> list[Table]:
         if one.level in TABLE_ANGLES
         for metric, column, factor in ROTATED
     ]
-    below = f"The test digits, turned counter-clockwise. MAP and LLLA use the first network alone. {BOLD.format('')}"
+    below = f"The test digits, turned counter-clockwise. {BOLD.format('')}"
     by_set = []
     for one in outliers:
         by_set.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
@@ -368,13 +368,14 @@ def _every_score(comparison: Comparison, numbers: Numbers) -> Table:
     values: dict[str, list[Number]] = {}
     for method, record in comparison.methods.items():
         for score in SCORES:
-            if score in record.outliers[sets[0].name].scores:
+            repeated = score in ("energy", "maximum logit") and method not in ("MAP", "DE")
+            if score in record.outliers[sets[0].name].scores and not repeated:
                 values[f"{method}, {score}"] = [numbers(On(one.name, "auroc", score), 100)[method] for one in sets]
     leads = comparison.leads
     best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
     caption = (
-        f"AUROC in %. Energy and maximum logit come from the logits alone: LLLA has those of MAP, MoLA those of DE. The ood "
-        f"score combines far field, energy and distance from the training classes. {BOLD.format(', by any score,')}"
+        f"AUROC in %. Energy and maximum logit come from the logits alone: those of the other methods are DE's. The ood score "
+        f"combines far field, energy and distance from the training classes. {BOLD.format(', by any score,')}"
     )
     columns = [Column(one.title, better="high") for one in sets]
     return make_table("Out of distribution, by every score", caption, columns, values, best=best)

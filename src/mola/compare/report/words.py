@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mola.compare.demo_result import COOLED, DemoResult
+from mola.compare.demo_result import DemoResult
 from mola.compare.measured import CLEAR, SAME, Lead
 from mola.compare.record import Comparison, Record
 from mola.compare.report import paper_numbers
@@ -73,21 +73,20 @@ DEMO_FIGURES = {
     "reliability": RELIABILITY,
     "rotation": (
         "As the digits turn",
-        "Accuracy is nearly the same for all methods, so only MoLA's is drawn. Only the last layer is uncertain here: beyond 45° "
-        "every method is overconfident, and the methods differ in the log loss that this costs.",
+        "Accuracy is nearly the same for all methods, so only MoLA's is drawn. Beyond 45° every method is overconfident; the "
+        "methods differ in the log loss that this costs.",
     ),
     "distance": (
         "Far away from the data",
         "First two panels: inputs multiplied by δ. The networks have no biases, so theory is exact: a single network becomes "
-        "certain, LLLA and MoLA by the paper's rule approach the dotted limits, and MoLA (distance) approaches 1/C. No curve "
-        "crosses the Theorem's bound. Last panel: the bound holds for every input at once, so it falls below 1 only at prior "
-        "precisions at which MoLA is no longer confident in the test digits either.",
+        "certain, and MoLA approaches the dotted limits; with a distance exponent, which the default rule may choose, the limit "
+        "is 1/C. No curve crosses the Theorem's bound. Last panel, the paper's rule: the bound holds for every input at once, so "
+        "it falls below 1 only at prior precisions at which MoLA is no longer confident in the test digits either.",
     ),
     "moons": (
         "Confidence over the plane",
         "Two moons, in a window six times wider than the data. MAP is certain everywhere but on a thin line, DE uncertain where "
-        "its networks disagree, LLLA in wide sectors around the boundary, MoLA in both; MoLA (distance) is confident near the "
-        "data alone, at MoLA's mean validation confidence. These networks have biases.",
+        "its networks disagree, MoLA also in wide sectors around the boundary. These networks have biases.",
     ),
 }
 """Title and caption of each figure."""
@@ -155,70 +154,34 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """A number of two methods, and a sentence about it."""
+    """A number of MAP and of MoLA by the default rule; the sentence has those of the methods between them."""
 
     title: str
     before: str
     after: str
     sentence: str
-    methods: tuple[str, str] = ("MAP", "MoLA")
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
     """The findings at the top of the page and in the terminal."""
-    comparison, angle, patches = result.comparison, 30, "natural patches"
-    numbers, test = Numbers(comparison.runs), comparison.test.name
-    turned = next(one.name for one in comparison.of_role("shift") if one.level == angle)
-    far, digits_far = (
-        next(one.name for one in comparison.of_role("outlier") if one.name.startswith(kind))
-        for kind in ("noise ", "digits ")
-    )
+    comparison = result.comparison
+    numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
+    turned = next(one for one in comparison.of_role("shift") if one.level == 30)
 
-    def pair(quantity: On, form: str, methods: tuple[str, str] = ("MAP", "MoLA")) -> tuple[str, str]:
-        found = numbers(quantity)
-        first, second = (f"{one.mean:{form}}" if (one := found[method]) is not None else "" for method in methods)
-        return first, second
+    def headline(title: str, quantity: On, form: str) -> Headline:
+        found = {name: f"{one.mean:{form}}" for name, one in numbers(quantity).items() if one is not None}
+        before, *others, after = found
+        return Headline(title, found[before], found[after], ", ".join(f"{one} {found[one]}" for one in others) + ".")
 
-    def labelled(name: str, form: str) -> str:
-        accuracy, error = (" and ".join(pair(On(name, metric), form)) for metric in ("accuracy", "ece"))
-        return f"Accuracy {accuracy}, calibration error {error}."
-
-    by_confidence = " and ".join(pair(On(patches, "auroc", BY_CONFIDENCE), ".0%"))
-    limit, bound = (given["noise"]["MoLA"] for given in (result.distance.limits, result.distance.bounds))
-    cooled = ("MoLA", COOLED)
-    losses = " and ".join(pair(On(test, "nll"), ".3f", cooled))
     return [
-        Headline("log loss, test digits", *pair(On(test, "nll"), ".3f"), labelled(test, ".1%")),
-        Headline(f"log loss, rotated by {angle}°", *pair(On(turned, "nll"), ".2f"), labelled(turned, ".0%")),
-        Headline(
-            "confidence in natural patches",
-            *pair(On(patches, "confidence"), ".0%"),
-            f"AUROC by confidence {by_confidence}.",
-        ),
-        Headline(
-            "confidence in noise, far away",
-            *pair(On(far, "confidence"), ".0%"),
-            f"MoLA's exact limit is {limit:.1%}. The Theorem's bound at the tuned prior precision is {near_one(bound)}.",
-        ),
-        Headline(
-            f"confidence in {digits_far}",
-            *pair(On(digits_far, "confidence"), ".1%", cooled),
-            f"By the paper's rule, and with logits divided by distance; guessing is {1 / len(comparison.classes):.0%}. Log loss "
-            f"on the test digits {losses}.",
-            cooled,
-        ),
+        headline("log loss, test digits", On(comparison.test.name, "nll"), ".3f"),
+        headline(f"log loss, {turned.title}", On(turned.name, "nll"), ".2f"),
+        *(headline(f"confidence in {one.title}", On(one.name, "confidence"), ".0%") for one in outliers),
     ]
 
 
-def near_one(value: float) -> str:
-    """A probability, with 1 distinguished from values that only round to it."""
-    if value < 0.9995:
-        return f"{value:.3f}"
-    return f"1 - {1 - value:.0e}" if value < 1 else "1 to machine precision"
-
-
 def tuning_remarks(result: DemoResult) -> list[str]:
-    """Tuned prior precisions, and remarks of tuning."""
+    """Tuned values, and remarks of tuning."""
     chosen = [
         f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, by {record.chosen['rule']}."
         for name, record in result.comparison.methods.items()
