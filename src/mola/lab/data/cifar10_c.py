@@ -16,20 +16,16 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.lab.corruptions.catalogue import CORRUPTIONS, SEVERITIES
 from mola.lab.data.catalogue import data_directory
-from mola.lab.data.download import Archive, fetch_archive
-from mola.lab.data.files import FETCH_AGAIN, Original
+from mola.lab.data.download import FETCH_AGAIN, Download, fetch
 from mola.lab.data.images import Images
 from mola.options import one_of
 
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
 
-ARCHIVE = Archive(
-    Original(
-        "CIFAR-10-C.tar",
-        "56bf5dcef84df0e2308c6dcbcbbd8499",
-        ("https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",),
-    ),
+ARCHIVE = Download(
+    ("https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",),
+    "56bf5dcef84df0e2308c6dcbcbbd8499",
     {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CORRUPTIONS, "labels")},
 )
 
@@ -51,13 +47,12 @@ def load_cifar10_c(
     root = data_directory(directory)
     folder = _folder(root, corruption)
     if folder is None and download:
-        fetch_archive(ARCHIVE, root)
+        fetch(ARCHIVE, root)
         folder = _folder(root, corruption)
     if folder is None:
-        original = ARCHIVE.original
         raise DataError(
             f"CIFAR-10-C's {corruption} is not in {root}. Pass download=True, or provide:\n  {root / FOLDER / corruption}.npy\n"
-            f"  {root / FOLDER / 'labels.npy'}\n  from {original.urls[0]} (2.9 GB, md5 {original.md5})"
+            f"  {root / FOLDER / 'labels.npy'}\n  from {ARCHIVE}, 2.9 GB"
         )
     pixels, labels = _open(folder / f"{corruption}.npy"), _open(folder / "labels.npy")
     count = len(labels) // len(SEVERITIES)

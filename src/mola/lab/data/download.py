@@ -2,98 +2,72 @@
 
 from __future__ import annotations
 
-import shutil
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from mola.errors import DataError, MissingExtraError
-from mola.lab.data.files import Original
+
+FETCH_AGAIN = "Delete it and download it again."
 
 
 @dataclass(frozen=True)
-class Archive:
-    """A published archive.
+class Download:
+    """A published file or archive.
 
     Attributes:
-        original: the archive file.
-        members: names inside the archive, and the paths under the data directory that they are unpacked to.
+        urls: addresses, tried in this order.
+        md5: MD5 checksum in hexadecimal digits.
+        files: paths under the data directory, by the names of the members of an archive; "" is the name of a single file.
     """
 
-    original: Original
-    members: Mapping[str, str]
+    urls: tuple[str, ...]
+    md5: str
+    files: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.urls[0]} (md5 {self.md5})"
 
 
-def fetch_file(original: Original, folder: Path, *, progress: bool = True) -> Path:
-    """Download a file from the first address that delivers it with the right checksum.
+def fetch(download: Download, directory: Path, *, progress: bool = True) -> None:
+    """Download a file, or the members of an archive, from the first address that delivers it with the right checksum.
 
-    Args:
-        original: the file.
-        folder: where to put it.
-        progress: show a progress bar on stderr.
+    Files that exist already, plain or compressed, are left alone.
 
     Raises:
-        DataError: no address delivers the file.
+        DataError: no address delivers the file, or the archive lacks a member.
     """
     try:
         import pooch  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError(feature="downloading data sets", package="pooch", extra="bench") from error
+    targets = {member: directory / path for member, path in download.files.items()}
+    missing = {member: path for member, path in targets.items() if not (path.exists() or path.with_suffix("").exists())}
+    if not missing:
+        return
     pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
     failures = []
-    for url in original.urls:
-        downloader = pooch.HTTPDownloader(progressbar=progress, timeout=30)
-        options = {"fname": original.name, "path": folder, "downloader": downloader}
+    for url in download.urls:
+        name = url.rpartition("/")[2]
         try:
-            return Path(pooch.retrieve(url, known_hash=f"md5:{original.md5}", **options))
-        # Errors of requests are OSErrors; a wrong checksum is a ValueError of pooch.
-        except (OSError, ValueError) as error:
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
+                unpack = pooch.Unzip if name.endswith(".zip") else pooch.Untar
+                pooch.retrieve(
+                    url,
+                    known_hash=f"md5:{download.md5}",
+                    fname=name,
+                    path=folder,
+                    processor=None if "" in missing else unpack(members=list(missing), extract_dir="."),
+                    downloader=pooch.HTTPDownloader(progressbar=progress, timeout=30),
+                )
+                for member, path in missing.items():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    (Path(folder) / (member or name)).replace(path)
+            return
+        # Errors of requests are OSErrors; a wrong checksum is a ValueError of pooch; a missing member is a KeyError.
+        except (OSError, ValueError, EOFError, KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
             failures.append(f"{url}: {' '.join(str(error).split())}")
-    raise DataError(
-        f"{original.name} (md5 {original.md5}) is not available: {'; '.join(failures) or 'no address is known'}."
-    )
-
-
-def fetch_archive(archive: Archive, directory: Path, *, progress: bool = True) -> None:
-    """Download an archive, unpack the listed members that are missing, and delete the archive.
-
-    Raises:
-        DataError: the archive is not available, or lacks a member.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
-            path = fetch_file(archive.original, Path(folder), progress=progress)
-            for member, target in archive.members.items():
-                destination = directory / target
-                if destination.exists():
-                    continue
-                destination.parent.mkdir(parents=True, exist_ok=True)
-                complete = Path(folder) / "member"
-                _extract(path, member, complete)
-                complete.replace(destination)
-    except OSError as error:
-        raise DataError(f"{archive.original.name} cannot be unpacked in {directory}: {error}.") from error
-
-
-def _extract(archive: Path, member: str, target: Path) -> None:
-    try:
-        if zipfile.is_zipfile(archive):
-            with zipfile.ZipFile(archive) as packed, packed.open(member) as source:
-                _copy(source, target)
-        else:
-            with tarfile.open(archive) as tarball:
-                inside = tarball.extractfile(member)
-                if inside is None:
-                    raise KeyError(f"{member} is a folder")
-                _copy(inside, target)
-    except (KeyError, EOFError, OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DataError(f"{archive.name} does not hold {member}: {error}.") from error
-
-
-def _copy(source: IO[bytes], target: Path) -> None:
-    with open(target, "wb") as stream:
-        shutil.copyfileobj(source, stream)
+    raise DataError(f"{name} (md5 {download.md5}) is not available: {'; '.join(failures)}.")

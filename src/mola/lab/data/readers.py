@@ -12,6 +12,7 @@ and y (n, 1).
 
 from __future__ import annotations
 
+import gzip
 import math
 import struct
 import zipfile
@@ -25,11 +26,24 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, MissingExtraError
-from mola.lab.data.files import FETCH_AGAIN, read_bytes
+from mola.lab.data.download import FETCH_AGAIN
 from mola.lab.data.images import Images
 
 UNSIGNED_BYTES = 8
 SIDE = 32
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file, unpacked if its name ends in .gz."""
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} ({path.stat().st_size:,} bytes) is truncated or not a gzip file: {error}. {FETCH_AGAIN}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
