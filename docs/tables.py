@@ -345,6 +345,14 @@ def verdict(row: dict[str, Any], bar: str) -> list[str]:
 
 def _speed(name: str) -> str:
     """What mola adds to the networks: time by setting, memory, time beside laplace-torch, and the machines."""
+    if name == "summary":
+        rows = [
+            [row["setting"], row["work"], f"{row['added']:.3f}", _seconds(row["seconds"])]
+            for setting in ("ResNet-20 / CIFAR-10", "LeNet / MNIST", "U-Net")
+            for row in record("speed")["rows"]
+            if row["setting"].startswith(setting) and row["kind"] in ("kron", "by distance", "calibrated", "dense")
+        ]
+        return markdown(["network", "work, by default", "added", "CPU time"], rows, 2)
     if name == "overhead":
         rows = []
         for row in record("speed")["rows"]:
@@ -363,9 +371,12 @@ def _speed(name: str) -> str:
             bar = "" if row["bar"] is None else f"at most {row['bar']:.0f} MB"
             rows.append([*sizes, _size(row["peak"]), _size(row["needed"]), *verdict(row, bar)])
         return markdown(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
-    if name == "laplace-torch":
-        rows = []
-        for row in record("speed_against_laplace_torch")["rows"]:
+    if name.startswith("laplace-torch"):
+        measured, rows = record("speed_against_laplace_torch")["rows"], []
+        if name.endswith("summary"):  # the fastest backend of each work
+            fastest = {(row["work"], row["features"]): row for row in sorted(measured, key=lambda row: -row["ratio"])}
+            measured = [row for row in measured if row in fastest.values()]
+        for row in measured:
             times = [_seconds(row[f"{who}seconds"]) for who in ("bare_", "", "peer_")]
             ratio = f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]"
             rows.append([row["work"], f"P={row['features']}, C={row['classes']}", row["peer"], *times, ratio])
