@@ -126,9 +126,9 @@ def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior
     assert json.loads((other / "posterior.json").read_text())["structure"]["name"] == "diag"
 
 
-def test_info_notices_damaged_scores(posterior, mola_command, tmp_path):
+def test_info_notices_damage(posterior, mola_command, tmp_path):
     damaged = shutil.copytree(posterior, tmp_path / "damaged")
-    (file,) = damaged.glob("scores-*.safetensors")
+    (file,) = damaged.glob("tensors-*.safetensors")
     file.write_bytes(file.read_bytes() + b"x")
     code, _, said = mola_command("info", damaged)
     assert code == 1

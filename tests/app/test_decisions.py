@@ -3,19 +3,19 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import mola
 from mola.app.explore.page import Explorer
 from mola.app.explore.subject import open_subject
-from mola.app.jobs import folder as folders
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
 from mola.app.jobs.export import run_export
-from mola.app.jobs.folder import alarm
+from mola.app.jobs.folder import alarm, kept_scores
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.saving.files import write_folder
+from mola.saving.posterior import pack
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
@@ -72,28 +72,15 @@ def test_promises_that_cannot_be_given_are_refused_with_what_would_help(fitted):
         assert make_decisions(fitted, coverage=0.9, by_class=True).sets.threshold.shape == (3,)
 
 
-def test_damaged_numbers_are_refused(fitted, tmp_path):
+@pytest.mark.parametrize("name", ["true_rank", "confidence", "ood_score"])
+def test_damaged_numbers_are_refused(fitted, tmp_path, name):
     known, score = kept_calibration(fitted, "--coverage")
-    for changed in ({"true_rank": known.true_rank + 9}, {"confidence": known.confidence.float()}, {"ood_score": None}):
-        columns = {
-            name: one for name, one in ({**known.columns(), "ood_score": score} | changed).items() if one is not None
-        }
-        entry = folders.keep_scores(tmp_path, score.numpy(), columns)
-        validation = {**fitted.document["result"]["validation"], "scores": entry}
-        damaged = replace(
-            fitted, folder=tmp_path, document={"result": {**fitted.document["result"], "validation": validation}}
-        )
-        with pytest.raises(StorageError, match="invalid"):
-            make_decisions(damaged, coverage=0.8)
-
-
-def test_of_very_many_data_some_are_kept(fitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "MOST_SCORES", 50)
-    columns = {"confidence": torch.arange(1000.0).double()}
-    entry = folders.keep_scores(tmp_path, np.arange(1000.0), columns)
-    kept = folders.read_scores(tmp_path, {"count": 1000, "scores": entry})[3]["confidence"]
-    assert len(kept) == 50
-    assert (kept[0], kept[-1]) == (0, 999)
+    columns = {**known.columns(), "ood_score": score}
+    columns[name] = columns[name].float()
+    document, tensors = pack(fitted.posterior)
+    write_folder(tmp_path, document, tensors | kept_scores(score.numpy(), columns))
+    with pytest.raises(StorageError, match="invalid"):
+        make_decisions(replace(fitted, folder=tmp_path), coverage=0.8)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from mola.app.jobs.folder import (
     read_information,
     usual_alarm,
 )
-from mola.app.jobs.job import read_job
 from mola.app.jobs.predict import run_predict
 from mola.errors import DataError, OptionError, StorageError
+from mola.saving.files import write_folder
+from mola.saving.posterior import pack
 from mola.saving.weights import load_weights, save_weights
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, build, job_for, with_job
@@ -258,52 +258,6 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         read_information(tmp_path)
 
 
-def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_path, monkeypatch):
-    """The posterior's own folder is no place to import from: it may be a stranger's."""
-    copy = tmp_path / "posterior"
-    shutil.copytree(fitted.folder, copy)
-    with_job(copy, (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build"))
-    (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
-    with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
-        open_posterior(copy)
-    monkeypatch.chdir(copy)
-    with pytest.raises(OptionError, match="code is not imported from a posterior's folder"):
-        open_posterior(copy)
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("POSTERIOR:build", "not imported from a posterior's folder"),
-        ("POSTERIOR.inside:build", "not imported from a posterior's folder"),
-        ("pytest:main", "installed .* add --trust"),  # runs the folder's conftest.py
-        ("unittest.__main__:build", "installed .* add --trust"),  # imports what the command line names: the folder
-        ("sys:exit", "installed .* add --trust"),
-    ],
-)
-@pytest.mark.parametrize("option", ["network", "val"])
-def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, code, words, option):
-    """Seen from beside it, a folder is a package; and installed functions can be made to run what lies in it."""
-    folder = f"posterior_{tmp_path.name}"  # modules stay imported: a name of its own for each
-    copy = tmp_path / folder
-    shutil.copytree(fitted.folder, copy)
-    shutil.copy(desk.root / f"{desk.module}.py", tmp_path)
-    old, code = {"network": f"{desk.module}:build", "val": "VAL"}[option], code.replace("POSTERIOR", folder)
-    text = (copy / "job.toml").read_text()
-    text = re.sub('val = ".*"', 'val = "VAL"', text, count=1).replace(f'"{old}"', f'"{code}"')
-    assert code in text
-    weights = (desk.root / "weights").as_posix()
-    with_job(copy, re.sub(r'"[^"]*/weights/', f'"{weights}/', text))
-    for name in ("__init__.py", "inside.py", "conftest.py"):
-        (copy / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, desk.module, raising=False)  # imported anew from the current folder
-    monkeypatch.setattr("sys.argv", ["mola", "predict", folder])
-    with pytest.raises(OptionError, match=words):
-        run_evaluate(open_posterior(Path(folder)), str(desk.root / "test"))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
     monkeypatch.setattr("mola.app.jobs.networks.build_networks", lambda *_, **__: pytest.fail("built a network"))
     found = read_information(fitted.folder)
@@ -390,21 +344,10 @@ def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes)
     assert len(validation) == 18
 
 
-def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path):
-    for name in ("scores-2024.csv", "scores-of-last-year.safetensors", "factors-old.safetensors"):
-        folder = tmp_path / name.partition(".")[0]
-        folder.mkdir()
-        (folder / name).write_text("mine")
-        with pytest.raises(OptionError, match=r"holds other files .* and no posterior"):
-            holds_posterior(folder, None)
-        folders.remove_old_scores(folder, None)
-        assert (folder / name).read_text() == "mine"
-    ours = tmp_path / "interrupted"
-    ours.mkdir()
-    folders.keep_scores(ours, np.arange(20.0))
-    assert not holds_posterior(ours, None)
-    folders.remove_old_scores(ours, None)
-    assert not list(ours.iterdir())
+def test_files_that_are_not_ours_are_not_written_among(tmp_path):
+    (tmp_path / "tensors-of-last-year.safetensors").write_text("mine")
+    with pytest.raises(OptionError, match="holds other files"):
+        holds_posterior(tmp_path, None)
 
 
 def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
@@ -429,30 +372,17 @@ def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
 def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequent(fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MOST_SCORES", 50)
     every = np.random.default_rng(0).normal(size=1234)
-    entry = folders.keep_scores(tmp_path, every)
-    document = {"result": {"validation": {"count": 1234, "scores": entry, "outlier_threshold": 0.0}}}
-    thinned = replace(fitted, document=document, folder=tmp_path)
-    assert alarm(thinned, 0.05) == usual_alarm(every)[0], "to ask for the usual rate is to ask for nothing"
+    columns = {"confidence": torch.arange(1234.0)}
+    document, tensors = pack(fitted.posterior)
+    write_folder(tmp_path, document, tensors | folders.kept_scores(every, columns))
+    kept = folders.read_scores(tmp_path)[2]["confidence"]
+    assert (len(kept), kept[0], kept[-1]) == (50, 0, 1233)
+    thinned = replace(fitted, folder=tmp_path)
+    assert alarm(thinned, 0.05) == usual_alarm(every)[0]
     for rate in (0.001, 0.01, 0.05, 0.3, 0.9):
         exact, found = mola.alarm_threshold(every, rate), alarm(thinned, rate)
         assert found >= exact
         assert (every > found).mean() >= (every > exact).mean() - 1 / 45
-    kept = tmp_path / entry["file"]
-    kept.write_bytes(kept.read_bytes()[:-8] + b"12345678")
-    with pytest.raises(StorageError, match="truncated or corrupt"):
-        alarm(thinned, 0.1)
-    kept.unlink()
-    with pytest.raises(StorageError, match=r"is missing: job.toml points to it"):
-        alarm(thinned, 0.1)
-
-
-def test_a_posterior_that_is_replaced_leaves_no_scores_behind(desk, tmp_path):
-    run_fit(job_for(desk), tmp_path / "posterior")
-    run_fit(job_for(desk, val="test.npz"), tmp_path / "posterior")
-    _, document = read_job(tmp_path / "posterior")
-    assert [path.name for path in (tmp_path / "posterior").glob("scores-*")] == [
-        document["result"]["validation"]["scores"]["file"]
-    ]
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):

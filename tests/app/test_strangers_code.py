@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -32,13 +33,12 @@ PLACED = (
     "posterior",
     "torchvision",
     "looks_like_mine",
+    "evil",
     "evil_on_the_path",
     "evil_of_a_hub",
     "evil_by_finder",
 )
 """Outermost names of the modules that are placed below."""
-
-INSIDE = r"not imported from a posterior's folder.* name it on your command: --(network|val) "
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,20 @@ def in_a_hub_folder(place, option):
     return place.posterior("posterior", "evil_of_a_hub", option)
 
 
+def inside(place, option):
+    folder = place.posterior("posterior", "posterior.evil", option)
+    place.module("posterior/evil.py")
+    return folder
+
+
+def in_the_current_folder(place, option):
+    place.posterior("posterior", "evil", option)
+    place.module("posterior/evil.py")
+    shutil.copy(place.own().removesuffix(":build") + ".py", "posterior")
+    os.chdir("posterior")
+    return Path()
+
+
 def named_like_torchvision(place, option):
     place.module("torchvision/__init__.py")
     place.module("torchvision/models.py")
@@ -186,6 +200,8 @@ def of_an_odd_finder(place, option):
 
 ATTACKS = [
     beside,
+    inside,
+    in_the_current_folder,
     in_a_package,
     below_plain_folders,
     above,
@@ -200,8 +216,11 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("option", ["network", "val"])
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    ("attack", "option"),
+    [*[(attack, "network") for attack in ATTACKS], (beside, "val"), (inside, "val"), (of_an_odd_finder, "val")],
+    ids=lambda one: getattr(one, "__name__", one),
+)
 def test_a_module_that_came_along_is_not_run(place, monkeypatch, attack, option):
     if "torchvision" in sys.modules:
         monkeypatch.delitem(sys.modules, "torchvision")
@@ -212,13 +231,13 @@ def test_a_module_that_came_along_is_not_run(place, monkeypatch, attack, option)
     assert not place.witness.exists()
 
 
-@pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("option", ["network", "val"])
-def test_nothing_inside_the_posterior_is_run_even_where_it_is_trusted(place, option, trust):
-    folder = place.posterior("posterior", "posterior.evil", option)
-    place.module("posterior/evil.py")
-    with pytest.raises(OptionError, match=INSIDE):
-        opened(folder, option, trust=trust)
+@pytest.mark.parametrize("code", ["pytest:main", "unittest.__main__:build", "sys:exit", "__main__:main"])
+def test_installed_functions_are_not_called(place, code):
+    """`pytest:main` would run the tests that a stranger put beside his posterior."""
+    folder = place.posterior("posterior", code.partition(":")[0])
+    place.module("posterior/conftest.py")
+    with pytest.raises(OptionError, match=OWN_WORD_OR_TRUST):
+        open_posterior(folder)
     assert not place.witness.exists()
 
 

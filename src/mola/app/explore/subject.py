@@ -179,7 +179,7 @@ def open_subject(
         notes.append(f"No error rate can be guaranteed: {str(error).removeprefix('--error-rate: ')}")
     validation = fitted.document["result"].get("validation")
     if validation is not None and reference is None:
-        kept, ranks, _, _ = read_scores(folder, validation)
+        kept, ranks, _ = read_scores(folder)
         scores = Reference(kept.numpy(), ranks.numpy(), float(validation["outlier_threshold"]))
     examples: list[tuple[str, Image.Image]] = []
     named = reference or fitted.job.val

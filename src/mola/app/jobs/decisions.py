@@ -161,13 +161,12 @@ def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
             f"{option} guarantees something for each input, and the networks of {fitted.folder} have dense outputs: positions of one "
             f"input are alike, so no guarantee would hold. Leave it out; the outlier alarm works position by position."
         )
-    validation = fitted.document["result"].get("validation")
-    if validation is None:
+    if fitted.document["result"].get("validation") is None:
         raise OptionError(
             f"{option}: {fitted.folder} was fitted without validation data, so its error rate is unknown. Fit again with --val: "
             f"mola fit --config {fitted.folder / 'job.toml'} --val DATA"
         )
-    return read_scores(fitted.folder, validation)[3]
+    return read_scores(fitted.folder)[2]
 
 
 def _are_predictions(known: Sequence[Tensor], components: int) -> bool:

@@ -25,9 +25,8 @@ from mola.app.jobs.folder import (
     BUNDLED,
     describe_inputs,
     holds_posterior,
-    keep_scores,
+    kept_scores,
     move,
-    remove_old_scores,
     usual_alarm,
 )
 from mola.app.jobs.job import NAME, RULE_NAMES, WEIGHTINGS, Job, Progress
@@ -191,14 +190,14 @@ def run_fit(
     elif job.weights:
         # Each file by name: files that join the folder later do not belong to this posterior.
         job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
-    if together.first and measured is not None and scores is not None:
-        # Named by their content and written first: an earlier posterior stays intact until it is replaced.
-        output.mkdir(parents=True, exist_ok=True)
-        measured["scores"] = keep_scores(output, scores, columns)
     document = as_document(job, "fit", output) | {"result": _result(posterior, built, data, measured, output)}
     if together.first:
-        _write(posterior, document, output)
-        remove_old_scores(output, None if measured is None else measured["scores"]["file"])
+        # The posterior and its job in one step; then the job once more, for people and for `mola fit --config`.
+        text = to_toml(document)
+        packed, tensors = pack(posterior)
+        tensors |= {} if scores is None else kept_scores(scores, columns)
+        write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors)
+        write_atomically(output / NAME, text.encode())
         if bundle:
             _forget_others(output, built.files)
     progress("done", 1.0)
@@ -299,14 +298,6 @@ def _score_summary(scores: NDArray[np.float64]) -> dict[str, Any]:
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
     }
-
-
-def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
-    # Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`.
-    text = to_toml(document)
-    packed, tensors = pack(posterior)
-    write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors)
-    write_atomically(output / NAME, text.encode())
 
 
 def _forget_others(output: Path, kept: list[Path]) -> None:
@@ -422,9 +413,10 @@ class Material:
         if isinstance(train, Pictures):
             mode, shape = shown_by(train)
             self.intake = replace(self.intake, mode=mode, shape=shape)
-            train = train.taken_by(self.intake)
+            train = replace(train, intake=self.intake)
         why = ""
-        for rows in train.taken_by(replace(self.intake, batch_size=min(8, self.intake.batch_size))):
+        few = replace(self.intake, batch_size=min(8, self.intake.batch_size))
+        for rows in replace(train, intake=few):
             if not why and rows.errors and rows.errors[0]:
                 why = f" The first: {rows.names[0]}: {rows.errors[0]}."
             if rows.inputs is not None:

@@ -4,13 +4,12 @@ The posterior's own document holds the job as well: its options, and under `resu
 inputs, checksums of the weights, alarm threshold). Both are replaced in one step, so that no posterior is used with the
 preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; of an edited one, only the paths count.
 
-OOD scores of the validation data are kept, sorted, in a file named after its checksum, for other false-alarm rates, together
-with the columns that other decisions need (`mola.app.jobs.decisions`).
+Sorted OOD scores of the validation data are saved with the posterior's tensors, for other false-alarm rates, together with the
+columns that other decisions need (`mola.app.jobs.decisions`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -22,9 +21,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from mola.app.jobs.code import check_code, check_values
@@ -56,12 +52,10 @@ RESULT = {
 }
 LARGEST_INPUT = 2**28
 """Values of one input; a document with more is damaged."""
-VALIDATION = {"outlier_threshold": float}
-
 BUNDLED = "weights"
 """Folder for copies of the weights, inside a posterior's folder."""
 
-LEFT_BEHIND = re.compile(r"\..*|(tensors|scores)-[0-9a-f]{16}\.safetensors")
+LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
 """Hidden files, and files of an interrupted fit."""
 
 FALSE_ALARMS = 0.05
@@ -73,13 +67,8 @@ MOST_SCORES = 100_000
 MOST_NUMBERS = 2**23
 """Values to keep of all validation data together, for decisions: with many outputs, of fewer data."""
 
-COLUMN = "datum."
-"""Prefix of columns with a value for each validation datum."""
-
-SCORES_FILE = re.compile(r"scores-[0-9a-f]{16}\.safetensors")
-"""Names of score files: no other file in the folder is removed."""
-
-SCORES_ENTRY = {"count": int, "scores": {"file": str, "sha256": str}}
+VALIDATION, COLUMN = "validation.", "datum."
+"""Prefixes of the tensors of the validation data, and of those with a value for each datum."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     try:
         result = document["result"]
         check(result, RESULT, "result")
-        check(result.get("validation"), Optional(VALIDATION), "result.validation")
+        check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
         Intake.from_plain(result["intake"])
     except StorageError as error:
         raise StorageError(f"{path / NAME}: {error}") from error
@@ -376,8 +365,6 @@ def read_information(folder: Path) -> dict[str, Any]:
         return {**found, "job": None}
     job, whole = read_folder(folder)
     result = whole["result"]
-    if (result.get("validation") or {}).get("scores"):
-        read_scores(folder, result["validation"])  # compares the checksum
     return {
         **found,
         "classes": result["classes"],
@@ -404,33 +391,20 @@ def _state(path: Path, expected: str) -> str:
     return "as fitted" if checksum(path) == expected else "changed"
 
 
-def keep_scores(
-    folder: Path, scores: NDArray[np.float64], columns: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Write the scores into a posterior's folder."""
+def kept_scores(scores: NDArray[np.float64], columns: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """OOD scores of validation data and the columns that decisions need, as tensors to save with the posterior."""
     count = len(scores)
     ranks = np.arange(1, count + 1)
     if count > MOST_SCORES:
-        # With the usual one, so that asking for 0.05 gives the threshold that not asking gives.
+        # With the rank of the default rate, so that --false-alarm-rate 0.05 gives the default threshold.
         even = np.linspace(1, count, MOST_SCORES).round().astype(np.int64)
         ranks = np.union1d(even, [alarm_rank(count, FALSE_ALARMS)])
-    values = torch.from_numpy(np.sort(scores)[ranks - 1].copy())
     width = sum(column[0].numel() for column in (columns or {}).values())
     most = max(1, min(count, MOST_SCORES, MOST_NUMBERS // max(1, width)))
     places = torch.linspace(0, count - 1, most, dtype=torch.float64).round().long()
-    kept = {f"{COLUMN}{name}": column[places].contiguous() for name, column in (columns or {}).items()}
-    content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64)), **kept})
-    checksum = hashlib.sha256(content).hexdigest()
-    name = f"scores-{checksum[:16]}.safetensors"
-    files.write_atomically(folder / name, content)
-    return {"file": name, "sha256": checksum}
-
-
-def remove_old_scores(folder: Path, name: str | None) -> None:
-    """Remove the scores of posteriors that this one replaced."""
-    for path in folder.iterdir():
-        if SCORES_FILE.fullmatch(path.name) and path.name != name:
-            path.unlink(missing_ok=True)
+    kept = {"scores": torch.from_numpy(np.sort(scores)[ranks - 1]), "ranks": torch.from_numpy(ranks)}
+    kept |= {f"{COLUMN}{name}": column[places] for name, column in (columns or {}).items()}
+    return {f"{VALIDATION}{name}": values for name, values in kept.items()}
 
 
 def usual_alarm(scores: NDArray[np.float64]) -> tuple[float, float]:
@@ -451,34 +425,22 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
         )
     if false_alarm_rate is None:
         return float(validation["outlier_threshold"])
-    scores, ranks, count, _ = read_scores(fitted.folder, validation)
+    scores, ranks, _ = read_scores(fitted.folder)
     try:
-        wanted = alarm_rank(count, false_alarm_rate)
+        wanted = alarm_rank(int(ranks[-1]), false_alarm_rate)
     except DataError as error:
         raise OptionError(f"--false-alarm-rate: {error}") from error
-    # The next one that was kept: a larger threshold, so that false alarms are no more frequent than asked for.
+    # The next larger score that was kept, so that the false-alarm rate is not exceeded.
     return float(scores[int(torch.searchsorted(ranks, wanted))])
 
 
-def read_scores(folder: Path, validation: dict[str, Any]) -> tuple[Tensor, Tensor, int, dict[str, Tensor]]:
-    """What `keep_scores` wrote."""
-    check(validation, SCORES_ENTRY, "result.validation")
-    entry, count = validation["scores"], validation["count"]
-    path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
-    if not path.is_file():
-        raise StorageError(f"{path} is missing: job.toml points to it. Copy the whole folder, or fit again.")
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise StorageError(
-            f"{path} is truncated or corrupt: its checksum is not the one in job.toml. Copy the folder again, or fit again."
-        )
-    try:
-        tensors = load_tensors(content)
-        scores, ranks = tensors["scores"], tensors["ranks"]
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise StorageError(f"{path} does not hold validation scores: {error}") from error
+def read_scores(folder: Path) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Scores and ranks of the validation data of a folder, and the columns that decisions need."""
+    _, tensors = files.read_folder(folder, KIND, SCHEMA)
+    kept = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
+    scores, ranks = kept.get("scores", torch.zeros(0)), kept.get("ranks", torch.zeros(0))
     sound = scores.ndim == 1 and scores.shape == ranks.shape and scores.dtype == torch.float64
-    if not (sound and len(scores) and ranks.dtype == torch.int64 and int(ranks[-1]) == count):
-        raise StorageError(f"{path} does not hold the {count} validation scores of job.toml.")
-    columns = {name.removeprefix(COLUMN): value for name, value in tensors.items() if name.startswith(COLUMN)}
-    return scores, ranks, count, columns
+    if not (sound and len(scores) and ranks.dtype == torch.int64):
+        raise StorageError(f"{folder} does not hold the scores of its validation data: fit again with `mola fit`.")
+    columns = {name.removeprefix(COLUMN): one for name, one in kept.items() if name.startswith(COLUMN)}
+    return scores, ranks, columns

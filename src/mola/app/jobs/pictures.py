@@ -63,10 +63,6 @@ class Pictures:
         """Number of images."""
         return len(self.paths)
 
-    def taken_by(self, intake: Intake) -> Pictures:
-        """The same files with another preparation."""
-        return replace(self, intake=intake)
-
     def __iter__(self) -> Iterator[Rows]:
         size, places = self.intake.batch_size, range(len(self.paths))
         starts = places[::size]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mola.app.jobs.arrays import Arrays, InMemory, open_arrays
+from mola.app.jobs.arrays import Arrays, open_arrays
 from mola.app.jobs.pictures import Pictures, list_csv, list_file, list_folder
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, Set, finite_rows
@@ -60,10 +60,6 @@ class Own:
     intake: Intake
     classes: tuple[str, ...] | None = None
     count: int | None = None
-
-    def taken_by(self, intake: Intake) -> Own:
-        """The same batches with another preparation."""
-        return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
         start = 0
@@ -112,7 +108,7 @@ def _size(inputs: Any, where: str) -> int:
     return sizes.pop()
 
 
-UserSet = Pictures | Arrays | InMemory | Own
+UserSet = Pictures | Arrays | Own
 """Any set that a user can name."""
 
 
@@ -196,18 +192,18 @@ def _nearest(path: Path) -> Path | None:
 
 def _open_built_in(
     name: str, directory: str | None, intake: Intake, *, labelled: bool, seed: int, download: bool
-) -> InMemory:
+) -> Arrays:
     base, _, split = name.partition(":")
     split = one_of(split or "test", SPLITS, f"the split of {base}")
     if base == DIGITS:
         digits = load_digits(seed)
         part = {"train": digits.train, "val": digits.val, "test": digits.test, "report": digits.test}[split]
-        return InMemory(name, part.inputs, part.labels if labelled else None, intake)
+        return Arrays(name, part.inputs.numpy(), part.labels if labelled else None, intake)
     images = load_images(base, "train" if split == "train" else "test", directory, download=download)
     if split in ("val", "report"):
         tuned, report = split_validation(images, min(2000, len(images) // 5))
         images = tuned if split == "val" else report
-    return InMemory(name, images.pixels, images.labels if labelled else None, intake)
+    return Arrays(name, images.pixels.numpy(), images.labels if labelled else None, intake)
 
 
 def overlap(one: str, other: str) -> bool:
