@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# Defaults of its functions hold the process group that exists when it is imported, and torch._dynamo imports it at any time. A group
+# that is held survives destroy_process_group, and its threads may abort the interpreter at exit. Import it before there is a group.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
 

@@ -175,19 +175,15 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     printed = run("torchrun_fit.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for _ in range(3):
-        both = subprocess.run(
-            [*command, str(ROOT / "examples" / "torchrun_fit.py")],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        # About one process in twenty that has trained and used gloo is aborted by torch as it exits, when all work is done.
-        if "terminate called without an active exception" not in both.stderr:
-            break
+    both = subprocess.run(
+        [*command, str(ROOT / "examples" / "torchrun_fit.py")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
     assert both.returncode == 0, both.stderr
     assert "read 500 of 1000" in both.stdout
     for row in ("prior precision", "log evidence", "test accuracy", "mean confidence"):
