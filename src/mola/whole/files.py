@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,21 @@ from mola.network import evaluating, state_checksum
 from mola.saving.files import read_folder, write_folder
 from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from mola.saving.posterior import MIXTURE, check_networks, pack_mixture, unpack_mixture
-from mola.whole.jacobians import Layer, Layout
+from mola.saving.schema import Optional
+from mola.whole.jacobians import Block, WeightLayout
 from mola.whole.posterior import WholeComponent, WholeMoLA, make_component
 from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
 
 KIND = "whole-posterior"
 CHOSEN = "chosen"  # name of the tensor with the places of a subnetwork's weights; all others are sums
-LAYER = {"name": str, "weight": bool, "bias": bool, "rows": int, "columns": int, "positions": int}
-COMPONENT = {"network": str, "layers": [LAYER], "rest": [str], "sizes": [int], "outputs": int, "prior_precision": float}
+STRUCTURES: dict[str, type[WholeStructure]] = {
+    "kron": WholeKron,
+    "diag": WholeDiag,
+    "full": WholeFull,
+    "subnetwork": WholeFull,
+}
+BLOCK = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
+COMPONENT = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
 SCHEMA = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
@@ -36,17 +43,16 @@ def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
     parts = []
     with evaluating(*posterior.networks):
         for index, (component, entry) in enumerate(zip(posterior.components, entries, strict=True)):
-            structure = component.structure
-            if isinstance(structure, WholeFull) and structure.chosen is not None:
-                tensors[f"{index}.{CHOSEN}"] = structure.chosen
-            layout = asdict(structure.layout)
+            layout = component.structure.layout
+            if layout.chosen is not None:
+                tensors[f"{index}.{CHOSEN}"] = layout.chosen
             own = {
                 "network": state_checksum(component.network),
-                "layers": list(layout["layers"]),
-                "outputs": structure.outputs,
+                "blocks": [asdict(block) | {"names": list(block.names)} for block in layout.blocks],
+                "outputs": component.structure.outputs,
+                "prior_precision": component.prior_precision,
             }
-            own |= {"rest": list(layout["rest"]), "sizes": list(layout["sizes"])}
-            parts.append({**own, "prior_precision": component.prior_precision, **entry})
+            parts.append({**own, **entry})
     document = {"kind": KIND, "structure": posterior.structure, **pack_mixture(posterior), "components": parts}
     return write_folder(directory, document, tensors)
 
@@ -78,30 +84,25 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
 
 
 def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Sums) -> WholeComponent:
-    layout = Layout(tuple(Layer(**layer) for layer in part["layers"]), tuple(part["rest"]), tuple(part["sizes"]))
-    chosen = saved.tensors.get(CHOSEN)
-    tensors = {key: value for key, value in saved.tensors.items() if key != CHOSEN}
+    tensors = dict(saved.tensors)
+    layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in part["blocks"]))
     if name == "subnetwork":
-        _check_places(saved.tensors[CHOSEN], layout.size)
-    kinds: dict[str, WholeStructure] = {
-        "kron": WholeKron(layout, part["outputs"]),
-        "diag": WholeDiag(layout, part["outputs"]),
-        "full": WholeFull(layout, part["outputs"]),
-        "subnetwork": WholeFull(layout, part["outputs"], chosen),
-    }
+        layout = replace(layout, chosen=_checked_places(tensors.pop(CHOSEN), layout.total))
+    structure = STRUCTURES[name](layout, part["outputs"])
     damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
     if damaged or part["count"] < 1:
         raise StorageError(
             f"expected finite sums in float64 over at least 1 datum; {damaged or 'the count'} is damaged. Save it again."
         )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
-    component = make_component(network, kinds[name], sums, part["prior_precision"], CATEGORICAL)
+    component = make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)
     if component.curvature_on(torch.device("cpu")).values.shape != component.require_layer("loading").weights.shape:
         raise StorageError("the saved sums do not fit the weights of the network. Save the posterior again.")
     return component
 
 
-def _check_places(chosen: Tensor, size: int) -> None:
+def _checked_places(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
         raise StorageError(f"tensor chosen: expected increasing places below {size}. Save the posterior again.")
+    return chosen

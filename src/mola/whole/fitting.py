@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ from mola.network import (
 from mola.options import one_of
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
-from mola.whole.jacobians import Layout, curvature_roots, find_layout, jacobian_rows, size_of, some_of
+from mola.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from mola.whole.posterior import WholeMoLA, make_component
 from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
 
-STRUCTURES: dict[str, Callable[[Layout, int], WholeStructure]] = {
+STRUCTURES: dict[str, Callable[[WeightLayout, int], WholeStructure]] = {
     "kron": WholeKron,
     "diag": WholeDiag,
     "full": WholeFull,
@@ -102,27 +102,27 @@ def fit(
         check_sampler(train_loader)
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         first, batches = peek(train_loader, "training loader")
-        layouts, classes = _layouts(models, as_batch(first, "batch 0 of the training loader").inputs)
+        inputs = as_batch(first, "batch 0 of the training loader").inputs
+        layouts, classes = _layouts(models, inputs, factored=name == "kron")
         identity = {"networks": [state_checksum(one) for one in models] if team.size > 1 else []}
         team.agree({**identity, "layouts": [asdict(one) for one in layouts], "structure": [name, subnetwork]}, "fit")
         structures = [STRUCTURES[name](layout, classes) for layout in layouts]
-        if subnetwork is None:
-            check_size(structures[0], [layout.size for layout in layouts], classes)
-            sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
-        else:
-            sizes = [_subnetwork_size(layout.size, subnetwork) for layout in layouts]
-            check_size(structures[0], sizes, classes)
+        sizes = [one.total if subnetwork is None else _subnetwork_size(one.total, subnetwork) for one in layouts]
+        check_size(structures[0], sizes, classes)
+        if subnetwork is not None:
             diagonals = [WholeDiag(layout, classes) for layout in layouts]
             before = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
-            pairs = zip(before, sizes, strict=True)
-            places = [_largest_variances(one.tensors["diagonal"], size) for one, size in pairs]
-            structures = [WholeFull(layout, classes, own) for layout, own in zip(layouts, places, strict=True)]
-            sums = _sum_up(models, structures, iter(train_loader), train_loader, team, progress=progress)
-            if sums[0].count != before[0].count:
-                raise DataError(
-                    f"a subnetwork takes two passes over the training data, which gave {before[0].count} data the first time and "
-                    f"{sums[0].count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
-                )
+            structures = [
+                WholeFull(replace(layout, chosen=_largest_variances(sums.tensors["diagonal"], size)), classes)
+                for layout, sums, size in zip(layouts, before, sizes, strict=True)
+            ]
+            batches = iter(train_loader)
+        sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
+        if subnetwork is not None and sums[0].count != before[0].count:
+            raise DataError(
+                f"a subnetwork takes two passes over the training data, which gave {before[0].count} data the first time and "
+                f"{sums[0].count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
+            )
         parts = zip(models, structures, sums, precisions, strict=True)
         components = [make_component(*part, meaning) for part in parts]
     posterior = WholeMoLA(components, chosen_link, weighting)
@@ -163,7 +163,7 @@ def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
     return order[:count].sort().values.cpu()
 
 
-def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout], int]:
+def _layouts(networks: Sequence[nn.Module], inputs: Inputs, *, factored: bool) -> tuple[list[WeightLayout], int]:
     layouts, classes, size = [], [], size_of(inputs)
     for index, network in enumerate(networks):
         with located(f"batch 0 of the training loader, networks[{index}]"):
@@ -174,7 +174,7 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout
                 )
             check_finite(outputs[:, :0], outputs)
             check_logits(network, inputs, outputs, CATEGORICAL)
-            layouts.append(find_layout(network, inputs, size))
+            layouts.append(find_layout(network, inputs, factored=factored))
         classes.append(outputs.shape[1])
     if len(set(classes)) > 1:
         raise DataError(f"expected networks with the same number of classes, got {classes}.")
@@ -201,24 +201,23 @@ def _sum_up(
         for position, (network, structure) in enumerate(zip(networks, structures, strict=True)):
             with located(f"{place}, networks[{position}]"):
                 own = _batch_sums(network, structure, batch.inputs, batch.labels, place)
-            totals[position] = structure.accumulate(totals[position], own)
+            totals[position] += own
     return [sum_over_processes(one, team) for one in totals]
 
 
 def _batch_sums(
     network: nn.Module, structure: WholeStructure, inputs: Inputs, labels: Tensor | None, place: str
 ) -> Sums:
-    size, roots = size_of(inputs), curvature_roots(CATEGORICAL)
-    step, total, outputs = structure.layout.data_at_once(structure.outputs, structure.columns), Sums({}), []
+    size, step = size_of(inputs), structure.layout.data_at_once(structure.outputs)
+    total, found = Sums({}), []
     for start in range(0, size, step):
-        rows = jacobian_rows(network, structure.layout, some_of(inputs, slice(start, start + step), size), roots)
-        check_finite(rows.outputs[:, :0], rows.outputs)
-        outputs.append(rows.outputs)
-        total = structure.accumulate(
-            total, Sums({key: one.cpu() for key, one in structure.sums(rows).items()}, len(rows.outputs))
-        )
+        part = some_of(inputs, slice(start, start + step), size)
+        outputs, rows = structure.rows(network, part, curvature_roots)
+        check_finite(outputs[:, :0], outputs)
+        found.append(outputs)
+        total += Sums({key: one.cpu() for key, one in structure.sums(rows).items()}, len(outputs))
     if labels is None:
         return Sums(total.tensors, total.count, None)
-    logits = torch.cat(outputs)
+    logits = torch.cat(found)
     log_likelihood = CATEGORICAL.log_likelihood(logits, CATEGORICAL.check_labels(labels, logits, place)).sum()
     return Sums(total.tensors, total.count, float(log_likelihood))

@@ -31,7 +31,7 @@ from mola.posterior import MoLA
 from mola.prediction import Prediction
 from mola.tuning.held_out import HeldOut, read_held_out
 from mola.uncertainty import mutual_information
-from mola.whole.jacobians import each_logit, jacobian_rows, run_with, size_of, some_of
+from mola.whole.jacobians import WeightLayout, each_logit, run_with, size_of, some_of
 from mola.whole.structures import WholeCurvature, WholeStructure
 
 
@@ -53,14 +53,11 @@ class InputRows:
     @cached_property
     def coordinates(self) -> Tensor:
         """Jacobians (n, C, D) in the eigenbasis of the curvature."""
-        curvature, structure = self.component.curvature_on(self.device), self.component.structure
+        curvature, network = self.component.curvature_on(self.device), self.component.network
         if not len(self.outputs):
             return self.outputs.new_zeros(0, curvature.outputs, len(curvature.values))
-        network = self.component.network
-        with evaluating(network):
-            rows = jacobian_rows(network, structure.layout, self.inputs, each_logit)
-        with torch.no_grad():
-            return curvature.coordinates(rows)
+        with evaluating(network), torch.no_grad():
+            return curvature.coordinates(self.component.structure.rows(network, self.inputs, each_logit)[1])
 
     def __getitem__(self, rows: slice) -> InputRows:
         return InputRows(self.component, some_of(self.inputs, rows, len(self.outputs)), self.outputs[rows])
@@ -73,13 +70,12 @@ class WholeSpread(LastLayerSpread):
     def by_weights(self, count: int, generator: Generator) -> Tensor:
         """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
         rows: Any = self.phi
-        structure, network, found = rows.component.structure, rows.component.network, []
-        layout, trained = structure.layout, structure.layout.vector(network)
+        layout, network, found = rows.component.structure.layout, rows.component.network, []
+        trained = layout.vector(network)
         with evaluating(network):
             for _ in range(count):
                 deviation = self.curvature.sample(float(self.precision), 1, generator)[0].to(trained)
-                drawn = structure.replaced(trained, structure.uncertain(trained) + deviation)
-                logits = run_with(network, layout.tensors(network, drawn), rows.inputs)
+                logits = run_with(network, layout.replaced(network, trained + deviation), rows.inputs)
                 found.append(logits.to(rows.outputs) - rows.outputs)
         deviations = torch.stack(found, 1)
         return deviations if self.divisor is None else deviations / self.divisor[..., None]
@@ -120,8 +116,7 @@ def make_component(
     network: nn.Module, structure: WholeStructure, sums: Any, prior_precision: float, likelihood: Likelihood
 ) -> WholeComponent:
     """Solve the eigenproblem of the sums of one network."""
-    weights = structure.uncertain(structure.layout.vector(network).cpu())
-    layer = LastLayer(structure, sums, weights, structure.solve(sums), None)
+    layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
     return WholeComponent(network, None, layer, prior_precision, likelihood)
 
 
@@ -184,10 +179,11 @@ class WholeMoLA(MoLA):
         """For each parameter of a network that is not frozen, a mask of its uncertain weights."""
         if not 0 <= index < len(self.components):
             raise OptionError(f"expected the index of one of {len(self.components)} networks, got {index}.")
-        network, structure = self.components[index].network, self.components[index].structure
-        places = torch.arange(structure.layout.size)
-        mask = torch.isin(places, structure.uncertain(places))
-        return structure.layout.tensors(network, mask)
+        component = self.components[index]
+        layout = component.structure.layout
+        mask = torch.zeros(layout.total, dtype=torch.bool)
+        mask[slice(None) if layout.chosen is None else layout.chosen] = True
+        return WeightLayout(layout.blocks).replaced(component.network, mask)
 
     @property
     def _draws_weights(self) -> bool:
@@ -196,12 +192,8 @@ class WholeMoLA(MoLA):
     def _most(self) -> int:
         if self._draws_weights:
             return 2**31
-        layers = [one.require_layer("a prediction") for one in self.components]
-        parts = [
-            one.structure.layout.data_at_once(layer.curvature.outputs, layer.curvature.features)
-            for one, layer in zip(self.components, layers, strict=True)
-        ]
-        return max(1, min(parts) // len(parts))
+        structures = [one.structure for one in self.components]
+        return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def _why_no_distances(self) -> str:
         return "a posterior over whole networks has no distances from the training data: mola.fit has them."
@@ -305,11 +297,7 @@ class WholeMoLA(MoLA):
             raise DataError(
                 f"the {where}: expected one row of logits for each datum. Put the data in the first dimension of every input."
             )
-        own = {
-            name: getattr(data, name)
-            for name in ("phi", "outputs", "labels", "likelihood", "independent", "where", "team")
-        }
-        return HeldInputs(**own, batches=kept, components=self.components, most=self._most())
+        return HeldInputs(**vars(data), batches=kept, components=self.components, most=self._most())
 
     # --- files ------------------------------------------------------------------------------------------------------
 

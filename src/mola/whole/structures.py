@@ -14,70 +14,115 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mola.errors import OptionError
+from mola.errors import DataError, OptionError
 from mola.laplace import Curvature, Structure, Sums
 from mola.laplace.base import Precision, as_column, contrasts, eigensystem
-from mola.likelihoods.base import OutputCurvature
+from mola.network import Inputs
 from mola.numerics import Generator, standard_normals
-from mola.whole.jacobians import JacobianRows, Layout
+from mola.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
 
 JITTER = 1e-9
 """Added to the diagonal of the centred covariance before its root is taken, relative to its mean: a few uncertain weights give a
 covariance of low rank."""
 
 
+@dataclass(frozen=True)
 class WholeStructure(Structure):
     """A way to approximate the Gauss-Newton matrix of the weights in a layout."""
 
-    layout: Layout
+    layout: WeightLayout
     outputs: int
 
-    @property
-    @abstractmethod
-    def columns(self) -> int:
-        """Columns of the Jacobian rows that `sums` multiplies out."""
+    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, Any]:
+        """Logits (n, C), and the Jacobian rows of a few data along some directions (n, R, D)."""
+        names = [name for block in self.layout.blocks for name in block.names]
+        outputs, found = jacobians(network, names, inputs, directions)
+        return outputs, self.layout.flat(found, 2)
 
     @abstractmethod
-    def sums(self, phi: Any, curvature: OutputCurvature | None = None) -> dict[str, Tensor]:
-        """Sums over the data of `JacobianRows` along the roots of their output curvature."""
+    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
+        """Sums over the data of Jacobian rows along the roots of their output curvature."""
 
     @abstractmethod
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """The eigenbasis."""
 
-    def uncertain(self, weights: Tensor) -> Tensor:
-        """The uncertain ones among all weights of the layout."""
-        return weights
 
-    def replaced(self, weights: Tensor, uncertain: Tensor) -> Tensor:
-        """All weights of the layout with new values of the uncertain ones."""
-        return uncertain
+class WholeDiag(WholeStructure):
+    """The exact diagonal."""
+
+    name = "diag"
+
+    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
+        """The squares (D,)."""
+        return {"diagonal": phi.square().sum((0, 1))}
+
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+        """The diagonal is its own eigenbasis."""
+        return DenseCurvature(self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), None)
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Memory of sums and eigenbasis, beside the network's own."""
-        return 8 * 4 * (self.layout.size + sum(one.rows**2 + one.columns**2 for one in self.layout.layers))
+        """Memory of sums and eigenvalues."""
+        return 8 * 4 * features
 
 
-@dataclass(frozen=True)
+class WholeFull(WholeStructure):
+    """The exact matrix of all weights, or of a subnetwork."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the structure."""
+        return "full" if self.layout.chosen is None else "subnetwork"
+
+    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
+        """The matrix."""
+        flat = phi.flatten(0, 1)
+        return {"matrix": flat.T @ flat}
+
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+        """Its eigenvectors."""
+        return DenseCurvature(self.outputs, self.layout.size, *eigensystem(sums.tensors["matrix"]))
+
+    def bytes(self, features: int, outputs: int) -> int:
+        """The sum, its eigenvectors and the eigensolver's workspace."""
+        return 8 * 4 * features**2
+
+
+class KronRows(NamedTuple):
+    """Jacobian rows: factors of each layer, and (n, R, S) of all other parameters."""
+
+    layers: list[Factors]
+    rest: Tensor
+
+
 class WholeKron(WholeStructure):
     """K-FAC of every linear and convolutional layer, and the diagonal for all other parameters."""
 
-    layout: Layout
-    outputs: int
     name = "kron"
 
-    @property
-    def columns(self) -> int:
-        """None: factors are summed as they are."""
-        return 0
+    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, KronRows]:
+        """Logits (n, C), and the Jacobian rows of a few data along some directions."""
+        layers = [block.layer for block in self.layout.blocks if block.layer is not None]
+        others = WeightLayout(self.layout.blocks[len(layers) :])
+        outputs, factors = layer_factors(network, layers, inputs, directions)
+        rest = outputs.new_zeros(len(outputs), outputs.shape[1], 0)
+        if others.blocks:
+            names = [block.names[0] for block in others.blocks]
+            rest = others.flat(jacobians(network, names, inputs, directions)[1], 2)
+        known = [one for one in factors if one is not None]
+        if len(known) < len(layers):
+            raise DataError(
+                f"layer {layers[factors.index(None)]!r} was called once in the fit, and not once in this pass."
+            )
+        return outputs, KronRows(known, rest)
 
-    def sums(self, phi: Any, curvature: OutputCurvature | None = None) -> dict[str, Tensor]:
+    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
         """B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest."""
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
@@ -88,93 +133,20 @@ class WholeKron(WholeStructure):
 
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """The eigenbases of both factors of each layer."""
-        lefts, rights, values = [], [], []
-        for index in range(len(self.layout.layers)):
+        bases, values = [], []
+        for index in range(sum(block.layer is not None for block in self.layout.blocks)):
             above, left = eigensystem(sums.tensors[f"gradients.{index}"])
             across, right = eigensystem(sums.tensors[f"inputs.{index}"] / sums.count)
-            lefts.append(left)
-            rights.append(right)
+            bases.append((left, right))
             values.append(torch.outer(above, across).flatten())
-        joined = torch.cat([*values, sums.tensors["rest"].cpu()])
-        return LayerwiseCurvature(self.outputs, self.layout.size, joined, tuple(lefts), tuple(rights), self.layout)
-
-
-@dataclass(frozen=True)
-class WholeDiag(WholeStructure):
-    """The exact diagonal."""
-
-    layout: Layout
-    outputs: int
-    name = "diag"
-
-    @property
-    def columns(self) -> int:
-        """Those of layers with several positions."""
-        return max((layer.size for layer in self.layout.layers if layer.positions > 1), default=0)
-
-    def sums(self, phi: Any, curvature: OutputCurvature | None = None) -> dict[str, Tensor]:
-        """The squares (D,)."""
-        parts = [factors.squares().flatten() for factors in phi.layers]
-        return {"diagonal": torch.cat([*parts, phi.rest.square().sum((0, 1))])}
-
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
-        """The diagonal is its own eigenbasis."""
-        none, diagonal = (None,) * len(self.layout.layers), sums.tensors["diagonal"].cpu()
-        return LayerwiseCurvature(self.outputs, self.layout.size, diagonal, none, none, self.layout)
-
-
-@dataclass(frozen=True)
-class WholeFull(WholeStructure):
-    """The exact matrix of all weights, or of a subnetwork."""
-
-    layout: Layout
-    outputs: int
-    chosen: Tensor | None = None
-    """Places of the uncertain weights in the vector of all, in increasing order; None: all are uncertain."""
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the structure."""
-        return "full" if self.chosen is None else "subnetwork"
-
-    @property
-    def columns(self) -> int:
-        """The uncertain weights, and the layers from which they are taken."""
-        taken = WholeDiag(self.layout, self.outputs).columns
-        return self.layout.size if self.chosen is None else len(self.chosen) + taken
-
-    def uncertain(self, weights: Tensor) -> Tensor:
-        """The chosen weights."""
-        return weights if self.chosen is None else weights[self.chosen.to(weights.device)]
-
-    def replaced(self, weights: Tensor, uncertain: Tensor) -> Tensor:
-        """All weights of the layout with new values of the chosen ones."""
-        return uncertain if self.chosen is None else weights.index_copy(0, self.chosen.to(weights.device), uncertain)
-
-    def sums(self, phi: Any, curvature: OutputCurvature | None = None) -> dict[str, Tensor]:
-        """The matrix."""
-        flat = chosen_rows(phi, self.layout, self.chosen).flatten(0, 1)
-        return {"matrix": flat.T @ flat}
-
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
-        """Its eigenvectors."""
-        values, vectors = eigensystem(sums.tensors["matrix"])
-        return DenseCurvature(self.outputs, len(values), values, vectors, self.chosen, self.layout)
+        return KronCurvature(
+            self.outputs, self.layout.size, torch.cat([*values, sums.tensors["rest"].cpu()]), tuple(bases)
+        )
 
     def bytes(self, features: int, outputs: int) -> int:
-        """The sum, its eigenvectors and the eigensolver's workspace."""
-        return 8 * 4 * features**2
-
-
-def chosen_rows(rows: JacobianRows, layout: Layout, chosen: Tensor | None) -> Tensor:
-    """Multiplied rows (n, R, S) of the chosen weights; None is all."""
-    if chosen is None:
-        return torch.cat([*(factors.product().flatten(2) for factors in rows.layers), rows.rest], 2)
-    chosen, parts, start = chosen.to(rows.outputs.device), [], 0
-    for factors, layer in zip(rows.layers, layout.layers, strict=True):
-        parts.append(factors.columns(chosen[(chosen >= start) & (chosen < start + layer.size)] - start))
-        start += layer.size
-    return torch.cat([*parts, rows.rest[:, :, chosen[chosen >= start] - start]], 2)
+        """Memory of sums and eigenbases."""
+        sizes = (one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
+        return 8 * 4 * (features + sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -184,7 +156,7 @@ class WholeCurvature(Curvature):
     values: Tensor
 
     @abstractmethod
-    def coordinates(self, rows: JacobianRows) -> Tensor:
+    def coordinates(self, rows: Any) -> Tensor:
         """Jacobian rows (n, R, D) in the eigenbasis."""
 
     @abstractmethod
@@ -262,40 +234,36 @@ def _refuse(what: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class LayerwiseCurvature(WholeCurvature):
-    """Layers in the eigenbases of their factors, (O, O) and (I, I); None is the identity."""
-
-    lefts: tuple[Tensor | None, ...]
-    rights: tuple[Tensor | None, ...]
-    layout: Layout
-
-    def coordinates(self, rows: JacobianRows) -> Tensor:
-        """Factors are rotated, then multiplied."""
-        triples = zip(rows.layers, self.lefts, self.rights, strict=True)
-        return torch.cat([*(factors.product(left, right).flatten(2) for factors, left, right in triples), rows.rest], 2)
-
-    def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Each layer's matrix from both sides."""
-        *matrices, rest = self.layout.split(coordinates)
-        parts = []
-        for matrix, left, right in zip(matrices, self.lefts, self.rights, strict=True):
-            above = matrix if left is None else left @ matrix
-            parts.append((above if right is None else above @ right.T).flatten())
-        return torch.cat([*parts, rest])
-
-
-@dataclass(frozen=True)
 class DenseCurvature(WholeCurvature):
-    """Eigenvectors (D, D), of all weights or of chosen ones."""
+    """Eigenvectors (D, D); None for a diagonal matrix."""
 
-    vectors: Tensor
-    chosen: Tensor | None
-    layout: Layout
+    vectors: Tensor | None
 
-    def coordinates(self, rows: JacobianRows) -> Tensor:
+    def coordinates(self, rows: Tensor) -> Tensor:
         """Rows times eigenvectors."""
-        return chosen_rows(rows, self.layout, self.chosen) @ self.vectors
+        return rows if self.vectors is None else rows @ self.vectors
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
         """Eigenvectors times coordinates."""
-        return self.vectors @ coordinates
+        return coordinates if self.vectors is None else self.vectors @ coordinates
+
+
+@dataclass(frozen=True)
+class KronCurvature(WholeCurvature):
+    """Layers in the eigenbases (O, O) and (I, I) of their factors; all other weights in their own."""
+
+    bases: tuple[tuple[Tensor, Tensor], ...]
+
+    def coordinates(self, rows: KronRows) -> Tensor:
+        """Factors are rotated, then multiplied."""
+        pairs = zip(rows.layers, self.bases, strict=True)
+        return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
+
+    def rotated_back(self, coordinates: Tensor) -> Tensor:
+        """Each layer's matrix from both sides."""
+        sizes = [len(left) * len(right) for left, right in self.bases]
+        *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
+        pairs = zip(self.bases, parts, strict=True)
+        return torch.cat(
+            [*((left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs), rest]
+        )
