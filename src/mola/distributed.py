@@ -6,6 +6,7 @@ ends the others; a fit with a checkpoint goes on from there.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,9 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
         )
     if torch.cuda.is_available() and backend != "gloo":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    # torch.distributed.nn keeps the group as a default argument if it is imported, e.g. by torch.optim, after
+    # init_process_group. The group's threads would then outlive destroy_process_group and could abort Python at exit.
+    importlib.import_module("torch.distributed.nn")
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
     # Not in a finally: after an exception, taking down the group could wait for ranks that wait for this one.
     yield Team()

@@ -108,13 +108,17 @@ def test_processes_work_together(tmp_path):
 
 SCRIPT = """
 import sys
+import weakref
 import torch
 from mola.distributed import join
 with join() as team:
+    group = weakref.ref(torch.distributed.group.WORLD)
+    torch.optim.SGD([torch.ones(1)])  # imports much of torch
     assert team.sum([torch.tensor(1.0)])[0] == team.size
     if team.rank == 1 and sys.argv[1] == "fail":
         raise ValueError("a mistake in the script")
     team.collect(None)
+assert group() is None, "threads of the group may abort the process at exit"
 """
 
 
