@@ -7,7 +7,7 @@ comparisons of one run only; the errors of a suite come from its runs, and its f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -185,9 +185,9 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        for name, optional in (("labelled", _optional(LabelledResult)), ("outliers", _optional(OutlierResult))):
+        for name in ("labelled", "outliers"):
             document[name] = {
-                one: {key: value for key, value in result.items() if key not in optional or (key in KEPT and value)}
+                one: {key: value for key, value in result.items() if key in ENTRIES[name] and (key != "types" or value)}
                 for one, result in document[name].items()
             }
         del document["overlap"]
@@ -199,33 +199,24 @@ class Record:
     def from_json(cls, document: dict[str, Any]) -> Record:
         """Read the values that `to_json` returned."""
         check(document, SCHEMA, "")
-        for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
-            known = {one.name for one in fields(kind)} - (_optional(kind) - KEPT)
-            unknown = sorted({entry for one in document[name].values() for entry in one} - known)
-            if unknown:
+        for name, known in ENTRIES.items():
+            if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
                 raise StorageError(f"the record is garbled: unknown entries {unknown[:3]} under {name!r}.")
+        results = [*document["labelled"].values(), *document["outliers"].values()]
+        if any(len(one["histogram"]) not in (0, CONFIDENCE_BINS) for one in results):
+            raise StorageError(f"expected histograms of {CONFIDENCE_BINS} bins.")
         for name, one in document["labelled"].items():
-            check(one.get("types", {}), TYPES, f"labelled.{name}.types")
-        check(document.get("measures", {}), TYPES, "measures")
-        return cls(
-            **{name: document[name] for name in PLAIN},
-            labelled={name: LabelledResult(**one) for name, one in document["labelled"].items()},
-            outliers={name: OutlierResult(**one) for name, one in document["outliers"].items()},
-            examples={name: Examples(**one) for name, one in document["examples"].items()},
-            measures=document.get("measures", {}),
-        )
+            check(one.get("types", {}), NUMBERS, f"labelled.{name}.types")
+            if any(len(row) != 3 for row in one["reliability"]):
+                raise StorageError("expected three numbers for each bin of reliability.")
+        check(document.get("measures", {}), NUMBERS, "measures")
+        made = {"labelled": LabelledResult, "outliers": OutlierResult, "examples": Examples}
+        plain = {one.name: document[one.name] for one in fields(cls) if one.name in SCHEMA}
+        plain |= {kind: {name: make(**one) for name, one in document[kind].items()} for kind, make in made.items()}
+        return cls(**plain, measures=document.get("measures", {}))
 
 
-def _optional(kind: type[Any]) -> set[str]:
-    return {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
-
-
-KEPT = {"types"}
-"""Optional entries that records of suites may have."""
-
-TYPES: dict[Any, Any] = {str: {str: float}}
-
-PLAIN = ("suite", "method", "group", "run", "settings", "networks", "data", "chosen", "seconds", "environment")
+NUMBERS: dict[Any, Any] = {str: {str: float}}
 
 SCHEMA: dict[str, Any] = {
     "suite": str,
@@ -250,6 +241,11 @@ SCHEMA: dict[str, Any] = {
     "examples": {str: {"confidence": [float], "label": [int]}},
     "environment": {},
 }
+
+
+ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
+ENTRIES["labelled"].add("types")
+"""Entries of each result in a suite's record."""
 
 
 @dataclass(frozen=True)

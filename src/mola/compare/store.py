@@ -19,6 +19,8 @@ from mola.saving.schema import SEAL, check_seal, parse, sealed
 
 COST, SUITE = "cost.json", "suite.json"
 
+AGAIN = "Delete it and run the suite again: other records are kept."
+
 
 class Store:
     """Results of all suites in one folder."""
@@ -48,16 +50,19 @@ class Store:
     def read(self, suite: str, method: str, run: int) -> Record | None:
         """The record, or None if there is none."""
         path = self.path(suite, method, run)
-        return _record(path) if path.exists() else None
+        return read_record(path) if path.exists() else None
+
+    def paths(self, suite: str) -> list[Path]:
+        """Paths of all records of a suite."""
+        return sorted((self.directory / suite).glob("*/run-*.json"))
 
     def records(self, suite: str) -> list[Record]:
         """All records of a suite, in the order of their files."""
-        return [_record(path) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
+        return [read_record(path) for path in self.paths(suite)]
 
     def forget(self, suite: str) -> None:
         """Remove the records and documents of a suite, but no other file."""
-        folder = self.directory / suite
-        for path in (*folder.glob("*/run-*.json"), folder / SUITE, folder / COST):
+        for path in (*self.paths(suite), *(self.directory / suite / name for name in (SUITE, COST))):
             path.unlink(missing_ok=True)
 
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
@@ -83,22 +88,20 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
-def _record(path: Path) -> Record:
+def read_record(path: Path) -> Record:
+    """Read a record; `StorageError` names its file."""
+    document = _read(path)
     try:
-        return Record.from_json(_read(path))
+        return Record.from_json(document)
     except StorageError as error:
-        if str(path) in str(error):
-            raise
-        raise StorageError(f"{path}: {error} Delete it and run the suite again: other records are kept.") from error
+        raise StorageError(f"{path}: {error} {AGAIN}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = parse(path.read_bytes(), path)
     except (StorageError, OSError) as error:
-        raise StorageError(
-            f"{path} is not readable JSON ({error}). Delete it and run the suite again: other records are kept."
-        ) from error
+        raise StorageError(f"{path} is not readable JSON ({error}). {AGAIN}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StorageError(f"{path} is no benchmark result: expected format {FORMAT!r}.")
     if document.get("version") != VERSION:

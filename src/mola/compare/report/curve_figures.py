@@ -25,7 +25,7 @@ from mola.compare.report.style import (
     shared_legend,
     strokes,
 )
-from mola.compare.report.suite_tables import METRIC_NAMES
+from mola.compare.report.suite_tables import SHIFT_METRICS
 
 Points = Sequence[tuple[float, Estimate | None]]
 Stroke = Mapping[str, Any]
@@ -77,7 +77,7 @@ def _curve(panel: Axes, points: Points, label: str, stroke: Stroke) -> None:
 
 def suite_shift(suite: SuiteResults) -> Figure:
     """Every metric of the methods compared, against the level of shift."""
-    return _against_level(suite, suite.runs, tuple(METRIC_NAMES))
+    return _against_level(suite, suite.runs, tuple(SHIFT_METRICS))
 
 
 def suite_ablation(suite: SuiteResults, group: str) -> Figure:
@@ -90,10 +90,10 @@ def _against_level(suite: SuiteResults, methods: Mapping[str, Sequence[Record]],
     panels: dict[str, dict[str, tuple[Points, Stroke]]] = {}
     for metric in metrics:
         found = {level: numbers(numbers.at_level(level, metric)) for level in levels}
-        panels[METRIC_NAMES[metric]] = {
+        panels[SHIFT_METRICS[metric].name] = {
             method: ([(level, found[level][method]) for level in levels], drawn[method]) for method in methods
         }
-    from_zero = [METRIC_NAMES[metric] for metric in ("brier", "ece")]
+    from_zero = [SHIFT_METRICS[metric].name for metric in ("brier", "ece")]
     return _curves(panels, axis=suite.axis, ticks=levels, from_zero=from_zero)
 
 
@@ -125,7 +125,7 @@ def suite_components(suite: SuiteResults) -> Figure:
     numbers, sweep = Numbers(methods), component_sweep(suite)
     quantities: dict[str, On] = {}
     for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
-        name = "ECE" if metric == "ece" else METRIC_NAMES[metric]
+        name = "ECE" if metric == "ece" else SHIFT_METRICS[metric].name
         quantities[f"{name}, test"] = On("test", metric)
         if len(levels_of(suite)) > 1:
             quantities[f"{name}, shifted"] = numbers.shifted(metric)

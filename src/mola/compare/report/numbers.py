@@ -127,6 +127,11 @@ class Shown:
     factor: float = 1.0
 
 
+def on_set(name: str, columns: Mapping[str, Column]) -> list[Shown]:
+    """Metrics on one set, by name; columns with a "%" in their name are in per cent."""
+    return [Shown(column, On(name, metric), 100 if "%" in column.name else 1) for metric, column in columns.items()]
+
+
 def records_table(
     title: str,
     caption: str,

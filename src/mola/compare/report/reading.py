@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mola.compare.record import CONFIDENCE_BINS, Comparison, Pictures, Record, Role, SetInfo
-from mola.compare.store import COST, SUITE, Store
+from mola.compare.record import Comparison, Pictures, Record, Role, SetInfo
+from mola.compare.store import COST, SUITE, Store, read_record
 from mola.errors import StorageError
 from mola.options import one_of
 from mola.saving.schema import Optional, check
@@ -22,27 +22,27 @@ from mola.saving.schema import Optional, check
 MAIN = "main"
 """The group of the methods that a suite compares; other groups are ablations."""
 
-ORDER = (
-    "MAP",
-    "MAP-T",
-    "DE",
-    "DE-T",
-    "DE-L",
-    "SWAG",
-    "MultiSWAG",
-    "MIMO",
-    "LLLA",
-    "LLLA (distance)",
-    "LLLA (calibrated)",
-    "MIMO-MoLA",
-    "MoLA",
-    "MoLA (NLL)",
-    "MoLA (distance)",
-    "MoLA (calibrated)",
-    "MoLA (all layers)",
-    "MoLA (subnetwork)",
-)
-"""Order of the known methods; others follow by name."""
+METHODS = {
+    "MAP": "the first network as it is",
+    "MAP-T": "MAP with a temperature, tuned on the validation data",
+    "DE": "the deep ensemble: the mean of all networks' probabilities",
+    "DE-T": "DE with a temperature, tuned on the validation data",
+    "DE-L": "the mean of all networks' logits, with a temperature",
+    "SWAG": "a Gaussian fitted to the last steps of training",
+    "MultiSWAG": "a mixture of SWAGs",
+    "MIMO": "one network that makes several predictions at once",
+    "LLLA": "the first network with a Laplace approximation of its last layer",
+    "LLLA (distance)": "MoLA (distance) of the first network alone",
+    "LLLA (calibrated)": "MoLA (calibrated) of the first network alone",
+    "MIMO-MoLA": "MIMO, each of its outputs with a Laplace approximation",
+    "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
+    "MoLA (NLL)": "MoLA, tuned by validation log loss",
+    "MoLA (distance)": "MoLA, its logits divided by the distance of the features from the training classes",
+    "MoLA (calibrated)": "MoLA by the default rule: temperature, pooling, prior precision and distance tuned for calibration",
+    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
+    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of its 1000 weights of largest variance",
+}
+"""Known methods in the order of tables; others follow by name."""
 
 SCORE_ORDER = (
     "max probability",
@@ -81,16 +81,6 @@ COST_SCHEMA: dict[str, Any] = {
 AGAIN = "Run the suite again: records are kept."
 
 
-@dataclass(frozen=True)
-class CostRow:
-    """Time and memory of a method."""
-
-    method: str
-    fit_seconds: float | None
-    predict_seconds: float
-    bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class SuiteResults(Comparison):
     """A suite: the comparison of its methods over several runs, and its ablations."""
@@ -103,8 +93,8 @@ class SuiteResults(Comparison):
     axis: str
     groups: dict[str, dict[str, tuple[Record, ...]]]
     """By group and method, in order; records by run. The methods compared are the group `MAIN`."""
-    cost: tuple[CostRow, ...]
-    cost_document: dict[str, Any]
+    cost: dict[str, Any]
+    """Content of `cost.json`: "rows" by method in order, "settings" and "environment"."""
     warnings: tuple[str, ...]
 
     @property
@@ -142,7 +132,6 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
     records = [replace(record, overlap=overlap) for record in found]
     cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
     _check(cost, COST_SCHEMA, place / COST)
-    cost_rows = [CostRow(*(row[key] for key in COST_SCHEMA["rows"][0])) for row in cost["rows"]]
     sets, groups = _sets(document, records), _grouped(records)
     shift = document["shift"] or {"title": "shifted data", "axis": "level"}
     return SuiteResults(
@@ -160,8 +149,7 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         notes=tuple(document["notes"]),
         groups=groups,
         records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
-        cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
-        cost_document=cost,
+        cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
         warnings=(*unread, *disagreements(name, records)),
     )
 
@@ -202,7 +190,7 @@ def _overlap(document: dict[str, Any], path: Path) -> float:
 def _rank(method: str) -> tuple[int, list[str]]:
     # Numbers in names are compared as numbers: K=2 comes before K=10.
     parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
-    return (ORDER.index(method) if method in ORDER else len(ORDER), parts)
+    return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
 
 
 def _grouped(records: Iterable[Record]) -> dict[str, dict[str, tuple[Record, ...]]]:
@@ -233,9 +221,9 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
     place = store.directory / suite
     records: list[Record] = []
     warnings: list[str] = []
-    for path in sorted(place.glob("*/run-*.json")):
+    for path in store.paths(suite):
         try:
-            records.append(_read_record(store, suite, path))
+            records.append(read_record(path))
         except StorageError as error:
             warnings.append(f"Left out, so that its method lacks a run: {error}")
     if not records and warnings:
@@ -243,21 +231,6 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
     if not records:
         raise StorageError(f"{place} holds no records yet: run `mola bench {suite}` first.")
     return records, warnings
-
-
-def _read_record(store: Store, suite: str, path: Path) -> Record:
-    document = store.read_document(suite, str(path.relative_to(store.directory / suite)))
-    try:
-        record = Record.from_json(document or {})
-        histograms = [one.histogram for one in record.labelled.values()]
-        histograms += [one.histogram for one in record.outliers.values()]
-        if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
-            raise StorageError(f"expected histograms of {CONFIDENCE_BINS} bins.")
-        if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
-            raise StorageError("expected three numbers for each bin of reliability.")
-    except StorageError as error:
-        raise StorageError(f"{path}: {error} Delete it and run the suite again: other records are kept.") from error
-    return record
 
 
 # --- records that can be compared ------------------------------------------------------------------------------------
@@ -296,7 +269,8 @@ def _different_data(run: int, records: Sequence[Record]) -> list[str]:
 def _different_work(records: Sequence[Record]) -> list[str]:
     # Records of one group that differ in networks, runs or sets.
     words = []
-    for run in sorted({record.run for record in records}):
+    every = sorted({record.run for record in records})
+    for run in every:
         own = [one for one in records if one.run == run and not any(word in one.method for word in OWN_WEIGHTS)]
         reference = max(own, key=lambda record: len(record.networks), default=None)
         odd = [one.method for one in own if reference and not set(one.networks) <= set(reference.networks)]
@@ -305,17 +279,15 @@ def _different_work(records: Sequence[Record]) -> list[str]:
                 f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). Differences are not "
                 f"due to the methods alone."
             )
-    every = {record.run for record in records}
     for method in dict.fromkeys(record.method for record in records):
-        done = {record.run for record in records if record.method == method}
-        if done != every:
-            words.append(f"{method} has {len(done)} of {len(every)} runs: its means are over fewer runs.")
-    sets = {f"{record.method} (run {record.run})": {*record.labelled, *record.outliers} for record in records}
-    all_sets = set().union(*sets.values())
+        done = len({record.run for record in records if record.method == method})
+        if done < len(every):
+            words.append(f"{method} has {done} of {len(every)} runs: its means are over fewer runs.")
+    all_sets = {name for record in records for name in (*record.labelled, *record.outliers)}
     lacking: dict[str, list[str]] = {}
-    for name, found in sets.items():
-        if found != all_sets:
-            lacking.setdefault(", ".join(sorted(all_sets - found)), []).append(name)
+    for record in records:
+        if absent := all_sets - record.labelled.keys() - record.outliers.keys():
+            lacking.setdefault(", ".join(sorted(absent)), []).append(f"{record.method} (run {record.run})")
     return words + [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,34 +16,25 @@ from mola.compare.report.numbers import (
     On,
     Shown,
     levels_of,
+    on_set,
     records_table,
     runs_words,
     shared_outliers,
 )
 from mola.compare.report.reading import MAIN, SuiteResults, known_scores
-from mola.compare.report.tables import Better, Cell, Column, Number, Row, Table, make_table
+from mola.compare.report.tables import Cell, Column, Number, Row, Table, make_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
 """Tables in the terminal; the files have all of them."""
 
-METRIC_NAMES = {
-    "log_likelihood": "log-likelihood",
-    "brier": "Brier score",
-    "ece": "calibration error (ECE)",
-    "accuracy": "accuracy",
-    "confidence": "mean confidence",
+SHIFT_METRICS = {
+    "log_likelihood": Column("log-likelihood", better="high", digits=3),
+    "brier": Column("Brier score", better="low", digits=3),
+    "ece": Column("calibration error (ECE)", better="low"),
+    "accuracy": Column("accuracy", better="high"),
+    "confidence": Column("mean confidence"),
 }
-"""Metrics along a shift."""
-
-PERCENT = ("accuracy", "ece", "confidence")
-
-BETTER: dict[str, Better | None] = {
-    "log_likelihood": "high",
-    "brier": "low",
-    "ece": "low",
-    "accuracy": "high",
-    "confidence": None,
-}
+"""Metrics along a shift; those with one digit are in %."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
@@ -58,9 +49,9 @@ GROUP_TITLES = {
 
 def suite_tables(suite: SuiteResults) -> dict[str, Table]:
     """All tables by name, in order."""
-    numbers = Numbers(suite.runs)
-    tables: dict[str, Table | None] = {"settings": _settings(suite), "cost": _cost(suite)}
+    tables: dict[str, Table | None] = {}
     if suite.runs:
+        numbers = Numbers(suite.runs)
         tables = {
             "outliers": _outliers(suite, numbers),
             "difference": _differences(suite, numbers),
@@ -72,14 +63,13 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
             "risk": _risk(suite, numbers),
             "people": _people(suite),
             "estimated accuracy": _estimated_accuracy(suite),
-            **{f"shift {metric}": _along_shift(suite, numbers, metric) for metric in METRIC_NAMES},
+            **{f"shift {metric}": _along_shift(suite, metric) for metric in SHIFT_METRICS},
             **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
-            **tables,
         }
-    ablations: dict[str, Table | None] = {"variants": _variants(suite)}
-    ablations |= {f"ablation {group}": _ablation(suite, group) for group in ablation_groups(suite)}
-    last = {name: tables.pop(name) for name in ("cost", "settings")}
-    return {name: table for name, table in {**tables, **ablations, **last}.items() if table is not None}
+    tables["variants"] = _along_shift(suite, "log_likelihood", "variants")
+    tables |= {f"ablation {group}": _ablation(suite, group) for group in ablation_groups(suite)}
+    tables |= {"cost": _cost(suite), "settings": _settings(suite)}
+    return {name: table for name, table in tables.items() if table is not None and table.columns}
 
 
 # --- beside the paper ------------------------------------------------------------------------------------------------
@@ -93,7 +83,7 @@ def _outlier_columns(sets: Sequence[SetInfo]) -> list[Shown]:
     return shown
 
 
-def _paper_names(methods: Mapping[str, Any]) -> dict[str, Any]:
+def _paper_rows(methods: Mapping[str, Any]) -> dict[str, Any]:
     return {f"paper: {method}": row for method, row in methods.items()}
 
 
@@ -110,13 +100,12 @@ def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
 
 
 def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    sets = suite.of_role("outlier")
-    if not sets:
+    shown = _outlier_columns(suite.of_role("outlier"))
+    if len(shown) == 1:
         return None
-    shown = _outlier_columns(sets)
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     titles = [f"{one.column.group} {one.column.name}" for one in shown]
-    aside = _paper_names({method: [row.get(title) for title in titles] for method, row in paper.items()})
+    aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
         f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well low confidence separates outliers from test "
         f"data; 50 is guessing.{_paper_words(suite, aside)}"
@@ -126,45 +115,35 @@ def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    sets = [one for one in suite.of_role("outlier") if any(f"{one.title} MMC" in row for row in paper.values())]
-    methods = [method for method in suite.runs if method in paper]
-    if not sets or not methods:
+    known = {title for row in paper.values() for title in row}
+    shown = _outlier_columns([one for one in suite.of_role("outlier") if f"{one.title} MMC" in known])
+    values: dict[str, list[Number]] = {method: [] for method in suite.runs if method in paper}
+    if len(shown) == 1 or not values:
         return None
-    shown = _outlier_columns(sets)
-    found = [numbers(one.quantity, 100) for one in shown]
-    titles = [f"{one.column.group} {one.column.name}" for one in shown]
-    values: dict[str, list[Number]] = {
-        method: [
-            _difference(by_method[method], paper[method].get(title))
-            for by_method, title in zip(found, titles, strict=True)
-        ]
-        for method in methods
-    }
+    for one in shown:
+        found = numbers(one.quantity, 100)
+        for method, row in values.items():
+            mine, theirs = found[method], paper[method].get(f"{one.column.group} {one.column.name}")
+            gap = None if mine is None or theirs is None else mine.minus(theirs)
+            row.append(gap if gap is None or mine is None or mine.error is not None else replace(gap, error=None))
     caption = "In percentage points, with the error of the difference. Positive: higher here."
     columns = [replace(one.column, better=None) for one in shown]
     return make_table(f"{suite.title}: ours minus the paper's", caption, columns, values)
 
 
-def _difference(mine: Estimate | None, theirs: Estimate | None) -> Estimate | None:
-    if mine is None or theirs is None:
-        return None
-    gap = mine.minus(theirs)
-    return gap if mine.error is not None else replace(gap, error=None)
-
-
 # --- in distribution and under shift ---------------------------------------------------------------------------------
 
-IN_DISTRIBUTION = (
-    ("accuracy", Column("accuracy %", better="high", digits=2), 100),
-    ("nll", Column("NLL", better="low", digits=4), 1),
-    ("brier", Column("Brier", better="low", digits=4), 1),
-    ("ece", Column("ECE % (15 bins)", better="low", digits=2), 100),
-    ("ece100", Column("ECE % (100)", better="low", digits=2), 100),
-    ("ece_legacy", Column("ECE % (legacy)", digits=2), 100),
-    ("mce", Column("MCE %", digits=1), 100),
-    ("aurc", Column("AURC %", better="low", digits=3), 100),
-    ("confidence", Column("mean conf. %", digits=2), 100),
-)
+IN_DISTRIBUTION = {
+    "accuracy": Column("accuracy %", better="high", digits=2),
+    "nll": Column("NLL", better="low", digits=4),
+    "brier": Column("Brier", better="low", digits=4),
+    "ece": Column("ECE % (15 bins)", better="low", digits=2),
+    "ece100": Column("ECE % (100)", better="low", digits=2),
+    "ece_legacy": Column("ECE % (legacy)", digits=2),
+    "mce": Column("MCE %", digits=1),
+    "aurc": Column("AURC %", better="low", digits=3),
+    "confidence": Column("mean conf. %", digits=2),
+}
 
 
 def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
@@ -175,14 +154,11 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
         f"calibration error. Legacy: the error of published scripts, which leave out predictions of confidence 0.99 and more; "
         f"only for comparison with published numbers. AURC: area under the risk-coverage curve."
     )
-    shown = [Shown(column, On("test", metric), factor) for metric, column, factor in IN_DISTRIBUTION]
-    return records_table(f"{suite.title}: in distribution", caption, numbers, shown)
+    return records_table(f"{suite.title}: in distribution", caption, numbers, on_set("test", IN_DISTRIBUTION))
 
 
 def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     levels = levels_of(suite)
-    if not levels:
-        return None
     shown = [
         Shown(Column(f"{level:g}", f"AURC %, {suite.axis}", "low", 2), numbers.at_level(level, "aurc"), 100)
         for level in levels
@@ -197,42 +173,27 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, shown)
 
 
-def _along_shift(suite: SuiteResults, numbers: Numbers, metric: str) -> Table | None:
-    given = paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
-    return _curves(f"{suite.shift_title}: {METRIC_NAMES[metric]}", suite, suite.runs, numbers, metric, given)
-
-
-def _variants(suite: SuiteResults) -> Table | None:
-    methods = suite.groups.get("variants", {})
-    settings = [(records[0].settings.get("structure"), records[0].settings.get("link")) for records in methods.values()]
-    given = paper_numbers.VARIANTS.get(suite.name, {})
-    paper = {f"LLLA {' '.join(kind)}": curve for kind, curve in given.items() if kind in settings}
-    title = f"{suite.title}: log-likelihood of LLLA variants"
-    return _curves(title, suite, methods, Numbers(methods), "log_likelihood", paper)
-
-
-def _curves(
-    title: str,
-    suite: SuiteResults,
-    methods: Mapping[str, Sequence[Record]],
-    numbers: Numbers,
-    metric: str,
-    paper: Mapping[str, Sequence[float]],
-) -> Table | None:
-    levels = levels_of(suite)
+def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table | None:
+    levels, methods, like = levels_of(suite), suite.groups.get(group, {}), SHIFT_METRICS[metric]
     if len(levels) < 2 or not methods:
         return None
-    factor, digits = (100, 1) if metric in PERCENT else (1, 3)
+    numbers, factor = Numbers(methods), 100 if like.digits == 1 else 1
     shown = [
-        Shown(Column(f"{level:g}", suite.axis, BETTER[metric], digits), numbers.at_level(level, metric), factor)
+        Shown(replace(like, name=f"{level:g}", group=suite.axis), numbers.at_level(level, metric), factor)
         for level in levels
     ]
-    known = {method: curve for method, curve in paper.items() if len(curve) == len(levels)}
-    aside = _paper_names({method: [factor * value for value in curve] for method, curve in known.items()})
-    name = METRIC_NAMES[metric]
+    title, paper = f"{suite.shift_title}: {like.name}", paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
+    if group == "variants":
+        title = f"{suite.title}: {like.name} of LLLA variants"
+        kinds = [[records[0].settings.get(key) for key in ("structure", "link")] for records in methods.values()]
+        given = paper_numbers.VARIANTS.get(suite.name, {})
+        paper = {f"LLLA {' '.join(kind)}": curve for kind, curve in given.items() if list(kind) in kinds}
+    aside = _paper_rows(
+        {name: [factor * one for one in curve] for name, curve in paper.items() if len(curve) == len(levels)}
+    )
     caption = (
-        f"{name[0].upper()}{name[1:]}{', in %' if factor == 100 else ''}. {runs_words(methods)} 0 is the test set itself."
-        f"{_paper_words(suite, aside)}"
+        f"{like.name[0].upper()}{like.name[1:]}{', in %' if factor == 100 else ''}. {runs_words(methods)} 0 is the test set "
+        f"itself.{_paper_words(suite, aside)}"
     )
     return records_table(title, caption, numbers, shown, aside)
 
@@ -337,8 +298,6 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table | None:
     columns, values = _every_score(suite, numbers, [(column, one.name, name) for name, column in SCORED.items()])
-    if not columns:
-        return None
     caption = (
         f"In %. {runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
         f"positive class. FPR95: share of outliers that pass where 95% of the test data do."
@@ -348,45 +307,29 @@ def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table | None
     return make_table(f"{one.title}: every method by every score", caption, columns, values)
 
 
-NEAR_AND_FAR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}
-}
+NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
 """By suite: near and far sets of OpenOOD's benchmark that may be among ours."""
-
-OPENOOD_TITLES = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "mnist": "MNIST", "svhn": "SVHN"}
-OPENOOD_ABSENT = ("Textures", "Places365")
-"""Far sets of the benchmark that no suite reads."""
 
 OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in", "aupr_out": "AUPR out"}
 
 
-def _openood(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    groups = {
-        kind: [suite.sets[name] for name in names if name in suite.sets]
-        for kind, names in NEAR_AND_FAR.get(suite.name, {}).items()
-    }
+def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
     asked = []
-    for kind, sets in groups.items():
+    shown: list[SetInfo] = []
+    for kind, listed in NEAR_AND_FAR.get(suite.name, {}).items():
+        sets = [suite.sets[name] for name in listed if name in suite.sets]
         group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
         asked += [(replace(SCORED[key], name=name, group=group), names, key) for key, name in OPENOOD_METRICS.items()]
+        shown += sets
     columns, values = _every_score(suite, numbers, asked)
-    if not columns:
-        return None
-    shown = {one.name: one for sets in groups.values() for one in sets}
-    absent = [title for name, title in OPENOOD_TITLES.items() if name not in shown]
-    counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown.values())
-    ours = (
-        "TinyImageNet's classes that are also CIFAR-10's are left out by our own list; "
-        if "tinyimagenet" in shown
-        else ""
-    )
+    counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
     caption = (
         f"In %. {runs_words(suite.runs)} Means over sets, as in OpenOOD (Zhang et al., 2023). FPR95: share of test data refused where "
         f"95 % of the outliers are. AUPR in, out: test data, or outliers, as the positive class. Scores of features and logits are "
         f"in the rows of MAP and DE. Differences from OpenOOD: networks are {suite.network}, not ResNet-18, and DE and MoLA use "
-        f"{suite.components} of them; {suite.test.count:,} test images, and as outliers {counts}; {ours}no outliers were used to "
-        f"choose settings of scores; {', '.join((*absent, *OPENOOD_ABSENT))} are missing; AUPR is the average precision. Do not rank "
-        f"these numbers among published ones."
+        f"{suite.components} of them; {suite.test.count:,} test images, and as outliers {counts}, without its Textures and Places365; "
+        f"TinyImageNet's classes that are also CIFAR-10's are left out by our own list; no outliers were used to choose settings of "
+        f"scores; AUPR is the average precision. Do not rank these numbers among published ones."
     )
     return make_table(f"{suite.title}: near and far outliers, as OpenOOD shows them", caption, columns, values)
 
@@ -394,12 +337,10 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table | None:
 # --- measures beyond the metrics -------------------------------------------------------------------------------------
 
 
-def _rejection(suite: SuiteResults, numbers: Numbers) -> Table | None:
+def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
     asked = [(Column(name, better="high"), "rejection", f"{name}, {{}}") for name in named]
     columns, values = _every_score(suite, numbers, asked)
-    if not columns:
-        return None
     caption = (
         f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds the threshold that treats most validation "
         f"requests correctly, 3000 in scope and 100 out of it. Rejected requests count as wrong in the in-scope accuracy. Larson "
@@ -408,11 +349,12 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table | None:
     return make_table(f"{suite.title}: requests out of scope, rejected", caption, columns, values)
 
 
+def _measured(suite: SuiteResults, measure: str) -> dict[str, tuple[Record, ...]]:
+    return {name: records for name, records in suite.runs.items() if any(measure in one.measures for one in records)}
+
+
 def _people(suite: SuiteResults) -> Table | None:
-    methods = {
-        method: records for method, records in suite.runs.items() if any("people" in one.measures for one in records)
-    }
-    if not methods:
+    if not (methods := _measured(suite, "people")):
         return None
     shown = [
         Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
@@ -431,19 +373,12 @@ def _people(suite: SuiteResults) -> Table | None:
     return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), shown)
 
 
-ESTIMATORS = ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
-
-
 def _estimated_accuracy(suite: SuiteResults) -> Table | None:
-    measure = "estimated accuracy"
-    methods = {
-        method: records for method, records in suite.runs.items() if any(measure in one.measures for one in records)
-    }
-    if not methods:
+    if not (methods := _measured(suite, measure := "estimated accuracy")):
         return None
     shown = [
         Shown(Column(f"{one.level:g}", f"{name}, {suite.axis}", "low", 1), On(measure, f"{one.name}, {name}"), 100)
-        for name in ESTIMATORS
+        for name in ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
         for one in suite.of_role("shift")
     ]
     caption = (
@@ -492,21 +427,20 @@ TUNED = ("prior_precision", "temperature", "distance_exponent")
 
 
 def _settings(suite: SuiteResults) -> Table:
-    rows = []
+    columns = [*SETTINGS, "other", *(name.replace("_", " ") for name in TUNED)]
+    rows = {}
     for group in [MAIN, *ablation_groups(suite)]:
         for method, records in suite.groups.get(group, {}).items():
             settings = records[0].settings
             others = [f"{key} {_plain(value)}" for key, value in settings.items() if key not in SETTINGS]
-            tuned = [_tuned(records, key) for key in TUNED]
-            cells = [*(_plain(settings.get(key)) for key in SETTINGS), ", ".join(others), *tuned]
-            rows.append(Row(method, tuple(Cell(cell) for cell in cells)))
-    columns = [*SETTINGS, "other", *(name.replace("_", " ") for name in TUNED)]
-    known = [index for index in range(len(columns)) if any(row.cells[index].text for row in rows)]
+            tuned = [_range(record.chosen.get(key) for record in records) for key in TUNED]
+            rows[method] = [*(_plain(settings.get(key)) for key in SETTINGS), ", ".join(others), *tuned]
+    kept = [index for index in range(len(columns)) if any(row[index] for row in rows.values())]
     return Table(
         f"{suite.title}: settings, and what was tuned",
         "Ranges are over components and runs.",
-        tuple(Column(columns[index]) for index in known),
-        tuple(Row(row.name, tuple(row.cells[index] for index in known)) for row in rows),
+        tuple(Column(columns[index]) for index in kept),
+        tuple(Row(method, tuple(Cell(row[index]) for index in kept)) for method, row in rows.items()),
     )
 
 
@@ -516,14 +450,11 @@ def _plain(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _tuned(records: tuple[Record, ...], key: str) -> str:
-    given = [record.chosen.get(key) for record in records]
-    values = [one for value in given for one in (value if isinstance(value, list) else [value])]
-    numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
-    if not numbers:
-        return ""
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
-    return low if low == high else f"{low} to {high}"
+def _range(given: Iterable[Any]) -> str:
+    # Numbers, lists of numbers or None: the smallest and the largest number.
+    numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
+    ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
+    return " to ".join(dict.fromkeys(ends))
 
 
 BASES = (("fit", "s", "LLLA"), ("predict", "s", "MAP"), ("memory", "MB", "MAP"))
@@ -533,27 +464,20 @@ MEGABYTE = 1e6
 
 
 def _cost(suite: SuiteResults) -> Table | None:
-    if not suite.cost:
-        return None
-    here = {row.method: (row.fit_seconds, row.predict_seconds, row.bytes / MEGABYTE) for row in suite.cost}
-    columns = [
-        Column(name, group=group, digits=2)
-        for group, unit, base in BASES
-        for name in (unit, f"\N{MULTIPLICATION SIGN} {base}", f"paper \N{MULTIPLICATION SIGN} {base}")
-    ]
-    values: dict[str, list[Number]] = {
-        method: [
-            number
-            for index, (_, _, base) in enumerate(BASES)
-            for number in (
-                costs[index],
-                _ratio(here, method, base, index),
-                _ratio(paper_numbers.COST, method, base, index),
-            )
-        ]
-        for method, costs in here.items()
+    here = {
+        row["method"]: (row["fit_seconds"], row["predict_seconds"], row["bytes"] / MEGABYTE)
+        for row in suite.cost["rows"]
     }
-    told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost_document["settings"].items())
+    if not here:
+        return None
+    columns: list[Column] = []
+    values: dict[str, list[Number]] = {method: [] for method in here}
+    for index, (group, unit, base) in enumerate(BASES):
+        ratio = f"\N{MULTIPLICATION SIGN} {base}"
+        columns += [Column(name, group=group, digits=2) for name in (unit, ratio, f"paper {ratio}")]
+        for method, row in values.items():
+            row += [here[method][index], *(_ratio(costs, method, base, index) for costs in (here, paper_numbers.COST))]
+    told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
         f"Measured in one run{f' ({told})' if told else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
         f"fits nothing. Paper: the same ratios in the paper's table ({paper_numbers.COST_SETTING}). Memory: what prediction needs."

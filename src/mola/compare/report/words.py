@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mola.compare.demo_result import DemoResult
 from mola.compare.measured import CLEAR, SAME, Lead
-from mola.compare.record import Comparison, Record
+from mola.compare.record import Comparison
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import Estimate, is_clear, leaders
-from mola.compare.report.numbers import (
-    BY_CONFIDENCE,
-    Numbers,
-    On,
-    are_rotations,
-    runs_counted,
-    shared_outliers,
-)
-from mola.compare.report.reading import SuiteResults, known_scores, listed
-from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of, worst_classes
+from mola.compare.report.estimate import is_clear
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
+from mola.compare.report.reading import METHODS, SuiteResults, listed
+from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of
 from mola.compare.report.suite_tables import GROUP_TITLES, paper_network
-from mola.compare.report.tables import Better
-
-METHODS = {
-    "MAP": "the first network as it is",
-    "MAP-T": "MAP with a temperature, tuned on the validation data",
-    "DE": "the deep ensemble: the mean of all networks' probabilities",
-    "DE-T": "DE with a temperature, tuned on the validation data",
-    "DE-L": "the mean of all networks' logits, with a temperature",
-    "LLLA": "the first network with a Laplace approximation of its last layer",
-    "MoLA": "all networks, each with a Laplace approximation of its last layer",
-    "MoLA (NLL)": "MoLA, its prior precision tuned by validation log loss instead of the paper's rule",
-    "MoLA (distance)": "MoLA, its logits divided by the distance of the features from the training classes",
-    "LLLA (distance)": "MoLA (distance) of the first network alone",
-    "MoLA (calibrated)": "MoLA, its temperature, pooling and prior precision tuned for calibration",
-    "LLLA (calibrated)": "MoLA (calibrated) of the first network alone",
-    "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
-    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of its 1000 weights of largest variance",
-    "SWAG": "a Gaussian fitted to the last steps of training",
-    "MultiSWAG": "a mixture of SWAGs",
-    "MIMO": "one network that makes several predictions at once",
-    "MIMO-MoLA": "MIMO, each of its outputs with a Laplace approximation",
-}
 
 REGRESSION_METHODS = {
     **METHODS,
@@ -205,9 +175,6 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 # --- mola evaluate ---------------------------------------------------------------------------------------------------
 
-NAMED = 5
-"""Classes that a sentence names."""
-
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
     """Findings on the test data and on outliers."""
@@ -229,53 +196,14 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
             lead_sentence(leads["nll"], "the lowest log loss", 4),
             f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.",
         ]
-    found = [Finding("On the test data", " ".join(sentences))]
-    if comparison.made["rule"] == "threshold" and mine["nll"] > 1.05 * plain["nll"] and _more_cautious(comparison):
-        text = (
-            f"The log loss of {own} is {mine['nll']:.4f}, that of {base} {plain['nll']:.4f}: the threshold rule accepts a loss on "
-            f"the data for less confidence outside them. `mola fit --rule nll` tunes for log loss."
+    outliers = [
+        Finding(
+            f"Outliers: {one.title}",
+            lead_sentence(comparison.leads[one.name]["auroc"], "the highest AUROC of all scores", 2, 100, " %"),
         )
-        found.append(Finding(f"{own} and {base}", text))
-    return [*found, *_outlier_findings(comparison), *_worst(comparison)]
-
-
-def _more_cautious(comparison: Comparison) -> bool:
-    mine, plain = (comparison.methods[name].outliers.values() for name in (comparison.own, comparison.baseline))
-    return all((one.confidence or 0.0) < (other.confidence or 0.0) for one, other in zip(mine, plain, strict=True))
-
-
-def _outlier_findings(comparison: Comparison) -> list[Finding]:
-    own, found = comparison.own, []
-    for one in comparison.of_role("outlier"):
-        results = {
-            name: comparison.methods[name].outliers[one.name]
-            for name in dict.fromkeys(("MAP", comparison.baseline, own))
-        }
-        sentences = [
-            lead_sentence(comparison.leads[one.name]["auroc"], "the highest AUROC of all scores", 2, 100, " %")
-        ]
-        if comparison.regression:
-            usual = comparison.methods[own].labelled[comparison.test.name].metrics["std"]
-            times = (results[own].std or 0.0) / usual
-            sentences.append(f"The standard deviations of {own} are {times:.2f} times those on the test data.")
-        else:
-            shown = ", ".join(f"{name} {100 * (result.confidence or 0.0):.1f} %" for name, result in results.items())
-            sentences.append(f"Mean confidence: {shown}.")
-        found.append(Finding(f"Outliers: {one.title}", " ".join(sentences)))
-    return found
-
-
-def _worst(comparison: Comparison) -> list[Finding]:
-    classes = comparison.methods[comparison.own].labelled[comparison.test.name].classes
-    worst = [
-        f"{name} ({100 * classes[name].accuracy:.1f} % of {classes[name].count})"
-        for name in worst_classes(comparison)[:NAMED]
-        if classes[name].accuracy < 1
+        for one in comparison.of_role("outlier")
     ]
-    if len(classes) < 3 or not worst:
-        return []
-    many = "classes" if all(one.auroc is None for one in classes.values()) else "labels"
-    return [Finding(f"Worst {many}", f"The lowest accuracies of {comparison.own}: {', '.join(worst)}.")]
+    return [Finding("On the test data", " ".join(sentences)), *outliers]
 
 
 def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
@@ -318,165 +246,94 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 
 # --- suites ----------------------------------------------------------------------------------------------------------
 
-FAR, MOST_NAMED = 3.0, 6
-"""Percentage points from which a difference from the paper is named, and the most that are named."""
+FAR = 3.0
+"""Percentage points from which a difference from the paper is counted."""
+
+COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
+"""Methods, and the ensembles that they must beat."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Findings about the methods compared."""
+    """Clear differences between MoLA and ensembles, and numbers that differ from the paper's."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
-    parts = [_against_ensemble(suite, numbers), _leads(suite, numbers), _paper(suite, numbers), _tuning(suite)]
-    return [finding for finding in (*parts, _certainty(suite)) if finding is not None]
+    found = [_compared(suite, numbers, own, base) for own, base in COMPARED if {own, base} <= suite.runs.keys()]
+    return [finding for finding in (*found, _paper(suite, numbers)) if finding is not None]
 
 
-def _quantities(suite: SuiteResults, numbers: Numbers) -> list[tuple[str, On, Better, int, float]]:
-    # Name, number, which end is best, digits, and the factor to its unit.
+def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
     outliers = tuple(one.name for one in shared_outliers(suite, suite.runs))
-    return [
-        ("log loss on test data", On("test", "nll"), "low", 4, 1),
-        ("calibration error on test data (%)", On("test", "ece"), "low", 2, 100),
-        ("log loss on shifted data", numbers.shifted("nll"), "low", 3, 1),
-        ("calibration error on shifted data (%)", numbers.shifted("ece"), "low", 1, 100),
-        ("mean confidence in outliers (%)", On(outliers, "confidence"), "low", 1, 100),
-        ("AUROC of confidence (%)", On(outliers, "auroc", BY_CONFIDENCE), "high", 1, 100),
-    ]
-
-
-def _against_ensemble(suite: SuiteResults, numbers: Numbers) -> Finding | None:
-    own, base = "MoLA", suite.baseline
-    if own not in suite.runs or base not in suite.runs:
-        return None
-    better: list[str] = []
-    worse: list[str] = []
-    same: list[str] = []
-    for name, quantity, end, digits, factor in _quantities(suite, numbers):
+    # Name, number, its sign if higher is better, digits, and the factor to its unit.
+    quantities = (
+        ("log loss on test data", On("test", "nll"), -1, 4, 1),
+        ("calibration error on test data (%)", On("test", "ece"), -1, 2, 100),
+        ("log loss on shifted data", numbers.shifted("nll"), -1, 3, 1),
+        ("calibration error on shifted data (%)", numbers.shifted("ece"), -1, 1, 100),
+        ("mean confidence in outliers (%)", On(outliers, "confidence"), -1, 1, 100),
+        ("AUROC of confidence (%)", On(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
+    )
+    better, worse, same = [], [], []
+    for name, quantity, sign, digits, factor in quantities:
         found = numbers(quantity, factor)
         if (mine := found[own]) is None or (theirs := found[base]) is None:
             continue
         gap = mine.minus(theirs)
-        words = f"{name} {mine.mean:.{digits}f} against {theirs.mean:.{digits}f}"
         if abs(gap.mean) < SAME:
             same.append(name)
         elif is_clear(gap):
-            (better if (gap.mean < 0) == (end == "low") else worse).append(words)
+            words = f"{name} {mine.mean:.{digits}f} against {theirs.mean:.{digits}f}"
+            (better if sign * gap.mean > 0 else worse).append(words)
     parts = [f"{own} equals {base} to all digits: {', '.join(same)}."] if same else []
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
-    if not parts:
-        return None
-    return Finding(f"{own} and {base}", " ".join(parts))
-
-
-def _leads(suite: SuiteResults, numbers: Numbers) -> Finding | None:
-    parts = []
-    for name, quantity, end, digits, factor in _quantities(suite, numbers):
-        found = numbers(quantity, factor)
-        if best := leaders(found, end):
-            parts.append(f"{name}: {', '.join(best)}, {_text(found, best[0], digits)}")
-    for one in suite.of_role("outlier"):
-        scored = {
-            f"{method} by {score}": value
-            for score in known_scores(suite)
-            for method, value in numbers(On(one.name, "auroc", score), 100).items()
-        }
-        if best := leaders(scored, "high"):
-            parts.append(f"AUROC of any score (%), {one.title}: {', '.join(best)}, {_text(scored, best[0], 1)}")
-    return Finding("Clear leads", f"{'; '.join(parts)}.") if parts else None
-
-
-def _text(found: Mapping[str, Estimate | None], name: str, digits: int) -> str:
-    one = found[name]
-    return "" if one is None else one.text(digits)
+    return Finding(f"{own} and {base}", " ".join(parts)) if parts else None
 
 
 def _paper(suite: SuiteResults, numbers: Numbers) -> Finding | None:
-    paper, far, count = paper_numbers.OUTLIERS.get(suite.name, {}), [], 0
+    gaps = {}
     for one in suite.of_role("outlier"):
         for kind, quantity in (("MMC", On(one.name, "confidence")), ("AUROC", On(one.name, "auroc", BY_CONFIDENCE))):
             for method, mine in numbers(quantity, 100).items():
-                theirs = paper.get(method, {}).get(f"{one.title} {kind}")
+                theirs = paper_numbers.OUTLIERS.get(suite.name, {}).get(method, {}).get(f"{one.title} {kind}")
                 if mine is not None and theirs is not None:
-                    count += 1
                     words = f"{method} on {one.title}, {kind} {mine.mean:.1f} (paper {theirs.mean:.1f})"
-                    far.append((abs(mine.mean - theirs.mean), words))
-    if not count:
+                    gaps[words] = abs(mine.mean - theirs.mean)
+    if not gaps:
         return None
-    named = [words for gap, words in sorted(far, key=lambda one: -one[0]) if gap > FAR]
-    text = f"Of {count} numbers that the paper reports ({paper_network(suite)}), "
-    if not named:
-        return Finding("Beside the paper", f"{text}none differs by more than {FAR:g} points.")
-    shown = "; ".join(named[:MOST_NAMED])
-    more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return Finding("Beside the paper", f"{text}{len(named)} differ by more than {FAR:g} points: {shown}{more}.")
-
-
-def _certainty(suite: SuiteResults) -> Finding:
-    if suite.run_count == 1:
-        text = "One run: the spread is unknown, and small differences may change sign with other networks."
-    elif are_rotations(suite.runs):
-        text = (
-            f"Standard errors over {runs_counted(suite.runs)} of a cross-fit, corrected for shared data. Networks and outliers "
-            f"are the same in all of them, so errors describe data, not networks."
-        )
-    else:
-        text = (
-            f"Standard errors over {runs_counted(suite.runs)}, whose networks differ and whose test data do not: errors describe "
-            f"networks, not data."
-        )
-    return Finding("Uncertainty", text)
-
-
-ROUTINE = "went on to"
-"""Part of the remark that a search left its first grid, which is routine."""
-
-
-def _tuning(suite: SuiteResults) -> Finding | None:
-    # Remarks that differ in numbers alone are shown once.
-    same: dict[str, tuple[str, list[str]]] = {}
-    for method, records in suite.runs.items():
-        for note in dict.fromkeys(note for record in records for note in _notes(record) if ROUTINE not in note):
-            _, methods = same.setdefault(re.sub(r"\d[\d.]*(?:e[+-]?\d+)?", "#", note), (note, []))
-            if method not in methods:
-                methods.append(method)
-    told = [f"{listed(methods)}: {note}" for note, methods in same.values()]
-    return Finding("Remarks of tuning", " ".join(told)) if told else None
-
-
-def _notes(record: Record) -> list[str]:
-    notes = record.chosen.get("notes", [])
-    return [str(note) for note in ([notes] if isinstance(notes, str) else notes)]
+    text = f"{sum(gap > FAR for gap in gaps.values())} of {len(gaps)} numbers differ by more than {FAR:g} points from the paper's"
+    return Finding(
+        "Beside the paper",
+        f"{text} ({paper_network(suite)}); the largest difference: {max(gaps, key=gaps.__getitem__)}.",
+    )
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
     """The small print: data, remarks of tuning, environments, time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    about: dict[str, list[str]] = {}
+    about: dict[str, dict[str, None]] = {}  # methods by remark, each once
     for record in records:
-        for note in dict.fromkeys(_notes(record)):
-            if record.method not in about.setdefault(note, []):
-                about[note].append(record.method)
+        for note in record.chosen.get("notes", []):
+            about.setdefault(str(note), {})[record.method] = None
     environments = {
         "Environment": _environment(record.environment for record in records),
-        "Environment of the cost": _environment([suite.cost_document["environment"]]),
+        "Environment of the cost": _environment([suite.cost["environment"]]),
     }
     seconds = sum(sum(record.seconds.values()) for record in records)
     return [
         f"Data: {sets}.",
         *suite.notes,
-        *[f"{listed(methods)}: {note}" for note, methods in about.items()],
+        *[f"{listed(list(methods))}: {note}" for note, methods in about.items()],
         *[f"{what}: {words}." for what, words in environments.items() if words],
         f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of given networks.",
     ]
 
 
 def _environment(environments: Iterable[Mapping[str, Any]]) -> str:
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}
     for environment in environments:
         for key, value in environment.items():
             text = ", ".join(f"{one} {two}" for one, two in value.items()) if isinstance(value, dict) else str(value)
-            if text not in found.setdefault(key, []):
-                found[key].append(text)
+            found.setdefault(key, {})[text] = None
     return "; ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
