@@ -18,7 +18,7 @@ from mola.compare.regression import (
     regression_measured,
     regression_result,
 )
-from mola.compare.report.single_run_tables import output_table
+from mola.compare.report.single_run_tables import detail_table
 from mola.compare.results import outlier_leads, outlier_result
 from mola.likelihoods import BERNOULLI
 from mola.prediction import RegressionPrediction
@@ -191,13 +191,14 @@ def test_outputs_in_different_units_have_their_own_decimals():
     result = regression_result(tally_of(wide, targets * units), ["temperature", "price"])
     method = SimpleNamespace(labelled={"test": result})
     comparison = SimpleNamespace(
+        regression=True,
         baseline="DE",
         own="MoLA",
         test=SimpleNamespace(name="test"),
         methods={"DE": method, "MoLA": method},
         classes=("temperature", "price"),
     )
-    table = output_table(comparison)
+    table = detail_table(comparison)
     columns = [(column.group, column.name) for column in table.columns]
     for row in table.rows:
         own = result.regression.outputs[row.name]

@@ -210,7 +210,6 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
     assert rows["MoLA, max probability"][0].startswith(f"{near:.1f}")
     assert rows["MoLA, max probability"][4].startswith(f"{near + 2:.1f}")
     assert (rows["DE, entropy"][1], rows["DE, entropy"][5]) == ("5.0 ± 0.0", "25.0 ± 0.0")
-    assert "Textures, Places365" in openood.caption
     # Qualities 5 and 6 differ by the same in every run.
     types = texts(tables["types nll"])
     assert list(types) == ["gaussian noise", "fog"]
@@ -305,7 +304,6 @@ def test_findings_are_those_of_the_numbers(suite):
     found = told(suite)
     assert "Clearly better than DE: log loss on test data 0.0407 against 0.0807" in found["MoLA and DE"]
     assert "worse" not in found["MoLA and DE"]
-    assert f"AUROC of confidence (%): MoLA, {100 * (0.91 + 0.03 + np.mean(SPREAD)):.1f}" in found["Clear leads"]
     worse = replace(suite, groups={"main": {"DE": suite.runs["MoLA"], "MoLA": suite.runs["DE"]}})
     assert "better" not in told(worse)["MoLA and DE"]
     far = [
@@ -317,8 +315,7 @@ def test_findings_are_those_of_the_numbers(suite):
             ("AUROC", 100 * (0.90 + 0.01 * place + 0.005 * QUALITY[method] + np.mean(SPREAD))),
         )
     ]
-    assert f"Of {len(far)} numbers" in found["Beside the paper"]
-    assert f"{sum(far)} differ" in found["Beside the paper"]
+    assert found["Beside the paper"].startswith(f"{sum(far)} of {len(far)} numbers differ")
     assert "also with LeNet" in found["Beside the paper"]
     assert "lenet-300 here" in told(replace(suite, network="lenet-300"))["Beside the paper"]
 
@@ -329,9 +326,7 @@ def test_a_method_that_equals_the_ensemble_is_said_to_equal_it(suite):
     assert "better" not in told(same)["MoLA and DE"]
     plain = one_run()
     twins = tuple(replace(plain.methods["DE"], method=name) for name in ("MAP", "DE", "MoLA"))
-    first, *others = evaluation_findings(replace(plain, records=twins, made={**plain.made, "rule": "threshold"}))
-    assert "MoLA equals DE" in first.text
-    assert not any("threshold rule" in one.text for one in others)
+    assert "MoLA equals DE" in evaluation_findings(replace(plain, records=twins))[0].text
 
 
 # --- forms of a table -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mola.app.jobs.job import RUN
 from mola.app.jobs.rows import Account
 from mola.app.options import option
 from mola.compare.record import Comparison
-from mola.compare.report.single_run_tables import FEW
+from mola.compare.report.single_run_tables import evaluation_tables
 from mola.compare.report.tables import fitting, for_terminal
 
 DRAWING_BEGINS = 0.8
@@ -108,11 +108,10 @@ def evaluate(options: EvaluateOptions) -> None:
 def _shown(console: Console, comparison: Comparison) -> list[str]:
     # The finding, the main table, and as much of the rest as a screen holds: the page has everything.
     from mola.compare.report.words import evaluation_findings
-    from mola.compare.report.writing import shown_tables
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
     left_out = Account(comparison.left_out, comparison.noted).lines(shown=2)
-    main = replace(shown_tables(comparison, FEW)[0], caption="")
+    main = replace(evaluation_tables(comparison)[0], caption="")
     main = replace(fitting(main, console.width)[0], title=main.title)  # columns that fit the terminal
     lines: list[str] = []
     for part in (f"[bold]{first}[/bold]", for_terminal(main), *map(escape, left_out), *others):

@@ -12,14 +12,8 @@ from markupsafe import Markup, escape
 from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
 from mola.compare.report import words
-from mola.compare.report.reading import SuiteResults
-from mola.compare.report.single_run_tables import (
-    class_table,
-    demo_tables,
-    evaluation_tables,
-    output_table,
-    regression_tables,
-)
+from mola.compare.report.reading import METHODS, SuiteResults
+from mola.compare.report.single_run_tables import demo_tables, detail_table, evaluation_tables
 from mola.compare.report.style import INK, Drawn, strokes
 from mola.compare.report.suite_tables import ablation_groups
 from mola.compare.report.tables import Table
@@ -58,16 +52,15 @@ def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str
         kind, _, index = name.partition("-")
         title, caption = words.EVALUATION_FIGURES[kind]
         shown.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
-    regression = comparison.regression
     return _render(
         "evaluation",
         comparison=comparison,
         outliers=len(outliers),
         findings=words.evaluation_findings(comparison),
-        tables=regression_tables(comparison) if regression else evaluation_tables(comparison),
-        classes=output_table(comparison) if regression else class_table(comparison),
+        tables=evaluation_tables(comparison),
+        detail=detail_table(comparison),
         figures=shown,
-        described=words.REGRESSION_METHODS if regression else words.METHODS,
+        described=words.REGRESSION_METHODS if comparison.regression else METHODS,
         remarks=words.evaluation_remarks(comparison),
     )
 
@@ -86,7 +79,7 @@ def _render(template: str, **context: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"strokes": strokes, "METHODS": words.METHODS}
+    environment.globals |= {"strokes": strokes, "METHODS": METHODS}
     environment.filters |= {
         "ablation_groups": ablation_groups,
         "findings": words.suite_findings,

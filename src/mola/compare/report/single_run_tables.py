@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mola.compare.measured import CLEAR
 from mola.compare.record import Comparison, DecisionResult, SetInfo, SetResult
 from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate
-from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, Shown, records_table
-from mola.compare.report.tables import Better, Column, Number, Table, make_table
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, Shown, on_set, records_table
+from mola.compare.report.tables import Column, Number, Table, make_table
 from mola.compare.tally import ALL_SCORES, SCORES
 from mola.options import counted
 
@@ -41,42 +41,45 @@ def set_words(one: SetInfo) -> str:
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
 
 
-def _labelled(name: str, shown: Iterable[tuple[str, Column, float]]) -> list[Shown]:
-    return [Shown(column, On(name, metric), factor) for metric, column, factor in shown]
-
-
 # --- classification --------------------------------------------------------------------------------------------------
 
-TEST_DATA = (
-    ("accuracy", Column("accuracy %", better="high", digits=2), 100),
-    ("nll", Column("NLL", better="low", digits=4), 1),
-    ("brier", Column("Brier", better="low", digits=4), 1),
-    ("ece", Column("ECE %", better="low", digits=2), 100),
-    ("confidence", Column("mean conf. %", digits=2), 100),
-    ("auroc", Column("AUROC %", better="high", digits=2), 100),
-    ("average_precision", Column("AP %", better="high", digits=2), 100),
-    ("miou", Column("mean IoU %", better="high", digits=2), 100),
-)
+TEST_DATA = {
+    "accuracy": Column("accuracy %", better="high", digits=2),
+    "nll": Column("NLL", better="low", digits=4),
+    "brier": Column("Brier", better="low", digits=4),
+    "ece": Column("ECE %", better="low", digits=2),
+    "confidence": Column("mean conf. %", digits=2),
+    "auroc": Column("AUROC %", better="high", digits=2),
+    "average_precision": Column("AP %", better="high", digits=2),
+    "miou": Column("mean IoU %", better="high", digits=2),
+}
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
     """On the test data, decisions, and against each set of outliers."""
-    test, numbers = comparison.test, Numbers(comparison.runs)
+    inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
+    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
+    return [*inside, *decision_tables(comparison), *outside]
+
+
+def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
+    """Results by output of a regression, or by class, the `most` worst classes first."""
+    return _output_table(comparison) if comparison.regression else class_table(comparison, most)
+
+
+def _test_table(comparison: Comparison) -> Table:
+    test = comparison.test
     known = comparison.methods[comparison.own].labelled[test.name].metrics
     caption = (
         f"{set_words(test)}, with standard errors over inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, "
         f"15 bins."
     )
-    caption += (
-        " AUROC, AP (average precision): mean over labels; ECE: of the more probable answer."
-        if "auroc" in known
-        else ""
-    )
-    caption += " Mean IoU: intersection over union, mean over classes." if "miou" in known else ""
-    shown = _labelled(test.name, TEST_DATA)
-    inside = records_table("On the test data", caption, numbers, shown, leads=comparison.leads)
-    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
-    return [inside, *decision_tables(comparison), *outside]
+    if "auroc" in known:
+        caption += " AUROC, AP (average precision): mean over labels; ECE: of the more probable answer."
+    if "miou" in known:
+        caption += " Mean IoU: intersection over union, mean over classes."
+    shown = on_set(test.name, TEST_DATA)
+    return records_table("On the test data", caption, Numbers(comparison.runs), shown, leads=comparison.leads)
 
 
 def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
@@ -151,12 +154,6 @@ def _set_table(sets: SetResult, method: str) -> Table:
     return make_table("Prediction sets by class", caption, [Column("covered %")], values)
 
 
-def worst_classes(comparison: Comparison) -> list[str]:
-    """Classes of the test data, those with the lowest accuracy of the posterior first."""
-    found = comparison.methods[comparison.own].labelled[comparison.test.name].classes
-    return sorted(found, key=lambda name: (found[name].accuracy, -found[name].count))
-
-
 CLASS_COLUMNS = {
     "accuracy": "accuracy %",
     "confidence": "mean conf. %",
@@ -169,10 +166,11 @@ CLASS_COLUMNS = {
 
 def class_table(comparison: Comparison, most: int | None = None) -> Table:
     """Every class, or the `most` worst of them: count, accuracy and confidence, worst classes first."""
-    methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
+    methods = [comparison.baseline, comparison.own]
     # A label is counted once for each input where it is known, a class once for each position.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
+    order = sorted(results[1], key=lambda name: (results[1][name].accuracy, -results[1][name].count))
     shown = {
         measure: title
         for measure, title in CLASS_COLUMNS.items()
@@ -220,19 +218,17 @@ def digits_of(comparison: Comparison, metric: str) -> int:
     return _digits([one.errors.get(metric) for one in found], [one.metrics[metric] for one in found])
 
 
-def regression_tables(comparison: Comparison) -> list[Table]:
-    """On the test data, intervals, differences, promises, and against each set of outliers."""
+REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
+"""Metrics of a regression; lower is better."""
+
+
+def _regression_tables(comparison: Comparison) -> list[Table]:
+    # On the test data, intervals, and differences.
     test, numbers = comparison.test.name, Numbers(comparison.runs)
-    titles: dict[str, tuple[str, Better | None]] = {
-        "rmse": ("RMSE", "low"),
-        "nll": ("NLL", "low"),
-        "crps": ("CRPS", "low"),
-        "std": ("mean std.", None),
+    columns = {
+        name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
     }
-    scores = [
-        Shown(Column(title, better=better, digits=digits_of(comparison, metric)), On(test, metric))
-        for metric, (title, better) in titles.items()
-    ]
+    columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
     several = (
         " All but NLL are means over outputs, which the largest units dominate." if len(comparison.classes) > 1 else ""
     )
@@ -248,23 +244,20 @@ def regression_tables(comparison: Comparison) -> list[Table]:
         "Share of targets in central intervals, by the probability of the interval, and the intervals' width in the targets' "
         "units, with standard errors. If two methods are calibrated, the narrower intervals are better."
     )
-    outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
     return [
-        records_table("On the test data", caption, numbers, scores, leads=comparison.leads),
+        records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
         records_table("Intervals", below, numbers, intervals, leads={test: {}}),
         *([_difference_table(comparison)] if comparison.differences else []),
-        *decision_tables(comparison),
-        *outside,
     ]
 
 
 def _difference_table(comparison: Comparison) -> Table:
     found, columns = comparison.differences, []
-    for name, title in (("rmse", "RMSE"), ("nll", "NLL"), ("crps", "CRPS")):
+    for name, title in REGRESSION.items():
         pairs = [one[name] for one in found.values()]
         columns.append(Column(title, digits=_digits([error for _, error in pairs], [value for value, _ in pairs])))
     values: dict[str, list[Number]] = {
-        method: [Estimate(*one[name], 1) for name in ("rmse", "nll", "crps")] for method, one in found.items()
+        method: [Estimate(*one[name], 1) for name in REGRESSION] for method, one in found.items()
     }
     caption = (
         f"Each method minus {comparison.own}, input by input: above 0, {comparison.own} is better. A difference of less than two "
@@ -286,10 +279,10 @@ def _interval_table(comparison: Comparison, found: DecisionResult, values: dict[
     return make_table("Decisions", caption, columns, values, best=set())
 
 
-OUTPUT_COLUMNS = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS", "coverage_90": "90 % covered, %"}
+OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
-def output_table(comparison: Comparison) -> Table | None:
+def _output_table(comparison: Comparison) -> Table | None:
     """Output by output, the networks alone beside the posterior; None for one output."""
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
     found = {name: comparison.methods[name].labelled[test].regression for name in methods}
@@ -316,18 +309,18 @@ def output_table(comparison: Comparison) -> Table | None:
 
 # --- the demo --------------------------------------------------------------------------------------------------------
 
-TEST_DIGITS = (
-    ("accuracy", Column("accuracy %"), 100),
-    ("nll", Column("NLL", better="low", digits=3), 1),
-    ("brier", Column("Brier", better="low", digits=3), 1),
-    ("ece", Column("ECE %", better="low"), 100),
-    ("confidence", Column("mean conf. %"), 100),
-)
-ROTATED = (
-    ("accuracy", Column("acc. %"), 100),
-    ("nll", Column("NLL", better="low", digits=2), 1),
-    ("ece", Column("ECE %", better="low"), 100),
-)
+TEST_DIGITS = {
+    "accuracy": Column("accuracy %"),
+    "nll": Column("NLL", better="low", digits=3),
+    "brier": Column("Brier", better="low", digits=3),
+    "ece": Column("ECE %", better="low"),
+    "confidence": Column("mean conf. %"),
+}
+ROTATED = {
+    "accuracy": Column("acc. %"),
+    "nll": Column("NLL", better="low", digits=2),
+    "ece": Column("ECE %", better="low"),
+}
 TABLE_ANGLES = (15, 30, 45)
 
 
@@ -340,10 +333,10 @@ def demo_tables(comparison: Comparison) -> list[Table]:
         f"{BOLD.format('')}"
     )
     rotated = [
-        Shown(replace(column, group=f"{one.level:g}°"), On(one.name, metric), factor)
+        replace(shown, column=replace(shown.column, group=f"{one.level:g}°"))
         for one in comparison.of_role("shift")
         if one.level in TABLE_ANGLES
-        for metric, column, factor in ROTATED
+        for shown in on_set(one.name, ROTATED)
     ]
     below = f"The test digits, turned counter-clockwise. {BOLD.format('')}"
     by_set = []
@@ -356,7 +349,7 @@ def demo_tables(comparison: Comparison) -> list[Table]:
     )
     by_confidence = {one.name: {**leads[one.name], "auroc": leads[one.name]["max probability"]} for one in outliers}
     return [
-        records_table("In distribution", inside, numbers, _labelled(test.name, TEST_DIGITS), leads=leads),
+        records_table("In distribution", inside, numbers, on_set(test.name, TEST_DIGITS), leads=leads),
         records_table("Under rotation", below, numbers, rotated, leads=leads),
         records_table("Out of distribution, by confidence", outside, numbers, by_set, leads=by_confidence),
         _every_score(comparison, numbers),

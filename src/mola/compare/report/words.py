@@ -273,7 +273,9 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
         ("mean confidence in outliers (%)", On(outliers, "confidence"), -1, 1, 100),
         ("AUROC of confidence (%)", On(outliers, "auroc", BY_CONFIDENCE), 1, 1, 100),
     )
-    better, worse, same = [], [], []
+    better: list[str] = []
+    worse: list[str] = []
+    same: list[str] = []
     for name, quantity, sign, digits, factor in quantities:
         found = numbers(quantity, factor)
         if (mine := found[own]) is None or (theirs := found[base]) is None:

@@ -34,16 +34,10 @@ from mola.compare.report.numbers import levels_of
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
 from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets, suite_types
 from mola.compare.report.reading import SuiteResults
-from mola.compare.report.single_run_tables import (
-    FEW,
-    class_table,
-    evaluation_tables,
-    output_table,
-    regression_tables,
-)
+from mola.compare.report.single_run_tables import FEW, detail_table, evaluation_tables
 from mola.compare.report.style import Drawn, Figure, render
 from mola.compare.report.suite_tables import ablation_groups, compared_by_type, suite_tables
-from mola.compare.report.tables import Table, as_markdown, latex_document
+from mola.compare.report.tables import as_markdown, latex_document
 from mola.errors import OptionError
 
 Maker = Callable[[], Figure]
@@ -152,14 +146,6 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
     }
 
 
-def shown_tables(comparison: Comparison, most: int) -> list[Table]:
-    """All tables of a comparison on a user's data; of the classes, the `most` worst."""
-    if not comparison.regression:
-        return [*evaluation_tables(comparison), class_table(comparison, most)]
-    last = output_table(comparison)
-    return [*regression_tables(comparison), *([] if last is None else [last])]
-
-
 def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
 ) -> Path:
@@ -167,7 +153,8 @@ def write_evaluation(
 
     def texts(figures: dict[str, Drawn]) -> dict[str, str]:
         lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
-        lines += ["", *[as_markdown(table) for table in shown_tables(comparison, FEW)]]
+        tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
+        lines += ["", *[as_markdown(table) for table in tables if table is not None]]
         lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
         return {
             "numbers.json": _as_json(numbers),
