@@ -14,9 +14,11 @@ import torch
 from PIL import Image
 from torch import nn
 
+from mola.app.jobs.evaluate import EvaluateOptions
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import PosteriorFolder, open_posterior
 from mola.app.jobs.job import Job
+from mola.app.jobs.predict import PredictOptions
 from mola.lab.data.folder import Preparation
 from mola.lab.data.images import NORMALISATIONS
 from mola.saving.schema import sealed
@@ -187,6 +189,14 @@ def job_for(desk: Desk, **changes) -> Job:
         "workers": 0,
     }
     return Job(**(given | changes))
+
+
+def to_predict(inputs: str, output: Path, **more) -> PredictOptions:
+    return PredictOptions(posterior=Path("posterior"), inputs=inputs, output=output, **more)
+
+
+def to_evaluate(test: str, *ood: str, **more) -> EvaluateOptions:
+    return EvaluateOptions(posterior=Path("posterior"), test=test, ood=ood, **more)
 
 
 def fit_at(desk: Desk, folder: Path) -> PosteriorFolder:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import mola
+from mola.app.explore import ExploreOptions
 from mola.app.explore.page import Explorer
 from mola.app.explore.subject import open_subject
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
-from mola.app.jobs.export import run_export
+from mola.app.jobs.export import ExportOptions, run_export
 from mola.app.jobs.folder import alarm, kept_scores
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
@@ -95,7 +96,9 @@ def test_without_validation_data_nothing_is_promised(fitted):
 def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, fitted, tmp_path):
     pytest.importorskip("onnxruntime")
     outputs = ["probs", "confidence", "ood_score"]  # by which it decides
-    (written,) = run_export(fitted, onnx=tmp_path / "model.onnx", outputs=outputs, **ASKED)
+    (written,) = run_export(
+        fitted, ExportOptions(posterior=fitted.folder, onnx=tmp_path / "model.onnx", outputs=outputs, **ASKED)
+    )
     made = make_decisions(fitted, **ASKED)
     loaded = mola.export.load(written.path)
     inputs, _ = desk.inputs("test")
@@ -122,14 +125,14 @@ def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, 
 
 
 def test_the_explorer_shows_the_decision(fitted):
-    asked = open_subject(fitted.folder, error_rate=0.4, certainty=0.7)
+    asked = open_subject(ExploreOptions(posterior=fitted.folder, error_rate=0.4, certainty=0.7))
     assert asked.decisions == make_decisions(fitted, error_rate=0.4, certainty=0.7)
     answers = {name: Explorer(asked).answer(image, {}) for name, image in asked.examples}
     for answer in answers.values():
         assert answer["decision"] == decide(asked.decisions, answer["methods"][2][2], answer["score"])
     assert answers["noise"]["limit"] == asked.decisions.answer
-    usual = open_subject(fitted.folder)  # 18 data are too few for 5 % with 95 % certainty
+    usual = open_subject(ExploreOptions(posterior=fitted.folder))  # 18 data are too few for 5 % with 95 % certainty
     assert usual.decisions is None
     assert any("59" in note for note in usual.notes)
     with pytest.raises(OptionError, match="299"):
-        open_subject(fitted.folder, error_rate=0.01)
+        open_subject(ExploreOptions(posterior=fitted.folder, error_rate=0.01))

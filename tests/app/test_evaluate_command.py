@@ -26,7 +26,7 @@ from mola.compare.evaluation import evaluation_document
 from mola.errors import DataError
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
-from tests.own_work import job_for
+from tests.own_work import job_for, to_evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 
@@ -122,7 +122,7 @@ def check_page(text):
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
-    found = evaluation_document(run_evaluate(kind.open(), "test.npz"))
+    found = evaluation_document(run_evaluate(kind.open(), to_evaluate("test.npz")))
     inputs, labels = kind.data("test")
     known, prediction = labels != 255, kind.open().posterior.predict(inputs)
     assert (found["count"], found["inputs"], found["counted"]) == (int(known.sum()), len(inputs), "position")
@@ -141,7 +141,7 @@ def test_standard_errors_of_dense_outputs_count_inputs(kind):
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count):
     run_fit(job_for(desk, weights=tuple(desk.weights(count)), rule="nll"), tmp_path / "posterior")
-    result = run_evaluate(open_posterior(tmp_path / "posterior"), "test.csv", ["strange"])
+    result = run_evaluate(open_posterior(tmp_path / "posterior"), to_evaluate("test.csv", "strange"))
     train, val = ([desk.inputs(split)] for split in ("train", "val"))
     networks = desk.networks(count)
     methods = {
@@ -180,7 +180,7 @@ def test_the_ensemble_has_the_weights_of_the_mixture(desk, tmp_path):
     opened = open_posterior(tmp_path / "posterior")
     weights = opened.posterior.weights.tolist()
     assert max(weights) > min(weights) + 0.01
-    result = run_evaluate(opened, "test")
+    result = run_evaluate(opened, to_evaluate("test"))
     (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
     plain = mola.ensemble(desk.networks(3)).with_weights(weights)
     scaled = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
@@ -221,18 +221,18 @@ def test_without_validation_data_nothing_is_scaled(kind, tmp_path):
         command += ["--likelihood", "gaussian", "--location", LOCATION, "--scale", SCALE]
     assert run(*command, "--output", tmp_path / "posterior").exit_code == 0
     opened = open_posterior(tmp_path / "posterior")
-    found = run_evaluate(opened, "test.npz")
+    found = run_evaluate(opened, to_evaluate("test.npz"))
     assert list(found.methods) == ["MAP", "LLLA"]
     assert any("no validation data" in note for note in found.notes)
     assert found.decisions is None
     scaled = {"classes": "MAP-T", "regression": "MAP-N"}[kind.name]
-    assert scaled in run_evaluate(opened, "test.npz", val="val.npz").methods
+    assert scaled in run_evaluate(opened, to_evaluate("test.npz", val="val.npz")).methods
 
 
 @pytest.mark.usefixtures("_at_the_desk")
 def test_data_that_were_seen_before_are_named(desk, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
-        assert any("are the validation data" in note for note in run_evaluate(fitted, name).notes)
+        assert any("are the validation data" in note for note in run_evaluate(fitted, to_evaluate(name)).notes)
 
 
 @pytest.mark.usefixtures("_at_the_desk")
@@ -242,14 +242,14 @@ def test_labels_in_another_order_are_refused(desk, fitted, tmp_path, role):
     np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
     names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
     with pytest.raises(DataError, match="another order"):
-        run_evaluate(fitted, names["test"], val=names["val"])
+        run_evaluate(fitted, to_evaluate(names["test"], val=names["val"]))
 
 
 @pytest.mark.usefixtures("_at_the_desk")
 def test_the_validation_data_are_read_once(fitted, monkeypatch):
     opened, read = [], pictures.read_pixels
     monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
-    run_evaluate(fitted, "test.npz")
+    run_evaluate(fitted, to_evaluate("test.npz"))
     assert len(opened) == len(set(opened)) == 18
 
 
@@ -273,7 +273,7 @@ def test_inputs_that_were_left_out_are_named_and_quiet_is_quiet(fitted, tmp_path
 @pytest.mark.usefixtures("_at_the_desk")
 def test_the_report_shows_guarantees_beside_the_test_data(desk, fitted, monkeypatch):
     monkeypatch.setattr(evaluate, "ERROR_RATES", (0.01, 0.4))
-    found = run_evaluate(fitted, "test.npz").decisions
+    found = run_evaluate(fitted, to_evaluate("test.npz")).decisions
     inputs, labels = desk.inputs("test")
     prediction = fitted.posterior.predict(inputs)
     right, outlying = prediction.label == labels, prediction.ood_score > alarm(fitted, None)

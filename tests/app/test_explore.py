@@ -28,8 +28,9 @@ from torch import nn
 
 import mola
 from mola.__main__ import main
+from mola.app.explore import ExploreOptions
 from mola.app.explore.pictures import MAX_SIDE, PREFIX, SLIDERS, Sight, change, read_changes, to_image, to_url
-from mola.app.explore.subject import EXAMPLES, Reference, Subject, digits_subject, ood_examples, open_subject
+from mola.app.explore.subject import EXAMPLES, Subject, digits_subject, make_reference, ood_examples, open_subject
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.job import Job
 from mola.app.jobs.preparation import Intake
@@ -66,7 +67,7 @@ def make_subject(shape=(1, 8, 8), classes=("ape", "bee", "cow", "doe"), **change
     sight = Sight(shape, Intake(mean=(0.3,) * shape[0], std=(0.6,) * shape[0]))
     inputs = sight.inputs([noise(shape, seed) for seed in range(40)])
     posterior = mola.fit(networks, [(inputs, torch.arange(40) % len(classes))], weights=[0.5, 0.3, 0.2])
-    reference = Reference.of(posterior.predict(inputs).ood_score)
+    reference = make_reference(posterior.predict(inputs).ood_score)
     subject = Subject("nets", posterior, tuple(classes), sight, tuple(ood_examples(sight)), reference, None)
     return replace(subject, **changes)
 
@@ -208,7 +209,7 @@ def test_the_answer_is_what_the_public_predictors_return(shape):
 
 def test_shares_of_validation_scores():
     scores = torch.randn(5000, generator=torch.Generator().manual_seed(0)) ** 3
-    reference = Reference.of(scores)
+    reference = make_reference(scores)
     for probe in (*torch.quantile(scores, torch.tensor([0.02, 0.7, 0.99])).tolist(), 0.0):
         assert reference.share_below(probe) == pytest.approx(float((scores < probe).double().mean()), abs=0.001)
     assert reference.share_below(float(scores.min()) - 1) == 0
@@ -285,12 +286,12 @@ def changed(folder, to, **changes):
     for path, value in changes.items():
         section, name = path.split("__")
         document[section][name] = value
-    return with_job(to, to_toml(document))
+    return ExploreOptions(posterior=with_job(to, to_toml(document)))
 
 
 def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, desk):
     steps = []
-    subject = open_subject(fitted.folder, lambda doing, done: steps.append(done))
+    subject = open_subject(ExploreOptions(posterior=fitted.folder), lambda doing, done: steps.append(done))
     assert steps == sorted(steps)
     assert (subject.classes, subject.sight.shape, subject.reference.count) == (CLASSES, (3, 6, 6), 18)
     pixels, _ = desk.pixels("val")
@@ -300,10 +301,10 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, desk):
     assert {image.tobytes() for image in own} <= {to_image(one).tobytes() for one in pixels}
     answer = Explorer(subject).answer(to_image(pixels[3]), {})
     assert_close(answer["methods"][2][2], mola.load(fitted.folder, desk.networks())(inputs[3:4]).max())
-    other = open_subject(fitted.folder, reference="strange")
+    other = open_subject(ExploreOptions(posterior=fitted.folder, reference="strange"))
     assert (other.reference.count, other.examples[0][0]) == (12, "from strange")
     with pytest.raises(MolaError, match="nowhere"):
-        open_subject(fitted.folder, reference="nowhere")
+        open_subject(ExploreOptions(posterior=fitted.folder, reference="nowhere"))
 
 
 def test_what_is_missing_is_noted(fitted, desk, tmp_path):
@@ -312,7 +313,7 @@ def test_what_is_missing_is_noted(fitted, desk, tmp_path):
     assert any("gone/away" in note and "--reference" in note for note in moved.notes)
     assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
     run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "plain")
-    plain = open_subject(tmp_path / "plain")
+    plain = open_subject(ExploreOptions(posterior=tmp_path / "plain"))
     assert plain.reference is None
     assert any("without validation data" in note for note in plain.notes)
 
@@ -347,7 +348,7 @@ def test_inputs_that_no_picture_can_become_are_refused(shape, words, tmp_path, m
         tmp_path / "posterior",
     )
     with pytest.raises(MolaError, match=words):
-        open_subject(tmp_path / "posterior")
+        open_subject(ExploreOptions(posterior=tmp_path / "posterior"))
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # so little training leaves little to tune

@@ -118,13 +118,14 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(fitted, desk):
+    from mola.app.explore import ExploreOptions
     from mola.app.explore.page import Explorer
     from mola.app.explore.subject import open_subject
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk.root)
         patch.syspath_prepend(str(desk.root))
-        explorer = Explorer(open_subject(fitted.folder))
+        explorer = Explorer(open_subject(ExploreOptions(posterior=fitted.folder)))
     with serving(fitted.folder, desk.root) as address, chromium() as driver:
         yield Page(driver, address, explorer)
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import mola
 from mola.app.cli import app
+from mola.app.explore import ExploreOptions
 from mola.app.explore.subject import open_subject
 from mola.app.jobs.folder import open_posterior
 from mola.errors import OptionError
@@ -46,7 +47,7 @@ def test_info_names_the_likelihood_and_what_was_counted(kind, words):
     shown = " ".join(outcome.output.split())
     assert words in shown or words.replace("2,100", f"{50 * 70:,}") in shown
     with pytest.raises(OptionError, match=r"one of several classes|positions|dense"):
-        open_subject(kind.posterior)
+        open_subject(ExploreOptions(posterior=kind.posterior))
 
 
 @pytest.mark.parametrize("kind", ["labels"], indirect=True)

@@ -34,7 +34,7 @@ from mola.saving.files import write_folder
 from mola.saving.posterior import pack
 from mola.saving.weights import load_weights, save_weights
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, build, job_for, with_job
+from tests.own_work import CLASSES, build, job_for, to_evaluate, to_predict, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -181,9 +181,10 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
         shutil.move(home / name, away / name)
     shutil.copy(home / "test.npz", away)
     with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
-        run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"))
+        run_evaluate(open_posterior(away / "bundle"), to_evaluate(str(away / "test.npz")))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
-    assert run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).test.count
+    again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
+    assert run_evaluate(open_posterior(away / "bundle"), again).test.count
     with pytest.raises(
         OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
     ):
@@ -365,7 +366,7 @@ def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
     assert usual_alarm(np.arange(1.0, 101.0)) == (96.0, 0.05)
     with pytest.raises(OptionError, match=r"too few for a false-alarm rate of 0\.01"):
         alarm(fitted, 0.01)
-    result = run_predict(fitted, "strange", tmp_path / "a.csv", false_alarm_rate=0.25)
+    result = run_predict(fitted, to_predict("strange", tmp_path / "a.csv", false_alarm_rate=0.25))
     assert result.threshold == alarm(fitted, 0.25)
 
 

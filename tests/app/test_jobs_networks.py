@@ -22,7 +22,7 @@ from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
 from mola.saving.weights import save_weights
-from tests.own_work import CLASSES, build, job_for
+from tests.own_work import CLASSES, build, job_for, to_predict
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -333,5 +333,5 @@ def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
     assert opened.classes is None, "LABEL_0 and LABEL_1 are no names"
     batches = __import__(desk.module).sentences()
     expected = mola.fit(network, batches, progress=False).predict(batches)
-    run_predict(opened, data, tmp_path / "out.npz", probabilities=True)
+    run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
     assert np.allclose(np.load(tmp_path / "out.npz")["probs"], expected.probs, atol=1e-5)

@@ -24,7 +24,7 @@ from mola.app.jobs.predict import run_predict
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.app.kinds import NAMES, draw
 from tests.closeness import assert_close
-from tests.own_work import job_for
+from tests.own_work import job_for, to_predict
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 
@@ -145,7 +145,7 @@ def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path
     expected = fitted.posterior.predict(desk.inputs("test")[0])
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
         opened = replace(fitted, preparation={**fitted.preparation, "batch_size": size})
-        result = run_predict(opened, data, tmp_path / f"{number}.jsonl", probabilities=True)
+        result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
         found = read(tmp_path / f"{number}.jsonl")
         for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
             precision = "difference" if name in DIFFERENCES else "float32"
@@ -164,7 +164,7 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
     Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
     opened = replace(fitted, preparation={**fitted.preparation, "batch_size": 1})  # the first batch has no usable input
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(opened, str(folder), tmp_path / f"out.{ending}", **asked)
+    result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
     rows, left_out = read(tmp_path / f"out.{ending}"), result.account.left_out[str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
     assert result.account.noted[str(folder)] == {"zz-grey.png": "is grey and was read as RGB"}
@@ -176,7 +176,7 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
             assert rows[column][place] in (None, -1)
     assert result.count == 13
     with pytest.raises(mola.errors.DataError, match="00-corrupt"):
-        run_predict(opened, str(folder), tmp_path / f"strict.{ending}", strict=True)
+        run_predict(opened, to_predict(str(folder), tmp_path / f"strict.{ending}", strict=True))
     assert not list(tmp_path.glob("*strict*"))
 
 
@@ -184,7 +184,7 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
 def test_decisions_in_rows_are_those_of_the_library(desk, fitted, tmp_path, ending):
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
-    result = run_predict(fitted, "test.npz", tmp_path / f"out.{ending}", **asked)
+    result = run_predict(fitted, to_predict("test.npz", tmp_path / f"out.{ending}", **asked))
     made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(desk.inputs("test")[0])
     answer = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
     sets, found = made.sets(prediction), read(tmp_path / f"out.{ending}")
@@ -278,7 +278,7 @@ def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
 def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, monkeypatch, capsys):
     with pytest.raises(mola.errors.DataError, match="the disk is gone"):
-        run_predict(fitted, f"{desk.module}:failing", tmp_path / f"out.{ending}")
+        run_predict(fitted, to_predict(f"{desk.module}:failing", tmp_path / f"out.{ending}"))
     assert list(tmp_path.iterdir()) == []
     (desk.root / "stopping.py").write_text("def batches():\n    raise KeyboardInterrupt\n")
     arguments = ["predict", fitted.folder, "stopping:batches", "--output", tmp_path / f"out.{ending}", "--quiet"]
@@ -295,7 +295,7 @@ def test_nothing_usable_is_an_error_with_the_first_reason(fitted, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_text("no image")
     with pytest.raises(mola.errors.DataError, match=r"no input .*a\.png: cannot be decoded"):
-        run_predict(fitted, str(tmp_path / "images"), tmp_path / "out.csv")
+        run_predict(fitted, to_predict(str(tmp_path / "images"), tmp_path / "out.csv"))
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -307,7 +307,7 @@ def test_mappings_and_links_that_draw(desk, tmp_path):
     opened = open_posterior(tmp_path / "posterior")
     found = []
     for number, seed in enumerate((1, 1, 2, None)):
-        run_predict(opened, data, tmp_path / f"{number}.npz", probabilities=True, seed=seed)
+        run_predict(opened, to_predict(data, tmp_path / f"{number}.npz", probabilities=True, seed=seed))
         found.append(read(tmp_path / f"{number}.npz")["probs"])
     assert_close(found[3], opened.posterior.predict(desk.inputs("train")[0]).probs)
     np.testing.assert_array_equal(found[0], found[1])

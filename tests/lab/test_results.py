@@ -22,6 +22,7 @@ from mola.lab.comparisons import COMPARISONS
 from mola.lab.networks import find_networks
 from mola.lab.suites.registry import find_suite
 from tests.conftest import require_shared
+from tests.own_work import to_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -102,7 +103,7 @@ def made_again(tmp_path_factory):
             # The search leaves its grid here, as it did for the record, and says so.
             warnings.simplefilter("ignore", MolaWarning)
             run_fit(job, root / "posterior")
-            return run_evaluate(open_posterior(root / "posterior"), "mnist:report", ["fashion-mnist:test"])
+            return run_evaluate(open_posterior(root / "posterior"), to_evaluate("mnist:report", "fashion-mnist:test"))
     finally:
         torch.set_default_dtype(dtype)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import Computing, Device
+from mola.app.jobs.groups import Computing, Device
 from mola.app.options import option
 from mola.errors import OptionError
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import Quiet, check_report_folder
+from mola.app.cli.shared import check_report_folder
+from mola.app.jobs.groups import Quiet
 from mola.app.options import option
 from mola.compare.demo_result import METHODS, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables

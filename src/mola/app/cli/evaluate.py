@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import typer
 from rich.console import Console
@@ -13,10 +12,9 @@ from rich.text import Text
 
 from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import MORE, Opening, Reporting, check_report_folder, finish
-from mola.app.jobs.job import RUN
+from mola.app.cli.shared import check_report_folder, finish
+from mola.app.jobs.evaluate import EvaluateOptions, run_evaluate
 from mola.app.jobs.rows import Account
-from mola.app.options import option
 from mola.compare.record import Comparison
 from mola.compare.report.single_run_tables import evaluation_tables
 from mola.compare.report.tables import fitting, for_terminal
@@ -26,27 +24,6 @@ DRAWING_BEGINS = 0.8
 
 MOST_LINES = 25
 """Largest number of lines in the terminal, that of the page included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Opening, Reporting):
-    """The options of `mola evaluate`."""
-
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
-    test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
-    ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
-    output: Path = option(
-        Path("report"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
-    )
-    val: str | None = option(
-        None,
-        "Validation data for temperatures, scaled noise and LLLA",
-        metavar="DATA",
-        panel=MORE,
-        shown="those of the fit",
-    )
-    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-    seed: int = option(0, "Seed of your own code that draws", panel=RUN, minimum=0)
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -62,7 +39,6 @@ def evaluate(options: EvaluateOptions) -> None:
     import torch
 
     # Imported before the work, so that a missing extra is reported early.
-    from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.compare.evaluation import evaluation_document
     from mola.compare.report.writing import write_evaluation
@@ -74,16 +50,7 @@ def evaluate(options: EvaluateOptions) -> None:
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        comparison = run_evaluate(
-            fitted,
-            options.test,
-            options.ood,
-            lambda doing, done: progress(doing, DRAWING_BEGINS * done),
-            val=options.val,
-            strict=options.strict,
-            directory=options.data,
-            team=team,
-        )
+        comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
         numbers = evaluation_document(comparison)
         if not team.first:
             return  # one process writes and speaks for all

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -13,34 +11,9 @@ from rich.table import Table
 
 from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import Deciding, Opening, Reporting, check_writable
-from mola.app.options import option
+from mola.app.cli.shared import check_writable
+from mola.app.jobs.export import ExportOptions, run_export
 from mola.export import Written
-
-
-def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Names, as a list or separated by commas."""
-    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions(Opening, Deciding, Reporting):
-    """The options of `mola export`."""
-
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
-    onnx: Path | None = option(None, "ONNX file to write, which runs without PyTorch", metavar="FILE")
-    torch: Path | None = option(None, "Program of torch.export to write (.pt2)", metavar="FILE")
-    pixels: bool = option(False, "Take pixels as bytes and normalise them inside, as for the training data")
-    float16: bool = option(False, "Store the networks in half precision")
-    outputs: tuple[str, ...] | None = option(
-        None,
-        "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; for "
-        "regression mean, variance, epistemic, aleatoric, ood_score, distance",
-        metavar="NAMES",
-        parse=parse_names,
-        shown="all",
-    )
-    check: bool = option(True, "Keep the file without comparing it with PyTorch")
 
 
 def export(options: ExportOptions) -> None:
@@ -51,7 +24,6 @@ def export(options: ExportOptions) -> None:
 
         mola export posterior --onnx model.onnx
     """
-    from mola.app.jobs.export import run_export
     from mola.app.jobs.folder import open_posterior
 
     for path in (options.onnx, options.torch):
@@ -61,19 +33,7 @@ def export(options: ExportOptions) -> None:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         progress("writing the graph", 0.3)
-        written = run_export(
-            fitted,
-            onnx=options.onnx,
-            torch_program=options.torch,
-            outputs=options.outputs,
-            float16=options.float16,
-            pixels=options.pixels,
-            check=options.check,
-            false_alarm_rate=options.false_alarm_rate,
-            error_rate=options.error_rate,
-            certainty=options.certainty,
-            coverage=options.coverage,
-        )
+        written = run_export(fitted, options)
         for one in written:
             write_run(options, "export", one.path.with_name(f"{one.path.name}.toml"))
         progress("done", 1.0)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import Reporting, finish, scaling_words
+from mola.app.cli.shared import finish, scaling_words
+from mola.app.jobs.groups import Reporting
 from mola.app.jobs.job import RUN, Job
 from mola.app.options import option
 from mola.compare.report.tables import Column, for_terminal, make_table

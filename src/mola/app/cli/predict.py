@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -12,31 +10,8 @@ from rich.markup import escape
 
 from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import DECISIONS, MORE, Deciding, Opening, Reporting, finish
-from mola.app.jobs.job import RUN
-from mola.app.options import option
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions(Opening, Deciding, Reporting):
-    """The options of `mola predict`."""
-
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
-    inputs: str = option(
-        help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function",
-        argument=True,
-        metavar="DATA",
-    )
-    output: Path = option(
-        Path("predictions.csv"),
-        "File to write: .csv, .jsonl, .parquet or .npz; for pictures of dense outputs, a folder",
-        flags=("--output", "-o"),
-        metavar="FILE",
-    )
-    probabilities: bool = option(False, "Add the probabilities of all classes")
-    by_class: bool = option(False, "Keep the coverage for each class, not only on average", panel=DECISIONS)
-    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-    seed: int | None = option(None, "Seed of links that draw samples", panel=RUN, minimum=0, shown="the link's own")
+from mola.app.cli.shared import finish
+from mola.app.jobs.predict import PredictOptions, run_predict
 
 
 def predict(options: PredictOptions) -> None:
@@ -51,7 +26,6 @@ def predict(options: PredictOptions) -> None:
         mola predict posterior images/ -o predictions.csv --error-rate 0.01
     """
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.predict import run_predict
     from mola.app.jobs.writers import check_output
     from mola.distributed import join
 
@@ -60,22 +34,7 @@ def predict(options: PredictOptions) -> None:
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        result = run_predict(
-            fitted,
-            options.inputs,
-            output,
-            progress,
-            probabilities=options.probabilities,
-            strict=options.strict,
-            directory=options.data,
-            seed=options.seed,
-            false_alarm_rate=options.false_alarm_rate,
-            error_rate=options.error_rate,
-            certainty=options.certainty,
-            coverage=options.coverage,
-            by_class=options.by_class,
-            team=team,
-        )
+        result = run_predict(fitted, options, progress, team)
     if result is None:
         return  # rank 0 writes and prints
     write_run(options, "predict", output.with_name(f"{output.name}.toml"))

@@ -1,1 +1,31 @@
-"""A local page to play with a posterior: change a picture, and watch what MAP, the ensemble and MoLA make of it."""
+"""A local page to play with a posterior: change a picture, and compare MAP, the deep ensemble and MoLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mola.app.jobs.groups import Computing, Opening
+from mola.app.jobs.job import RUN
+from mola.app.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions(Opening, Computing):
+    """The options of `mola explore`."""
+
+    posterior: Path | None = option(
+        None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"
+    )
+    reference: str | None = option(
+        None, "Data for examples and OOD scores", metavar="DATA", shown="the validation data of the fit"
+    )
+    error_rate: float | None = option(
+        None, "Selective prediction: largest share of wrong answers", shown="0.05, where that can be guaranteed"
+    )
+    certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95")
+    port: int | None = option(
+        None, "Port of the page", minimum=1, maximum=65535, shown="the first free one from 7860 on"
+    )
+    browser: bool = option(True, "Do not open the page in a browser")
+    seed: int = option(0, "Seed of the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)

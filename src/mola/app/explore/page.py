@@ -1,7 +1,7 @@
 """The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` for everything that a user changes.
 
-The page is a plain request and answer, without events of gradio: its queue loses an answer when a request arrives while the server
-closes the stream of answers.
+Plain requests are used instead of gradio's events: its queue loses an answer when a request arrives while the server closes the
+stream of answers.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ class Explorer:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._lock = threading.Lock()  # several pages may be open
-        self.has_curve = min(self._seconds() for _ in range(3)) < SLOW
-
-    def _seconds(self) -> float:
+        self._predict([subject.examples[0][1]])  # the first call is slower than later calls
         began = time.perf_counter()
-        self._predict(self.subject.posterior, [self.subject.examples[0][1]])
-        return time.perf_counter() - began
+        self._predict([subject.examples[0][1]])
+        self.has_curve = time.perf_counter() - began < SLOW
 
-    def _predict(self, posterior: MoLA, images: list[Image.Image]) -> Any:
+    def _predict(self, images: list[Image.Image], posterior: MoLA | None = None) -> Any:
+        posterior = posterior or self.subject.posterior
         device = next(posterior.networks[0].parameters()).device
         return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
 
@@ -78,43 +77,34 @@ class Explorer:
         mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
-    def look(self, asked: Mapping[str, Any]) -> str:
-        """The HTML for a picture and the positions of the sliders.
-
-        Args:
-            asked: `picture` as a `data:` address, "" for none; the names of `SLIDERS`; `invert` and `seed`.
-        """
+    def look(self, request: Mapping[str, Any]) -> str:
+        """The HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, `invert` and `seed`."""
         try:
-            if not asked.get("picture"):
+            if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
-            image = self.subject.sight.read(str(asked["picture"]))
+            image = self.subject.sight.read(str(request["picture"]))
             with self._lock:
-                return TEMPLATES.get_template("answer.html").render(self.answer(image, read_changes(asked)))
+                return TEMPLATES.get_template("answer.html").render(self.answer(image, read_changes(request)))
         except (MolaError, TypeError, ValueError, OverflowError, AttributeError) as error:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that the page shows for a picture.
-
-        Args:
-            image: as the networks take it.
-            changes: arguments of `mola.app.explore.pictures.change`.
-        """
+        """Everything that the page shows for a picture of the right size, changed by the arguments of `change`."""
         subject, posterior = self.subject, self.subject.posterior
         seen = change(image, **changes)
-        prediction = self._predict(posterior, [seen])
+        prediction = self._predict([seen])
         rows = {method: probs[0] for method, probs in self._methods(prediction).items()}
         best = torch.stack(list(rows.values())).amax(0).argsort(descending=True)[:MAX_CLASSES].tolist()
         shown = sorted(best) if len(subject.classes) <= MAX_CLASSES else best
         score, decisions, curves, unscaled = float(prediction.ood_score[0]), subject.decisions, {}, None
         if self.has_curve:
-            turned = self._predict(posterior, [change(image, **{**changes, "rotation": angle}) for angle in ANGLES])
+            turned = self._predict([change(image, **{**changes, "rotation": angle}) for angle in ANGLES])
             curves = {
                 name: list(zip(ANGLES, one.amax(-1).tolist(), strict=True))
                 for name, one in self._methods(turned).items()
             }
         if posterior.distance_exponent > 0:
-            unscaled = float(self._predict(posterior.with_distance_exponent(0.0), [seen]).confidence[0])
+            unscaled = float(self._predict([seen], posterior.with_distance_exponent(0.0)).confidence[0])
         alone = prediction.logit_mean[:, 0].softmax(-1)
         return {
             "seen": to_url(seen),
@@ -153,11 +143,16 @@ def controls(subject: Subject) -> str:
     )
 
 
-def build_page(explorer: Explorer) -> gr.Blocks:
-    """The page as blocks of gradio."""
+def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
+    """Serve the page to this machine alone, without waiting; return the page, to be closed, and its address.
 
-    def look(asked: Mapping[str, Any]) -> str:  # gradio marks the function, which a method does not allow
-        return explorer.look(asked)
+    Without a port, the first free port from 7860 on is used.
+    """
+
+    def look(
+        request: Mapping[str, Any],
+    ) -> str:  # gradio sets an attribute of the function, which a method does not allow
+        return explorer.look(request)
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
@@ -169,20 +164,6 @@ def build_page(explorer: Explorer) -> gr.Blocks:
             side=MAX_SIDE,
             pen=max(20, round(PAD / max(explorer.subject.sight.shape[1:]) * PEN)),
         )
-    return page
-
-
-def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
-    """Serve the page to this machine alone, without waiting.
-
-    Args:
-        explorer: answers the page.
-        port: None takes the first free one from 7860 on.
-
-    Returns:
-        The page, to be closed, and its address.
-    """
-    page = build_page(explorer)
     fonts = ["system-ui", "sans-serif"]  # of the machine: none are fetched
     try:
         _, address, _ = page.launch(

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,19 +30,14 @@ MAX_CHARACTERS = 8 * MAX_SIDE**2
 """Length of a picture as text: 4 bytes a pixel that do not compress, in base64, and a margin."""
 
 
-@dataclass(frozen=True)
-class Slider:
-    """A slider of the page: its label, smallest, neutral and largest value, and step."""
+class Slider(NamedTuple):
+    """A slider of the page."""
 
     label: str
     low: float
     neutral: float
     high: float
     step: float
-
-    def clamp(self, value: float) -> float:
-        """The nearest value that the slider has."""
-        return max(self.low, min(self.high, value))
 
 
 SLIDERS = {
@@ -56,10 +51,13 @@ SLIDERS = {
 """In the order of the page."""
 
 
-def read_changes(asked: Mapping[str, Any]) -> dict[str, Any]:
+def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `change` from a request of the page; a value outside a slider's range becomes the nearest end."""
-    values = {name: slider.clamp(float(asked.get(name, slider.neutral))) for name, slider in SLIDERS.items()}
-    return {**values, "invert": bool(asked.get("invert")), "seed": int(asked.get("seed", 0)) % 2**31}
+    values = {
+        name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
+        for name, slider in SLIDERS.items()
+    }
+    return {**values, "invert": bool(request.get("invert")), "seed": int(request.get("seed", 0)) % 2**31}
 
 
 def change(
@@ -74,19 +72,7 @@ def change(
     invert: bool = False,
     seed: int = 0,
 ) -> Image.Image:
-    """Change a picture; at their neutral values, the sliders leave it as it is.
-
-    Args:
-        image: grey or RGB, 8 bits a channel.
-        rotation: degrees, counter-clockwise.
-        scale: factor of the size.
-        blur: standard deviation of a Gaussian, in percent of the longer side.
-        noise: standard deviation of Gaussian noise; white is 1.
-        brightness: what is added; white is 1.
-        contrast: factor of the difference from mid-grey.
-        invert: whether to swap black and white.
-        seed: of the noise.
-    """
+    """Change a grey or RGB picture by the values of the sliders; their neutral values leave it as it is."""
     if invert:
         image = ImageOps.invert(image)
     if (contrast, brightness) != (1, 0):
@@ -130,10 +116,8 @@ class Sight:
         try:
             image = Image.open(io.BytesIO(base64.b64decode(text.removeprefix(PREFIX), validate=True)), formats=["PNG"])
             if max(image.size) > MAX_SIDE:
-                raise DataError(f"expected at most {MAX_SIDE} pixels a side, got {image.width} x {image.height}.")
+                raise ValueError(f"expected at most {MAX_SIDE} pixels a side, got {image.width} x {image.height}")
             image.load()
-        except DataError:
-            raise
         except Exception as error:  # a damaged file makes Pillow raise almost anything
             raise DataError(f"the picture cannot be decoded: {error}.") from error
         return self.fit(image)
@@ -153,7 +137,7 @@ class Sight:
         return self.intake.normalise(pixels).to(self.intake.torch_dtype)
 
     def images(self, inputs: Tensor) -> list[Image.Image]:
-        """Pictures from network inputs; `DataError` where these are no pixels, normalised as the folder states."""
+        """Pictures from network inputs; `DataError` unless these are normalised pixels."""
         mean, std = (
             torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
         )
@@ -161,8 +145,8 @@ class Sight:
         low, high = float(values.min()), float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
-                f"the inputs range from {low:.3g} to {high:.3g} where pixels range from 0 to 1, so that no picture can be made "
-                f"into an input. Fit on images or bytes, with --normalise or --mean and --std."
+                f"the inputs range from {low:.3g} to {high:.3g}, expected pixels from 0 to 1: a picture cannot be made into an "
+                f"input. Fit on images or bytes, with --normalise or --mean and --std."
             )
         return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 

@@ -24,10 +24,12 @@ from mola.app.jobs.decisions import CERTAINTY, kept_calibration, kept_prediction
 from mola.app.jobs.dense import COMPARED, draw_rows
 from mola.app.jobs.fit import make_rule
 from mola.app.jobs.folder import PosteriorFolder, alarm
-from mola.app.jobs.job import Progress
+from mola.app.jobs.groups import MORE, Opening, Reporting
+from mola.app.jobs.job import RUN, Progress
 from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, overlap
+from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare import Answer, Tally, TallyRows, mean_of, tally_set
 from mola.compare.evaluation import short
@@ -60,6 +62,27 @@ LOGITS = "DE-L"
 """The temperature-scaled mean of the networks' logits."""
 
 """Ending of the networks alone with a temperature (classes), or with scaled noise (regression)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Opening, Reporting):
+    """The options of `mola evaluate`."""
+
+    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
+    ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
+    output: Path = option(
+        Path("report"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
+    )
+    val: str | None = option(
+        None,
+        "Validation data for temperatures, scaled noise and LLLA",
+        metavar="DATA",
+        panel=MORE,
+        shown="those of the fit",
+    )
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+    seed: int = option(0, "Seed of your own code that draws", panel=RUN, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -173,31 +196,13 @@ def mixed_probabilities(
 
 def run_evaluate(
     fitted: PosteriorFolder,
-    test: str,
-    outliers: Sequence[str] = (),
+    options: EvaluateOptions,
     progress: Progress = lambda doing, done: None,
-    *,
-    val: str | None = None,
-    strict: bool = False,
-    directory: str | None = None,
     team: Team | None = None,
 ) -> Comparison:
-    """Compare the methods.
-
-    Args:
-        fitted: an opened posterior.
-        test: labelled data, as the user names them.
-        outliers: data that belong to no class.
-        progress: called with the step and the share of the work that is done.
-        val: labelled data to tune temperatures, noise and LLLA on; None is the data that the posterior was tuned on.
-        strict: raise an error for an unusable input.
-        directory: folder of the built-in sets.
-        team: processes that evaluate together, each on its own part of every set.
-
-    Returns:
-        The numbers, the same for every process.
-    """
+    """Compare the methods. Processes of a team read their own part of every set, and all return the same numbers."""
     began = time.perf_counter()
+    test, outliers, val = options.test, options.ood, options.val
     if len({test, *outliers}) <= len(outliers):
         raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
     account, together = Account(), team or Team.single()
@@ -208,18 +213,19 @@ def run_evaluate(
             progress(doing, (step + share) / steps)
 
         tell(0.0)
-        return Loader(divided(source, together), account, strict, labelled, tell, whole=together.size == 1)
+        return Loader(divided(source, together), account, options.strict, labelled, tell, whole=together.size == 1)
 
     # All sets are opened first, so a wrong name is reported before any work.
     tuned_on = val or fitted.job.val
     sources = {
-        name: fitted.open_set(name, labelled=name == test, directory=directory, said=True) for name in (test, *outliers)
+        name: fitted.open_set(name, labelled=name == test, directory=options.data, said=True)
+        for name in (test, *outliers)
     }
     held_out = None
     if tuned_on is not None:
         # A folder that was moved may name data that stayed behind.
         absent = None if val else "name the validation data with --val DATA."
-        source = fitted.open_set(tuned_on, labelled=True, directory=directory, said=val is not None, absent=absent)
+        source = fitted.open_set(tuned_on, labelled=True, directory=options.data, said=val is not None, absent=absent)
         reading = loader(source, "tuning", 0, labelled=True)
         where = f"validation data {source.name}"
         held_out = fitted.posterior.read(reading, where, labelled=True, team=together)

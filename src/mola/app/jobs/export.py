@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +12,69 @@ from torch import Tensor
 from mola import export
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
+from mola.app.jobs.groups import Deciding, Opening, Reporting
 from mola.app.jobs.preparation import Intake
+from mola.app.options import option
 from mola.errors import OptionError
 from mola.export import Pixels, Written
 
 
-def run_export(
-    fitted: PosteriorFolder,
-    *,
-    onnx: Path | None = None,
-    torch_program: Path | None = None,
-    outputs: Sequence[str] | None = None,
-    float16: bool = False,
-    pixels: bool = False,
-    check: bool = True,
-    false_alarm_rate: float | None = None,
-    error_rate: float | None = None,
-    certainty: float | None = None,
-    coverage: float | None = None,
-) -> list[Written]:
-    """Write the files that were asked for."""
-    if onnx is None and torch_program is None:
+def parse_names(value: str | list[str]) -> tuple[str, ...]:
+    """Names, as a list or separated by commas."""
+    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Opening, Deciding, Reporting):
+    """The options of `mola export`."""
+
+    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    onnx: Path | None = option(None, "ONNX file to write, which runs without PyTorch", metavar="FILE")
+    torch: Path | None = option(None, "Program of torch.export to write (.pt2)", metavar="FILE")
+    pixels: bool = option(False, "Take pixels as bytes and normalise them inside, as for the training data")
+    float16: bool = option(False, "Store the networks in half precision")
+    outputs: tuple[str, ...] | None = option(
+        None,
+        "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; for "
+        "regression mean, variance, epistemic, aleatoric, ood_score, distance",
+        metavar="NAMES",
+        parse=parse_names,
+        shown="all",
+    )
+    check: bool = option(True, "Keep the file without comparing it with PyTorch")
+
+
+def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]:
+    """Write the files that the options name."""
+    if options.onnx is None and options.torch is None:
         raise OptionError("nothing to write: expected --onnx FILE, --torch FILE, or both.")
     example = fitted.example
-    made = make_decisions(
-        fitted, false_alarm_rate=false_alarm_rate, error_rate=error_rate, certainty=certainty, coverage=coverage
-    )
+    made = make_decisions(fitted, **options.rates())
     if made.intervals is not None:
         raise OptionError(
             "--coverage: exported files give means and variances, and no calibrated intervals: `mola predict --coverage` does, and in "
             "Python mola.prediction_intervals."
         )
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "classes": fitted.classes,
-        "outputs": outputs,
-        "float16": float16,
-        "check": check,
+        "outputs": options.outputs,
+        "float16": options.float16,
+        "check": options.check,
         "ood_threshold": made.alarm,
         "answer_threshold": None if made.answer is None else float(made.answer),
         "set_threshold": None if made.sets is None else made.sets.least_probability,
     }
-    if pixels:
+    if options.pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:
             raise OptionError(
                 "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
             )
         intake = Intake.from_plain(fitted.preparation)
-        told["preparation"] = Pixels(intake.mean, intake.std)
+        settings["preparation"] = Pixels(intake.mean, intake.std)
         example = torch.zeros(example.shape, dtype=torch.uint8)
     written = []
-    if onnx is not None:
-        written.append(export.onnx(fitted.posterior, onnx, example, **told))
-    if torch_program is not None:
-        written.append(export.torch_export(fitted.posterior, torch_program, example, **told))
+    if options.onnx is not None:
+        written.append(export.onnx(fitted.posterior, options.onnx, example, **settings))
+    if options.torch is not None:
+        written.append(export.torch_export(fitted.posterior, options.torch, example, **settings))
     return written

@@ -100,14 +100,6 @@ class PosteriorFolder:
         """Number of outputs."""
         return int(self.document["result"]["outputs"])
 
-    def refuse_positions(self, reason: str) -> None:
-        """Refuse a posterior of dense outputs, for the given reason."""
-        if self.posterior.is_dense:
-            raise OptionError(
-                f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
-                f"posterior.predict gives maps (docs/dense.md), or `mola export`, whose file gives them, too."
-            )
-
     def open_set(
         self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
     ) -> UserSet:

@@ -19,14 +19,38 @@ import torch
 from mola.app.jobs.columns import Columns, Summary, output_names
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
-from mola.app.jobs.job import Progress
+from mola.app.jobs.groups import DECISIONS, MORE, Deciding, Opening, Reporting
+from mola.app.jobs.job import RUN, Progress
 from mola.app.jobs.rows import Account, Set, as_loaded, share_read
 from mola.app.jobs.sets import divided
 from mola.app.jobs.writers import ARRAYS, Portion, check_output, open_writer
+from mola.app.options import option
 from mola.distributed import Team
 from mola.errors import OptionError
 from mola.options import counted
 from mola.posterior import MoLA
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Opening, Deciding, Reporting):
+    """The options of `mola predict`."""
+
+    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    inputs: str = option(
+        help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function",
+        argument=True,
+        metavar="DATA",
+    )
+    output: Path = option(
+        Path("predictions.csv"),
+        "File to write: .csv, .jsonl, .parquet or .npz; for pictures of dense outputs, a folder",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    probabilities: bool = option(False, "Add the probabilities of all classes")
+    by_class: bool = option(False, "Keep the coverage for each class, not only on average", panel=DECISIONS)
+    strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
+    seed: int | None = option(None, "Seed of links that draw samples", panel=RUN, minimum=0, shown="the link's own")
 
 
 @dataclass(frozen=True)
@@ -88,60 +112,24 @@ class PredictResult:
 
 def run_predict(
     fitted: PosteriorFolder,
-    data: str,
-    output: Path,
+    options: PredictOptions,
     progress: Progress = lambda doing, done: None,
-    *,
-    probabilities: bool = False,
-    strict: bool = False,
-    directory: str | None = None,
-    seed: int | None = None,
-    false_alarm_rate: float | None = None,
-    error_rate: float | None = None,
-    certainty: float | None = None,
-    coverage: float | None = None,
-    by_class: bool = False,
     team: Team | None = None,
 ) -> PredictResult | None:
     """Predict every input of a set, batch by batch, and write each batch as soon as it is known.
 
-    Unusable inputs have a row too, with the reason.
-
-    Args:
-        fitted: an opened posterior.
-        data: as the user names them.
-        output: a file that ends in .csv, .jsonl, .parquet or .npz; for pictures of dense outputs, a folder.
-        progress: called with the step and the share of the work that is done.
-        probabilities: write the probabilities of all classes; multi-label tables always have them.
-        strict: raise an error for an unusable input.
-        directory: folder of the built-in sets.
-        seed: of links that draw samples; None uses the link's own.
-        false_alarm_rate: share of inputs like the validation data that may be outlying; None is 0.05.
-        error_rate: largest share of wrong answers; adds "answer".
-        certainty: confidence level of the error rate; None is 0.95.
-        coverage: share of sets that contain the true class; adds "set". For regression, the share of targets in "lower" to "upper".
-        by_class: guarantee the coverage for each class.
-        team: processes that predict together, with rank 0 writing.
-
-    Returns:
-        The summary on rank 0, and None on other ranks.
+    Unusable inputs have a row too, with the reason. Rank 0 of a team writes and returns the summary, other ranks None.
     """
     began = time.perf_counter()
-    check_output(output, data)
-    _check_likelihood(fitted, output, probabilities=probabilities)
-    decisions = make_decisions(
-        fitted,
-        false_alarm_rate=false_alarm_rate,
-        error_rate=error_rate,
-        certainty=certainty,
-        coverage=coverage,
-        by_class=by_class,
-    )
+    output = options.output
+    check_output(output, options.inputs)
+    _check_likelihood(fitted, output, probabilities=options.probabilities)
+    decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
     posterior, together = fitted.posterior, team or Team.single()
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
-    everything = probabilities or (several and not posterior.is_dense)
+    everything = options.probabilities or (several and not posterior.is_dense)
     columns = Columns(output_names(fitted), posterior.likelihood, decisions, everything)
-    source = fitted.open_set(data, labelled=False, directory=directory, said=True)
+    source = fitted.open_set(options.inputs, labelled=False, directory=options.data, said=True)
     account, summary = Account(), Summary(0, 0, {}, np.zeros(len(columns.names), dtype=np.int64))
     progress("predicting", 0.0)
     with ExitStack() as stack:
@@ -150,13 +138,13 @@ def run_predict(
             posterior,
             divided(source, together),
             columns,
-            seed=seed,
+            seed=options.seed,
             arrays=output.suffix in (ARRAYS, ""),
             tell=lambda share: progress("predicting", share),
         )
         for portion in _in_order(own, together):
             assert writer is not None  # only rank 0 is given any
-            if strict:
+            if options.strict:
                 portion.rows.check_strict()
             account.add(source.name, portion.rows)
             summary = summary if portion.summary is None else summary + portion.summary
