@@ -11,8 +11,6 @@ from torch import nn
 import mola
 from mola.baselines import (
     TemperatureScaled,
-    fit_member_temperatures,
-    fit_pooled_temperature,
     fit_temperature,
     temperature_scaled,
 )
@@ -76,14 +74,6 @@ def test_it_scales_with_the_logits_and_ignores_shifts():
     assert fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-9)
 
 
-def test_members_are_fitted_apart_and_the_pool_after_averaging():
-    logits, labels = draw(3)
-    assert fit_member_temperatures(logits, labels) == [fit_temperature(one, labels) for one in logits]
-    weights = torch.tensor([0.5, 0.3, 0.2])
-    pool = torch.einsum("k,knc->nc", weights, logits.softmax(-1)).log()
-    assert fit_pooled_temperature(logits, labels, weights) == pytest.approx(fit_temperature(pool, labels), rel=1e-9)
-
-
 def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
     logits, _ = draw(1)
     with pytest.warns(MolaWarning, match="goes to 0"):
@@ -135,6 +125,14 @@ def test_the_predictor_is_the_formula(mode):
             expected = sum(
                 w * (z / t).softmax(-1) for w, z, t in zip([0.5, 0.3, 0.2], logits, predictor.temperatures, strict=True)
             )
+        own = [network(made[0].inputs) for network in networks]
+    pool = torch.einsum("k,knc->nc", torch.tensor([0.5, 0.3, 0.2]), torch.stack(own).softmax(-1)).log()
+    wanted = {
+        "shared": lambda: [fit_temperature(torch.stack(own), made[0].labels, torch.tensor([0.5, 0.3, 0.2]))] * 3,
+        "members": lambda: [fit_temperature(one, made[0].labels) for one in own],
+        "pooled": lambda: [fit_temperature(pool, made[0].labels)] * 3,
+    }
+    assert predictor.temperatures == pytest.approx(wanted[mode](), rel=1e-8)
     torch.testing.assert_close(predictor(inputs), expected)
     said = predictor.predict([(part,) for part in inputs.split(7)])
     torch.testing.assert_close(said.probs, expected)
@@ -142,20 +140,6 @@ def test_the_predictor_is_the_formula(mode):
     assert bool((said.aleatoric >= -1e-12).all())
     np.testing.assert_allclose(predictor.predict_proba(inputs.numpy()), expected.numpy())
     torch.testing.assert_close(mola.Mixture([predictor, predictor])(inputs), expected)
-
-
-@pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
-def test_files(tmp_path, mode):
-    made = problems()
-    networks = [one.network for one in made]
-    predictor = temperature_scaled(networks, made[0].loader, mode=mode, progress=False)
-    predictor.save(tmp_path)
-    again = TemperatureScaled.load(tmp_path, networks)
-    assert torch.equal(again(made[0].inputs), predictor(made[0].inputs))
-    with pytest.raises(StorageError, match="3 networks, got 2"):
-        TemperatureScaled.load(tmp_path, networks[:2])
-    with pytest.raises(StorageError, match=r"networks\[0\].*weights differ"):
-        TemperatureScaled.load(tmp_path, networks[::-1])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +176,10 @@ def test_the_mean_of_logits_is_an_ensemble_with_pooling_0_and_a_temperature(like
     again = TemperatureScaled.load(predictor.save(tmp_path), networks)
     assert torch.equal(again(inputs), predictor(inputs))
     assert "mean of logits" in repr(again)
+    with pytest.raises(StorageError, match="3 networks, got 2"):
+        TemperatureScaled.load(tmp_path, networks[:2])
+    with pytest.raises(StorageError, match=r"networks\[0\].*weights differ"):
+        TemperatureScaled.load(tmp_path, networks[::-1])
 
     def loss(posterior):
         probs = posterior(inputs)

@@ -6,8 +6,6 @@ from mola.baselines.noise import scale_noise
 from mola.baselines.swag import MultiSwag, Swag
 from mola.baselines.temperature import (
     TemperatureScaled,
-    fit_member_temperatures,
-    fit_pooled_temperature,
     fit_temperature,
     temperature_scaled,
 )
@@ -18,8 +16,6 @@ __all__ = [
     "MultiSwag",
     "Swag",
     "TemperatureScaled",
-    "fit_member_temperatures",
-    "fit_pooled_temperature",
     "fit_temperature",
     "mimo_mola",
     "scale_noise",

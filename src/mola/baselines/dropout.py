@@ -17,21 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola.baselines.members import (
-    derived_seeds,
-    describe_likelihood,
-    homoscedastic,
-    member_output,
-    rebuild_likelihood,
-)
-from mola.errors import OptionError, StorageError, located
-from mola.likelihoods import Likelihood
+from mola.baselines.members import derived_seeds, homoscedastic, member_output, rebuilding
+from mola.errors import OptionError, located
+from mola.likelihoods import LIKELIHOODS, Likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, evaluating, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
-from mola.saving.posterior import check_networks
+from mola.saving.posterior import check_networks, describe, rebuild
 
 KIND = "mc-dropout"
 SCHEMA = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
@@ -106,7 +100,7 @@ class McDropout(Mixture):
             "samples": self.samples,
             "seed": self.seed,
             "network": state_checksum(self.network),
-            "likelihood": describe_likelihood(self.likelihood),
+            "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
         }
         return write_folder(directory, document, {})
 
@@ -115,11 +109,9 @@ class McDropout(Mixture):
         """Load what `save` wrote onto the same network; `StorageError` for another network or damaged files."""
         document, _ = read_folder(directory, KIND, SCHEMA)
         check_networks([network], [document["network"]])
-        likelihood = rebuild_likelihood(document["likelihood"])
-        try:
+        with rebuilding(directory):
+            likelihood = rebuild(document["likelihood"], LIKELIHOODS, "likelihood")
             return cls(network, document["samples"], seed=document["seed"], likelihood=likelihood)
-        except OptionError as error:
-            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from mola.errors import OptionError, StorageError
-from mola.likelihoods import LIKELIHOODS, ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
 from mola.network import Inputs, call, check_finite, check_logits
 from mola.numerics import check_seed, to_float64
-from mola.saving.posterior import describe, rebuild
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
@@ -47,19 +47,15 @@ def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
     return meaning
 
 
-def describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
-    """A likelihood as JSON, noise and units included."""
-    return describe(likelihood, LIKELIHOODS, "likelihood")
-
-
-def rebuild_likelihood(entry: Mapping[str, Any]) -> Likelihood:
-    """The likelihood that `describe_likelihood` described; `StorageError` if a setting cannot be used."""
+@contextmanager
+def rebuilding(directory: str | Path) -> Iterator[None]:
+    """Turn the refusal of a saved value into `StorageError`."""
     try:
-        return rebuild(entry, LIKELIHOODS, "likelihood")
+        yield
+    except StorageError:
+        raise
     except (OptionError, TypeError, ValueError) as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"the saved likelihood cannot be used: {error}") from error
+        raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:

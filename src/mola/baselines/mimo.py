@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from mola.errors import DataError, HeadError, OptionError, StorageError
 from mola.fitting import fit
 from mola.likelihoods import CATEGORICAL
 from mola.mixture import Mixture
-from mola.network import Head, Inputs, call, check_finite, evaluating, find_head
+from mola.network import Captured, Head, Inputs, call, check_finite, evaluating, find_head
 from mola.numerics import check_seed, to_float64
 from mola.options import whole_number
 from mola.posterior import MoLA
@@ -69,7 +68,7 @@ class Mimo(Mixture):
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers, each the trunk on K copies of the input with one head. They share one pass of the trunk."""
+        """K ordinary classifiers, each the trunk on K copies of the input with one head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
@@ -123,10 +122,21 @@ def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
     return mimo._member_outputs(inputs, None)[index]
 
 
+class MimoMoLA(MoLA):
+    """A posterior over the heads of one MIMO network: a prediction takes one pass of the trunk that they share."""
+
+    def _captured(self, inputs: Inputs) -> list[Captured]:
+        networks: Any = self.networks
+        with evaluating(*networks), torch.no_grad():
+            features = call(networks[0].trunk, inputs)
+            outputs = [network.layer(features) for network in networks]
+        return [Captured(features, own, one.head, None) for own, one in zip(outputs, self.components, strict=True)]
+
+
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
     """MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", unless another is given.
 
-    Training inputs are repeated K times, as at test time; one pass of the trunk over each batch serves all heads.
+    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes of the trunk, a prediction takes one.
 
     Args:
         mimo: the trained network; it is not modified.
@@ -137,26 +147,16 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
     Returns:
         The posterior; load it with `mola.load(directory, mimo.networks)`.
     """
-    return fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
+    fitted = fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
+    weights = fitted.weights if fitted.weighting == "given" else fitted.weighting
+    return MimoMoLA(fitted.components, fitted.link, weights, fitted.tuning, fitted.scaling)
 
 
 # --- networks -----------------------------------------------------------------------------------------------------------
 
 
-class _Memory(NamedTuple):
-    inputs: Tensor
-    """A copy: a loader may fill the same tensor again."""
-    state: tuple[object, ...]
-    features: Tensor
-    left: int
-    """Heads that have not read the features yet."""
-
-
 class Trunk(nn.Module):
     """The trunk that K heads share: features (n, P) of K copies of the input, side by side.
-
-    A mixture calls its K networks in turn on the same batch. In eval mode and without gradients the trunk therefore keeps the features
-    of a batch until all heads have read them, as long as inputs and weights stay the same.
 
     Args:
         network: from stacked inputs to features.
@@ -167,28 +167,12 @@ class Trunk(nn.Module):
         super().__init__()
         self.network: nn.Module = network
         self.members: int = members
-        self._memory: _Memory | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Features (n, P) of one batch (n, channels, ...)."""
-        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        if not isinstance(inputs, Tensor):
             raise DataError(f"MIMO takes one tensor (n, channels, ...) as inputs, got {type(inputs).__name__}.")
-        # A trace has no values to compare.
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.network(stack_inputs([inputs] * self.members))
-        state, last = self._state(inputs.device), self._memory
-        if last is not None and last.state == state and _same(last.inputs, inputs):
-            self._memory = last._replace(left=last.left - 1) if last.left > 1 else None
-            return last.features
-        features = self.network(stack_inputs([inputs] * self.members))
-        self._memory = _Memory(inputs.clone(), state, features, self.members - 1) if self.members > 1 else None
-        return features
-
-    def _state(self, device: torch.device) -> tuple[object, ...]:
-        # Features also depend on autocast and on the weights, whose versions count how often they were written.
-        tensors = chain(self.network.parameters(), self.network.buffers())
-        versions = ((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
-        return (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type), *versions)
+        return self.network(stack_inputs([inputs] * self.members))
 
 
 class HeadNetwork(nn.Module):
@@ -202,11 +186,6 @@ class HeadNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, C)."""
         return self.layer(self.trunk(inputs))
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    # By value: a batch that is moved to a device is a new tensor for every head.
-    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
 
 
 def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:

@@ -29,20 +29,20 @@ from mola.baselines.members import (
     all_tensors,
     below,
     derived_seeds,
-    describe_likelihood,
     homoscedastic,
     member_output,
-    rebuild_likelihood,
+    rebuilding,
     shape_differences,
 )
 from mola.errors import OptionError, StorageError, located
 from mola.fitting import as_networks
-from mola.likelihoods import CATEGORICAL, Gaussian, Likelihood
+from mola.likelihoods import CATEGORICAL, LIKELIHOODS, Gaussian, Likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
+from mola.saving.posterior import describe, rebuild
 from mola.saving.schema import Optional
 
 TUNING = Optional({"rule": str, "learning_rate": float, "curve": {str: [float]}, "notes": [str]})
@@ -193,16 +193,8 @@ class Swag(Mixture):
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
         """The same draws under a likelihood with other settings, such as another noise."""
-        return Swag(
-            self.network,
-            self.moments,
-            self.statistics,
-            samples=self.samples,
-            scale=self.scale,
-            seed=self.seed,
-            tuning=self.tuning,
-            likelihood=likelihood,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("samples", "scale", "seed", "tuning")}
+        return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone: the network stays in eval mode."""
@@ -239,7 +231,7 @@ class Swag(Mixture):
             "scale": self.scale,
             "seed": self.seed,
             "tuning": None if self.tuning is None else asdict(self.tuning),
-            "likelihood": describe_likelihood(self.likelihood),
+            "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
         }
         parts = {
             "moments": self.moments.tensors(),
@@ -271,19 +263,15 @@ class Swag(Mixture):
         with torch.no_grad():
             for name, tensor in rest.items():
                 tensor.copy_(tensors[f"network.{name}"])
-        try:
+        with rebuilding(directory):
             return cls(
                 own,
                 Moments.from_tensors(document["snapshots"], below(tensors, "moments.")),
                 below(tensors, "statistics."),
-                samples=document["samples"],
-                scale=float(document["scale"]),
-                seed=document["seed"],
                 tuning=LearningRateTuning.from_json(document["tuning"]),
-                likelihood=rebuild_likelihood(document["likelihood"]),
+                likelihood=rebuild(document["likelihood"], LIKELIHOODS, "likelihood"),
+                **{name: document[name] for name in ("samples", "scale", "seed")},
             )
-        except OptionError as error:
-            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:

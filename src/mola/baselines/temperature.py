@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mola.baselines.members import describe_likelihood, rebuild_likelihood
+from mola.baselines.members import rebuilding
 from mola.component import MixtureRows, per_component
-from mola.errors import DataError, OptionError, StorageError, warn
+from mola.errors import DataError, OptionError, warn
 from mola.fitting import as_networks, ensemble
-from mola.likelihoods import CATEGORICAL, ClassificationLikelihood, Likelihood, Predictive, as_likelihood
+from mola.likelihoods import CATEGORICAL, LIKELIHOODS, ClassificationLikelihood, Likelihood, Predictive, as_likelihood
 from mola.likelihoods.base import mixed
 from mola.network import check_finite, state_checksum
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
-from mola.saving.posterior import check_networks
+from mola.saving.posterior import check_networks, describe, rebuild
 from mola.scaling import LogitScaling
 from mola.weights import check_weights, uniform_weights
 
@@ -76,19 +76,6 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
             f"More validation data give a finite optimum."
         )
     return math.exp(best)
-
-
-def fit_member_temperatures(logits: Tensor, labels: Tensor) -> list[float]:
-    """A temperature for each member of logits (K, n, C) by itself; see `fit_temperature`."""
-    members, labels = _checked(logits, labels)
-    return [fit_temperature(member, labels) for member in members]
-
-
-def fit_pooled_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The temperature of the mixture's log-probabilities: members are averaged first, then scaled; see `fit_temperature`."""
-    members, labels = _checked(logits, labels)
-    shares = uniform_weights(len(members)) if weights is None else check_weights(weights, len(members))
-    return fit_temperature(_pooled_logits(members, shares, CATEGORICAL), labels)
 
 
 def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
@@ -239,7 +226,7 @@ class TemperatureScaled(MoLA):
             "mean": self.mean,
             "pooled": self.pooled,
             "networks": [state_checksum(network) for network in self.networks],
-            "likelihood": describe_likelihood(self.likelihood),
+            "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
         }
         return write_folder(directory, document, {})
 
@@ -249,12 +236,10 @@ class TemperatureScaled(MoLA):
         document, _ = read_folder(directory, KIND, SCHEMA)
         given = as_networks(networks)
         check_networks(given, document["networks"])
-        likelihood = rebuild_likelihood(document["likelihood"])
         options = {name: document[name] for name in ("mean", "pooled")}
-        try:
+        with rebuilding(directory):
+            likelihood = rebuild(document["likelihood"], LIKELIHOODS, "likelihood")
             return cls(given, document["temperatures"], document["weights"], likelihood=likelihood, **options)
-        except OptionError as error:
-            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def temperature_scaled(
@@ -290,11 +275,11 @@ def temperature_scaled(
     logits, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
     chosen: float | list[float]
     if mode == "members":
-        chosen = fit_member_temperatures(logits, labels)
+        chosen = [fit_temperature(member, labels) for member in logits]
     elif mean == "logits":
         chosen = fit_temperature(mixed(plain.weights, list(logits)), labels)
     elif mode == "pooled":
-        chosen = fit_pooled_temperature(logits, labels, plain.weights)
+        chosen = fit_temperature(_pooled_logits(logits, plain.weights, CATEGORICAL), labels)
     else:
         chosen = fit_temperature(logits, labels, plain.weights)
     # The mean of logits over one temperature is the same before and after the division.
