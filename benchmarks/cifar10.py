@@ -122,8 +122,9 @@ def features_of(networks: Sequence[nn.Module], images: Examples, name: str) -> E
         heads = find_heads(networks, [None] * len(networks), next(iter(images))[0], CATEGORICAL)
         # Features come in float64 with a one for the bias at their end.
         seen = [
-            torch.stack([phi[:, : head.inputs].float() for phi, head in zip(rows.features, heads, strict=True)], dim=1)
-            for rows in stream(networks, heads, images, **options)
+            torch.stack([phi[:, : head.inputs].float() for phi, head in zip(rows.phi, heads, strict=True)], dim=1)
+            for batch in stream(networks, heads, images, **options)
+            for rows in batch.chunks()
         ]
     return Examples(torch.cat(seen), images.labels)
 

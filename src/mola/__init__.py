@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from mola.decisions import abstain_threshold, alarm_threshold, prediction_intervals, prediction_sets
-from mola.fitting import ensemble, fit, load
+from mola.fitting import ensemble, fit
+from mola.loading import load
 from mola.mixture import Mixture
 from mola.posterior import MoLA
 from mola.prediction import Prediction, RegressionPrediction

@@ -36,10 +36,9 @@ from mola.errors import BoundError, OptionError
 from mola.likelihoods.base import mixed, pooled
 from mola.links import Link, Probit
 from mola.links.base import probit_scaled
-from mola.network import Captured, check_finite
+from mola.network import Captured, Rows, check_finite
 
 if TYPE_CHECKING:
-    from mola.component import MixtureRows
     from mola.posterior import MoLA
 
 SCALE = 2.0**20
@@ -58,7 +57,7 @@ def class_bounds(largest: Tensor) -> Tensor:
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
-def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
+def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
     """The Lemma: upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
     scale, weights = posterior._scale(rows), posterior.weights
     sizes, denominators = [], []
@@ -80,7 +79,7 @@ def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
     return class_bounds(largest) if exclusive else torch.sigmoid(largest)
 
 
-def mixture_bound(posterior: MoLA, rows: MixtureRows, *, lemma: bool) -> Tensor:
+def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
     """The Theorem: upper bound (n,) on the confidence in the predicted class, or (K, n) of each component; (..., C) for labels."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
@@ -107,15 +106,13 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         once: captured at the inputs.
         far: captured at `SCALE` times the inputs, to test that the features scale.
     """
-    if once[0].layout is not None:
+    if once[0].layout.sizes:
         raise BoundError(
             "the far-field limit is not defined for dense outputs. posterior.confidence_bound(inputs) holds everywhere."
         )
-    from mola.component import MixtureRows
-
     likelihood: Any = posterior.likelihood
     weights, pooling = posterior.weights, posterior.scaling.pooling
-    near, away = ([one.rows(slice(None)) for one in some] for some in (once, far))
+    near, away = ([one.rows() for one in some] for some in (once, far))
     growing, grows, spreads = [], [], []
     for component, (phi, _), (far_phi, _) in zip(posterior.components, near, away, strict=True):
         layer = component.on(phi.device)
@@ -136,7 +133,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         spreads.append(component.spread(direction))
         grows.append(features.any(1, keepdim=True))
     # A network whose features are all 0 at an input has the same logits however far one goes.
-    rows = MixtureRows([phi for phi, _ in near], [outputs for _, outputs in near])
+    rows = Rows([phi for phi, _ in near], [outputs for _, outputs in near])
     here, around = likelihood.scaled(rows.outputs, posterior._spreads(rows), weights, posterior._scale(rows), 1.0)
     still = pooled([torch.where(grow, 0.0, one) for grow, one in zip(grows, here, strict=True)], weights, pooling)
     members = []

@@ -5,9 +5,8 @@ Without a Laplace approximation, a component is a member of a plain ensemble.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,6 @@ from mola.errors import OptionError
 from mola.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
 from mola.likelihoods import Gaussian, Likelihood
 from mola.network import Head
-
-
-class MixtureRows(NamedTuple):
-    """Features phi (n, P) and outputs (n, C) of every network for n rows, in float64."""
-
-    phi: Sequence[Tensor]
-    outputs: Sequence[Tensor]
 
 
 @dataclass(frozen=True)

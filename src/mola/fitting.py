@@ -1,4 +1,4 @@
-"""The ways to make a posterior: fit it, take the networks alone, or load it."""
+"""Make a posterior: fit it, or take the networks alone."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from mola.network import (
     stream,
     unwrapped,
 )
+from mola.numerics import float64_device
 from mola.posterior import MoLA
-from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
+from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
@@ -53,38 +54,45 @@ def as_networks(
         networks: one or several.
         logits: picks the logits from a network's output, one for all networks or one for each; None takes it as it is.
     """
-    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
-        given: list[Any] = [networks]  # a Sequential can be iterated, but is one network
+    given: list[Any]
+    if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
+        # A Sequential can be iterated, but is one network.
+        given = (
+            list(networks) if isinstance(networks, nn.ModuleList) or not isinstance(networks, nn.Module) else [networks]
+        )
     else:
-        alone = isinstance(networks, (str, Path, Mapping)) or not isinstance(networks, Iterable)
-        given = [networks] if alone else list(networks)
-    for one in given:
-        if isinstance(one, (str, Path)):
-            raise OptionError(
-                f"networks: expected one nn.Module or a list of them, got a file name, {str(one)!r}. Build the network and load its "
-                f"weights first: network.load_state_dict(torch.load({str(one)!r}, weights_only=True)). The command "
-                "`mola fit` takes files."
+        given = [networks]
+    wrong = [one for one in given if not isinstance(one, nn.Module)]
+    if wrong or not given:
+        got, remedy = type(wrong[0]).__name__ if wrong else "an empty list", ""
+        if wrong and isinstance(wrong[0], (str, Path)):
+            got = f"a file name, {str(wrong[0])!r}"
+            remedy = (
+                " Build the network and load its weights first: "
+                f"network.load_state_dict(torch.load({str(wrong[0])!r}, weights_only=True)). The command `mola fit` takes files."
             )
-        if isinstance(one, Mapping):
-            raise OptionError(
-                "networks: expected one nn.Module or a list of them, got a state dict. Build the network, call "
-                "network.load_state_dict(state_dict), and pass the network."
-            )
-    if not given or not all(isinstance(one, nn.Module) for one in given):
-        kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in given)) or "an empty list"
-        raise OptionError(f"networks: expected one nn.Module or a non-empty list of them, got {kinds}.")
+        elif wrong and isinstance(wrong[0], Mapping):
+            got = "a state dict"
+            remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network."
+        raise OptionError(f"networks: expected one nn.Module or a non-empty list of them, got {got}.{remedy}")
     for one in given:
         check_network(one)
     models = [unwrapped(one) for one in given]
-    if logits is None:
-        return models
-    functions = [logits] * len(models) if callable(logits) else list(logits)
-    if len(functions) != len(models) or not all(map(callable, functions)):
+    functions = [logits] * len(models) if logits is None or callable(logits) else list(logits)
+    if len(functions) != len(models) or not (logits is None or all(map(callable, functions))):
         raise OptionError(
             f"logits: expected a function from a network's output to its logits, such as `lambda output: output[0]`, or "
             f"{len(models)} of them; got {logits!r}."
         )
-    return [LogitsOf(model, function) for model, function in zip(models, functions, strict=True)]
+    if len({(id(model), id(function)) for model, function in zip(models, functions, strict=True)}) < len(models):
+        warn(
+            "the same network is given more than once: its copies agree with each other, and the mixture looks too confident."
+        )
+    if logits is None:
+        return models
+    return [
+        LogitsOf(model, function) for model, function in zip(models, functions, strict=True) if function is not None
+    ]
 
 
 def fit(
@@ -162,33 +170,75 @@ def fit(
             raise OptionError(
                 "a running average depends on the order of the batches and cannot be shared by processes."
             )
-    own = [(id(one._orig_mod), id(one.logits)) if isinstance(one, LogitsOf) else (id(one), 0) for one in models]
-    if len(set(own)) < count:
-        warn(
-            "the same network is given more than once: its copies agree with each other, and the mixture looks too confident."
-        )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
+
+    def sums_of(layer: Head, phi: Tensor, outputs: Tensor, labels: Tensor | None) -> Sums:
+        tensors = chosen_structure.sums(phi, meaning.curvature(outputs, labels))
+        log_likelihood = None
+        if labels is not None:
+            labels = labels.to(outputs.device)
+            tensors |= meaning.label_sums(outputs, labels)
+            log_likelihood = meaning.sum_log_likelihood(outputs, labels)
+        if distances:
+            groups, number = meaning.group(outputs, labels), meaning.num_groups(outputs.shape[1])
+            tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
+        return Sums(tensors, len(phi), log_likelihood)
+
     # Sums made in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
-        heads, sums = _sum_up(
+        heads, batches = _find_heads(models, names, train_loader, meaning, team)
+        heads = [replace(one, ignore_index=ignore_index) for one in heads]
+        check_size(chosen_structure, [one.width for one in heads], heads[0].outputs)
+        needs_checksums = checkpoint is not None or team.size > 1
+        identity = {
+            "networks": [state_checksum(one) for one in models] if needs_checksums else [],
+            "heads": [[one.name, one.outputs, one.width, one.every_position, one.dense_axes] for one in heads],
+            "structure": {"name": chosen_structure.name, **chosen_structure.settings()},
+            "likelihood": {"name": meaning.name, **meaning.settings()},
+            "options": [distances, positions, ignore_index],
+        }
+        team.agree(identity, "fit")
+        done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
+        devices = [float64_device(one.layer.weight.device) for one in heads]
+        done.sums = [total.to(device) for total, device in zip(done.sums, devices, strict=True)]
+        for batch in stream(
             models,
-            names,
-            train_loader,
-            chosen_structure,
-            meaning,
-            distances=distances,
+            heads,
+            checkpoints.resume(batches, done),
+            where="training loader",
+            likelihood=meaning,
+            progress=progress,
+            total=batch_count(train_loader),
             positions=positions,
             ignore_index=ignore_index,
-            team=team,
-            checkpoints=checkpoints,
-            progress=progress,
-        )
+            first_batch=done.batches,
+            first_input=done.inputs + (team.rank << 40),  # each process draws positions of its own
+            required=team.size == 1,
+        ):
+            parts = [Sums({}) for _ in heads]
+            for rows in batch.chunks() if len(batch) else ():
+                for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
+                    parts[k] += sums_of(layer, phi, outputs, rows.labels)
+            if len(batch):
+                pairs = zip(done.sums, parts, strict=True)
+                done.sums = [chosen_structure.accumulate(total, part) for total, part in pairs]
+            done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
+            done.used_inputs += batch.used_inputs
+            checkpoints.save(identity, done)
+        checkpoints.save(identity, done, last=True)  # tuning may be interrupted, too
+        totals = [sum_over_processes(one.to("cpu"), team) for one in done.sums]
+        if totals[0].count == 0:
+            raise DataError("the training loader: no datum has a label.")
+        if positions == "average" and heads[0].dense_axes:
+            number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
+            totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
-        for network, one, total, precision in zip(models, heads, sums, precisions, strict=True):
+        for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
             fitted = meaning.fitted(total)
-            layer = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
-            components.append(Component(network, one, layer, precision, fitted))
-    _warn_of_empty_classes(components[0])
+            solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
+            components.append(Component(network, one, solved, precision, fitted))
+    if meaning.classification:
+        _warn_of_empty_classes(totals[0])
     posterior = MoLA(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
@@ -196,148 +246,41 @@ def fit(
     return posterior
 
 
-def _sum_up(
-    networks: Sequence[nn.Module],
-    names: Sequence[str | None],
-    loader: Iterable[Any],
-    structure: Structure,
-    likelihood: Likelihood,
-    *,
-    distances: bool,
-    positions: Positions,
-    ignore_index: int,
-    team: Team,
-    checkpoints: FitCheckpoint,
-    progress: bool,
-) -> tuple[list[Head], list[Sums]]:
-    heads, batches, has_data = _heads(networks, names, loader, likelihood, team)
-    heads = [replace(head, ignore_index=ignore_index) for head in heads]
-    check_size(structure, [head.width for head in heads], heads[0].outputs)
-    identity = {
-        "networks": [state_checksum(network) for network in networks]
-        if checkpoints.folder is not None or team.size > 1
-        else [],
-        "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
-        "structure": {"name": structure.name, **structure.settings()},
-        "likelihood": {"name": likelihood.name, **likelihood.settings()},
-        "options": [distances, positions, ignore_index],
-    }
-    team.agree(identity, "fit")
-    done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
-    skip(batches, done)
-    totals, read, inputs, used = list(done.sums), done.batches, done.inputs, done.used_inputs
-    checksums = [done.checksum]
-    if checkpoints.folder is not None:
-        batches = _with_checksums(batches, checksums)
-
-    def save() -> None:
-        cpu = [one.to("cpu") for one in totals]
-        checkpoints.save(identity, FitProgress(cpu, read, inputs, used, checksums[0]))
-
-    rows_of = stream(
-        networks,
-        heads,
-        batches,
-        where="training loader",
-        likelihood=likelihood,
-        progress=progress,
-        total=batch_count(loader),
-        positions=positions,
-        ignore_index=ignore_index,
-        first_batch=read,
-        first_input=inputs + (team.rank << 40),  # each process draws positions of its own
-        required=team.size == 1,
-    )
-    batch: list[Sums | None] = [None] * len(heads)
-    for rows in rows_of if has_data else ():
-        if len(rows):
-            for index, (head, phi, outputs) in enumerate(zip(heads, rows.features, rows.outputs, strict=True)):
-                own = _row_sums(head, phi, outputs, rows.labels, structure, likelihood, distances=distances)
-                before = batch[index]
-                batch[index] = own if before is None else before + own
-        if rows.last:
-            for index, whole in enumerate(batch):
-                if whole is not None:
-                    place = next(iter(whole.tensors.values())).device
-                    totals[index] = structure.accumulate(totals[index].to(place), whole)
-            batch = [None] * len(heads)
-            read, inputs, used = read + 1, inputs + rows.inputs_read, used + rows.inputs
-            if checkpoints.due(read):
-                save()
-    if checkpoints.folder is not None and read > done.batches:
-        save()  # tuning may be interrupted, too
-    totals = [sum_over_processes(one.to("cpu"), team) for one in totals]
-    if totals[0].count == 0:
-        raise DataError("the training loader: no datum has a label.")
-    if positions == "average" and heads[0].dense_axes:
-        number = int(team.sum([torch.tensor(float(used), dtype=torch.float64, device="cpu")])[0])
-        totals = [one.scaled(number / one.count, number) for one in totals]
-    return heads, totals
-
-
-def _row_sums(
-    head: Head,
-    phi: Tensor,
-    outputs: Tensor,
-    labels: Tensor | None,
-    structure: Structure,
-    likelihood: Likelihood,
-    *,
-    distances: bool,
-) -> Sums:
-    tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
-    log_likelihood = None
-    if labels is not None:
-        labels = labels.to(outputs.device)
-        tensors |= likelihood.label_sums(outputs, labels)
-        log_likelihood = likelihood.sum_log_likelihood(outputs, labels)
-    if distances:
-        groups, number = likelihood.group(outputs, labels), likelihood.num_groups(outputs.shape[1])
-        tensors |= distance_sums(phi[:, : head.inputs], groups, number, predicted=labels is None)
-    return Sums(tensors, len(phi), log_likelihood)
-
-
-def _with_checksums(batches: Iterator[Any], checksums: list[str]) -> Iterator[Any]:
-    for batch in batches:
-        checksums[0] = batch_checksum(checksums[0], batch)
-        yield batch
-
-
-def _heads(
+def _find_heads(
     networks: Sequence[nn.Module],
     names: Sequence[str | None],
     loader: Iterable[Any],
     likelihood: Likelihood,
     team: Team,
-) -> tuple[list[Head], Iterator[Any], bool]:
-    # The heads, from one watched pass over the first batch. A rank without data learns them from the others.
-    found: list[Head] | None = None
+) -> tuple[list[Head], Iterator[Any]]:
+    # The heads, from one watched pass over the first batch, and all batches. A rank without data takes the heads of the others.
     if team.size == 1:
         first, batches = peek(loader, "training loader")
     else:
-        remaining = iter(loader)
-        first = next(remaining, None)
-        batches = iter(()) if first is None else chain([first], remaining)
+        batches = iter(loader)
+        first = next(batches, None)
+        batches = batches if first is None else chain([first], batches)
+    heads = None
     if first is not None:
         inputs = as_batch(first, "batch 0 of the training loader").inputs
-        found = find_heads(networks, names, inputs, likelihood)
-    own = None if found is None else [(head.name, head.every_position, head.dense_axes) for head in found]
+        heads = find_heads(networks, names, inputs, likelihood)
+    own = None if heads is None else [(one.name, one.every_position, one.dense_axes) for one in heads]
     known = next((one for one in team.collect(own) if one is not None), None)
     if known is None:
         raise DataError("the training loader is empty on every rank.")
-    if found is None:
-        found = [
-            Head(name, head_by_name(network, name).layer, every_position, dense_axes)
+    if heads is None:
+        heads = [
+            replace(head_by_name(network, name), every_position=every_position, dense_axes=dense_axes)
             for network, (name, every_position, dense_axes) in zip(networks, known, strict=True)
         ]
-    return found, batches, first is not None
+    return heads, batches
 
 
 def sum_over_processes(own: Sums, team: Team) -> Sums:
     """The sums over the data of all processes."""
     if team.size == 1:
         return own
-    # A rank without data has no sums: the others tell their shapes.
+    # A rank without data has no sums, and takes the shapes from the others.
     shapes: dict[str, list[int]] = {}
     for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
         shapes |= known
@@ -351,12 +294,10 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
     return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)
 
 
-def _warn_of_empty_classes(component: Component) -> None:
-    layer = component.layer
-    assert layer is not None
+def _warn_of_empty_classes(sums: Sums) -> None:
     # Without labels, counts are of predicted classes: a class that is never predicted may still have data.
-    counts = None if layer.sums.log_likelihood is None else layer.sums.tensors.get("class_counts")
-    if counts is not None and component.likelihood.classification and len(counts) > 1 and bool((counts == 0).any()):
+    counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
+    if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
@@ -383,24 +324,3 @@ def ensemble(
     meaning = as_likelihood(likelihood)
     models = as_networks(networks, logits)
     return MoLA([Component(network, None, None, 1.0, meaning) for network in models], "probit", weights)
-
-
-def load(
-    directory: str | Path,
-    networks: nn.Module | Sequence[nn.Module],
-    *,
-    logits: Logits | Sequence[Logits] | None = None,
-) -> MoLA:
-    """Load a saved posterior onto the networks it was fitted on.
-
-    Args:
-        directory: folder that `posterior.save` wrote.
-        networks: the networks, in the same order.
-        logits: as for `fit`.
-
-    Returns:
-        The posterior; `StorageError` if the files are damaged or a network is not the one that was fitted.
-    """
-    from mola.saving.posterior import load_posterior
-
-    return load_posterior(directory, as_networks(networks, logits))

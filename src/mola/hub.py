@@ -24,11 +24,11 @@ from torch import nn
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.evaluation import Evaluation
 from mola.fitting import ensemble
-from mola.fitting import load as load_posterior
 from mola.likelihoods import LIKELIHOODS
 from mola.posterior import MoLA
 from mola.reliability import draw_reliability
 from mola.saving.files import write_atomically
+from mola.saving.posterior import load_posterior
 from mola.saving.schema import Optional, check, check_seal, parse, sealed
 from mola.saving.weights import load_weights, save_weights
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from mola import bounds
-from mola.component import Component, MixtureRows, per_component
+from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import LastLayerSpread
 from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
-from mola.network import Captured, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
-from mola.numerics import check_generator, seed_from, to_float64
+from mola.network import Captured, Inputs, Layout, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
+from mola.numerics import check_generator, seed_from
 from mola.options import counted, whole_number
 from mola.outliers import (
     COMBINED,
@@ -206,34 +206,23 @@ class MoLA(Mixture):
         """
         captured, seed = self._captured(one_batch(inputs)), seed_from(generator)
         point = torch.cat([self.predictive(rows, seed).point() for rows in self._chunks(captured)])
-        return _returned(point, captured[0], captured[0].layout, "outputs")
+        return _returned(point, captured[0])
 
     def _captured(self, inputs: Inputs) -> list[Captured]:
         with evaluating(*self.networks), torch.no_grad():
-            captured = []
-            for index, component in enumerate(self.components):
-                with located(f"networks[{index}]"):
-                    captured.append(capture(component.network, component.head, inputs, self.likelihood))
-        for index, one in enumerate(captured):
-            if captured[0].layout is not None and one.layout is not None:
-                captured[0].layout.check_same(one.layout, f"networks[{index}]")
-        shapes = [one.outputs.shape for one in captured]
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
-            raise DataError(
-                f"expected networks with outputs of the same shape, got {[tuple(shape) for shape in shapes]}."
-            )
-        return captured
+            heads = [component.head for component in self.components]
+            return capture_all(self.networks, heads, inputs, self.likelihood)
 
-    def _chunks(self, captured: Sequence[Captured]) -> Iterator[MixtureRows]:
+    def _chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
         widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
         size = max(1, ROW_NUMBERS // max(widths))
         for parts in zip(*(one.chunks(size) for one in captured), strict=True):
-            yield MixtureRows([phi for _, phi, _ in parts], [outputs for _, _, outputs in parts])
+            yield Rows([phi for phi, _ in parts], [outputs for _, outputs in parts])
 
-    def _spreads(self, rows: MixtureRows) -> list[LastLayerSpread | None]:
+    def _spreads(self, rows: Rows) -> list[LastLayerSpread | None]:
         return [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
 
-    def log_distances(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+    def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
         pairs = []
         for component, phi in zip(self.components, rows.phi, strict=True):
@@ -243,14 +232,14 @@ class MoLA(Mixture):
             pairs.append(layer.distance.logs(phi))
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
-    def _scale(self, rows: MixtureRows) -> list[Tensor] | None:
+    def _scale(self, rows: Rows) -> list[Tensor] | None:
         if self.scaling.temperature == 1 and self.scaling.exponent == 0:
             return None
         distance, norm = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
         weights = self.weights.to(rows.outputs[0])
         return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.classification).unbind(0))
 
-    def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
+    def predictive(self, rows: Rows, seed: int | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         return self.likelihood.predictive(
             rows.outputs,
@@ -268,13 +257,13 @@ class MoLA(Mixture):
             captured = self._captured(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
                 with located(f"networks[{index}]"):
-                    check_finite(one.features.flatten(0, -2), one.outputs.flatten(0, -2))
-                    if component.head is None and one.layout is None:
-                        check_logits(component.network, inputs, one.outputs, self.likelihood)
+                    check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1))
+                    if component.head is None:
+                        check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
         # Copies: a network may reuse its memory for the next batch.
         kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
         size = sum(one.features.nbytes + one.outputs.nbytes for one in kept)
-        return self._make_prediction(lambda: self._chunks(kept), kept[0], kept[0].layout, seed, size)
+        return self._make_prediction(lambda: self._chunks(kept), kept[0], seed, size)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """What `predict` returns for inputs that the networks have processed already.
@@ -283,64 +272,60 @@ class MoLA(Mixture):
             features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
             outputs: (n, C) of each network.
         """
-        pairs = zip(features, outputs, strict=True)
+        layout, pairs = Layout.of(outputs[0], -1), zip(features, outputs, strict=True)
         # Copies: fields are computed when they are first read.
-        kept = [Captured(to_float64(one).clone(), to_float64(two).clone(), None, None) for one, two in pairs]
+        kept = [Captured(one[:, None].clone(), two[:, None].clone(), layout, None) for one, two in pairs]
         with torch.no_grad():
-            return self._make_prediction(
-                lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None
-            )
+            return self._make_prediction(lambda: self._chunks(kept), kept[0])
 
     def _make_prediction(
         self,
-        chunks: Callable[[], Iterator[MixtureRows]],
+        chunks: Callable[[], Iterator[Rows]],
         like: Captured,
-        layout: Layout | None,
         seed: int | None = None,
         held_bytes: int = 0,
     ) -> Any:
-        def field(compute: Callable[[MixtureRows], Tensor], kind: str) -> Callable[[], Tensor]:
-            return lambda: _returned(
-                torch.cat([compute(rows) for rows in chunks()], dim=int(kind in ("members", "variances"))),
-                like,
-                layout,
-                kind,
-            )
+        def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+            def joined() -> Tensor:
+                parts = [compute(rows) for rows in chunks()]
+                return _returned(torch.cat(parts, dim=int(parts[0].dim() == 3)), like, dtype)
+
+            return joined
 
         shared: dict[str, Any] = {
             "likelihood": self.likelihood,
-            "axis": -1 if layout is None else layout.axis,
+            "axis": like.layout.axis if like.layout.sizes else -1,
             "held_bytes": held_bytes,
             "ood_score_name": self.ood_score_name,
         }
-        distance = field(self._distance, "rows") if self.has_distances else None
+        distance = field(self._distance) if self.has_distances else None
         if not self.likelihood.classification:
             regression: dict[str, Any] = {
-                "component_mean": field(lambda rows: self._moments(rows).means, "members")(),
-                "component_variance": field(lambda rows: self._moments(rows).variances, "variances"),
-                "component_noise": field(self._noise, "variances"),
-                "ood_score": field(self._regression_score, "rows"),
+                "component_mean": field(lambda rows: self._moments(rows).means)(),
+                # In float64: variances may leave the range of float32 where their roots do not.
+                "component_variance": field(lambda rows: self._moments(rows).variances, torch.float64),
+                "component_noise": field(self._noise, torch.float64),
+                "ood_score": field(self._regression_score),
                 "distance": distance,
             }
             return prediction_type(self.likelihood)(regression, weights=self.weights, **shared)
         far_field = self.ood_score_name != MAX_PROBABILITY
-        kind = "rows" if self.likelihood.mutually_exclusive else "outputs"
         discrete: dict[str, Any] = {
-            "probs": field(lambda rows: self.predictive(rows, seed).point(), "outputs")(),
-            "mutual_information": field(lambda rows: self._mutual_information(rows, seed), kind),
-            "ood_score": field(self._ood_score, "rows"),
-            "logit_mean": field(lambda rows: torch.stack(list(rows.outputs)), "members"),
-            "logit_variance": field(self._logit_variance, "members"),
+            "probs": field(lambda rows: self.predictive(rows, seed).point())(),
+            "mutual_information": field(lambda rows: self._mutual_information(rows, seed)),
+            "ood_score": field(self._ood_score),
+            "logit_mean": field(lambda rows: torch.stack(list(rows.outputs))),
+            "logit_variance": field(self._logit_variance),
             "distance": distance,
-            "far_field": field(self._far_field, "rows") if far_field else None,
+            "far_field": field(self._far_field) if far_field else None,
         }
         return prediction_type(self.likelihood)(discrete, **shared)
 
-    def _logit_variance(self, rows: MixtureRows) -> Tensor:
+    def _logit_variance(self, rows: Rows) -> Tensor:
         pairs = zip(self._spreads(rows), rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
-    def _mutual_information(self, rows: MixtureRows, seed: int | None) -> Tensor:
+    def _mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
@@ -359,18 +344,18 @@ class MoLA(Mixture):
         reference = self.scaling.reference
         return FAR_FIELD if reference is None or reference.score is None else COMBINED
 
-    def _norms(self, rows: MixtureRows) -> Tensor:
+    def _norms(self, rows: Rows) -> Tensor:
         layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
         return torch.stack([one.curvature.mahalanobis(phi) for one, phi in zip(layers, rows.phi, strict=True) if one])
 
-    def _distance(self, rows: MixtureRows) -> Tensor:
+    def _distance(self, rows: Rows) -> Tensor:
         return self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
 
-    def _far_field(self, rows: MixtureRows) -> Tensor:
+    def _far_field(self, rows: Rows) -> Tensor:
         means = torch.stack(list(rows.outputs))
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
-    def _outlier_terms(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+    def _outlier_terms(self, rows: Rows) -> tuple[Tensor, Tensor]:
         # Far field, mean energy and log distance (3, n), and the energy of each network (K, n).
         means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
         log_distance, log_norm = self.log_distances(rows)
@@ -378,7 +363,7 @@ class MoLA(Mixture):
         distance = self.scaling.log_distance(log_distance, weights)
         return torch.stack([self._far_field(rows), weights @ own, distance]), own
 
-    def _ood_score(self, rows: MixtureRows) -> Tensor:
+    def _ood_score(self, rows: Rows) -> Tensor:
         name = self.ood_score_name
         if name == MAX_PROBABILITY:
             return max_probability_score(self.predictive(rows).point(), self.likelihood)  # type: ignore[arg-type]
@@ -389,14 +374,14 @@ class MoLA(Mixture):
         assert reference is not None
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
-    def _moments(self, rows: MixtureRows) -> RegressionPredictive:
+    def _moments(self, rows: Rows) -> RegressionPredictive:
         found: Any = self.predictive(rows)
         return found
 
-    def _noise(self, rows: MixtureRows) -> Tensor:
+    def _noise(self, rows: Rows) -> Tensor:
         return self._moments(rows).noises * self.temperature**2
 
-    def _regression_score(self, rows: MixtureRows) -> Tensor:
+    def _regression_score(self, rows: Rows) -> Tensor:
         if self.ood_score_name == VARIANCE:
             return disagreement(self.weights, self._moments(rows).means, self._noise(rows))
         weights = self.weights.to(rows.outputs[0])
@@ -597,7 +582,7 @@ class MoLA(Mixture):
         shared = weights.tolist() if team is None else team.share(weights.tolist())
         return self.with_weights(shared)
 
-    def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
+    def _member_log_likelihoods(self, rows: Rows, labels: Tensor) -> Tensor:
         # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
         likelihood, count = self.likelihood, len(self.components)
         if isinstance(likelihood, ClassificationLikelihood):
@@ -660,13 +645,7 @@ class MoLA(Mixture):
         found = torch.cat(
             [bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma)
         )
-        exclusive = self.likelihood.mutually_exclusive
-        if lemma:
-            parts = [
-                _returned(one, captured[0], captured[0].layout, "rows" if exclusive else "outputs") for one in found
-            ]
-            return torch.stack(parts)
-        return _returned(found, captured[0], captured[0].layout, "rows" if exclusive else "outputs")
+        return torch.stack([_returned(one, captured[0]) for one in found]) if lemma else _returned(found, captured[0])
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
@@ -677,7 +656,7 @@ class MoLA(Mixture):
         self._require_bounds()
         once, far = self._captured(inputs), self._captured(bounds.SCALE * inputs)
         limit = bounds.far_field_limit(self, once, far)
-        return _returned(limit, once[0], None, "outputs")
+        return _returned(limit, once[0])
 
     def _require_bounds(self) -> None:
         if not self.likelihood.classification:
@@ -702,23 +681,18 @@ class MoLA(Mixture):
         return save_posterior(self, directory)
 
 
-def _labelled(data: HeldOut) -> Iterator[tuple[MixtureRows, Tensor]]:
+def _labelled(data: HeldOut) -> Iterator[tuple[Rows, Tensor]]:
     for rows, labels in data.chunks(ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)):
         assert labels is not None
         yield rows, labels
 
 
-def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) -> Tensor:
-    # To the network's device and precision, at least float32, and from rows to the layout of dense outputs.
-    if kind != "variances":  # which may leave the range of float32 where their roots do not
-        values = values.to(torch.promote_types(like.outputs.dtype, torch.float32)).to(like.outputs.device)
-    if layout is None:
-        return values
-    if kind == "rows":
-        return layout.map(values)
-    if kind == "outputs":
-        return layout.outputs(values)
-    return torch.stack([layout.outputs(member) for member in values])
+def _returned(rows: Tensor, like: Captured, dtype: torch.dtype | None = None) -> Tensor:
+    # From rows to the layout of the outputs; on the network's device in its precision, at least float32.
+    if dtype is None:
+        dtype = torch.promote_types(like.outputs.dtype, torch.float32)
+        rows = rows.to(dtype).to(like.outputs.device)
+    return like.layout.restore(rows)
 
 
 def _listed(values: Iterable[float]) -> str:

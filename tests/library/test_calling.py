@@ -164,7 +164,7 @@ def test_inputs_without_a_loader_are_not_a_list():
     "loader", [X, (X, Y), [X, Y], {"x": X}, 3, None, "data", make_network], ids=lambda one: type(one).__name__
 )
 def test_what_is_no_loader_is_refused(loader):
-    for read in (check_loader, peek, batches):
+    for read in (check_loader, peek):
         with pytest.raises(DataError, match=r"the training loader: expected an iterable of batches.*\[\(x, y\)\]"):
             read(loader, "training loader")
     check_loader([X[:3], X[3:, :4]], "loader")  # two batches of inputs of one kind

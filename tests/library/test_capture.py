@@ -44,10 +44,16 @@ def read(networks, loader, likelihood=CATEGORICAL, heads=None, **options):
         return list(stream(networks, heads, loader, where="training loader", likelihood=likelihood, **options))
 
 
-def joined(rows, index=0):
-    """Features, outputs and labels of one network."""
-    parts = [torch.cat([getattr(one, name)[index] for one in rows]) for name in ("features", "outputs")]
+def joined(batches, index=0, chunk=4096):
+    """Features, outputs and labels of one network, read in chunks."""
+    rows = [rows for batch in batches for rows in batch.chunks(chunk)]
+    assert all(len(one) <= chunk for one in rows)
+    parts = [torch.cat([getattr(one, name)[index] for one in rows]) for name in ("phi", "outputs")]
     return *parts, None if rows[0].labels is None else torch.cat([one.labels for one in rows])
+
+
+def sizes(batches):
+    return [(one.used_inputs, one.inputs) for one in batches]
 
 
 # --- plain rows ---------------------------------------------------------------------------------------------------------
@@ -56,12 +62,10 @@ def joined(rows, index=0):
 @pytest.mark.parametrize("chunk", [1, 3, 8, 4096])
 def test_every_network_sees_every_batch_in_order(networks, chunk):
     with unchanged(*networks):
-        got = read(networks, LOADER, chunk=chunk, labelled=True)
-    assert all(len(one) <= chunk for one in got)
-    assert [one.inputs for one in got if one.last] == [one.inputs_read for one in got if one.last] == SIZES
-    assert {(one.inputs, one.inputs_read) for one in got if not one.last} <= {(0, 0)}
+        got = read(networks, LOADER, labelled=True)
+    assert sizes(got) == [(one, one) for one in SIZES]
     for index, network in enumerate(networks):
-        features, outputs, labels = joined(got, index)
+        features, outputs, labels = joined(got, index, chunk)
         assert torch.equal(labels, Y)
         with torch.no_grad():
             network.eval()
@@ -71,17 +75,16 @@ def test_every_network_sees_every_batch_in_order(networks, chunk):
 
 
 def test_without_a_head_there_are_outputs_alone(networks):
-    (rows,) = read(networks[:1], [X], heads=[None])
-    assert rows.features[0].shape == (20, 0)
-    torch.testing.assert_close(rows.outputs[0], networks[0].eval()(X).detach())
+    phi, outputs, _ = joined(read(networks[:1], [X], heads=[None]))
+    assert phi.shape == (20, 0)
+    torch.testing.assert_close(outputs, networks[0].eval()(X).detach())
     with pytest.raises(HeadError, match=r"batch 0 of the training loader, networks\[0\]: .*probabilities"):
         read([nn.Sequential(networks[0], nn.Softmax(1))], [X], heads=[None])
     logits = nn.Linear(5, 1)  # which may all lie between 0 and 1
     with torch.no_grad():
         logits.weight.mul_(1e-3)
         logits.bias.fill_(0.5)
-    (rows,) = read([logits], [X.repeat(5, 1)], BERNOULLI, heads=[None])
-    assert rows.outputs[0].shape == (100, 1)
+    assert joined(read([logits], [X.repeat(5, 1)], BERNOULLI, heads=[None]))[1].shape == (100, 1)
 
 
 class Masked(nn.Module):
@@ -95,9 +98,10 @@ class Masked(nn.Module):
         return self.head(torch.relu(self.body(inputs))[inputs[:, 0] < 100])
 
 
-def test_a_batch_without_rows_is_empty_and_ends():
+def test_a_batch_may_have_no_rows():
     got = read([Masked()], [X[:8], X[:3] + 1000, X[8:]])
-    assert [(len(one), one.last) for one in got] == [(8, True), (0, True), (12, True)]
+    assert [len(one) for one in got] == [8, 0, 12]
+    assert len(joined(got)[1]) == 20
     with pytest.raises(DataError, match="no row for any batch"):
         read([Masked()], [X + 1000])
 
@@ -106,13 +110,12 @@ def test_rows_without_any_label_are_dropped():
     network = nn.Linear(5, 2)
     labels = torch.randint(2, (20, 2)).double()
     labels[3], labels[5, 0], labels[7] = torch.nan, -100, -100
-    for chunk in (1, 4, 100):
-        got = read([network], [(X[:10], labels[:10]), (X[10:], labels[10:])], BERNOULLI, chunk=chunk)
-        kept = torch.tensor([index for index in range(20) if index not in (3, 7)])
-        features, _, read_labels = joined(got)
-        assert torch.equal(features[:, :-1], X[kept])
-        assert read_labels[4].isnan().tolist() == [True, False]
-        assert [one.inputs for one in got if one.last] == [8, 10]
+    got = read([network], [(X[:10], labels[:10]), (X[10:], labels[10:])], BERNOULLI)
+    kept = torch.tensor([index for index in range(20) if index not in (3, 7)])
+    features, _, read_labels = joined(got, chunk=4)
+    assert torch.equal(features[:, :-1], X[kept])
+    assert read_labels[4].isnan().tolist() == [True, False]
+    assert sizes(got) == [(8, 10), (10, 10)]
 
 
 BAD = {
@@ -131,11 +134,8 @@ BAD = {
 def test_the_batch_that_is_to_blame_is_named(name, networks):
     bad, words = BAD[name]
     loader = [bad(x, y) if index == 2 else (x, y) for index, (x, y) in enumerate(LOADER)]
-    for chunk in (3, 4096):
-        with unchanged(*networks), pytest.raises(DataError, match=rf"batch 2 of the training loader{words}".replace(
-            "8 of 8", f"{min(chunk, 8)} of {min(chunk, 8)}"
-        )):  # fmt: skip
-            read(networks, loader, chunk=chunk)
+    with unchanged(*networks), pytest.raises(DataError, match=rf"batch 2 of the training loader{words}"):
+        joined(read(networks, loader))
 
 
 def test_labels_are_demanded_or_all_alike(networks):
@@ -149,7 +149,7 @@ def test_networks_that_disagree_about_the_data_are_refused():
     network = nn.Linear(5, 3)
     halves = nn.Sequential(nn.Linear(5, 3))
     halves.register_forward_pre_hook(lambda _, inputs: (inputs[0][::2],))
-    with pytest.raises(DataError, match=r"batch 0 of the training loader: the networks gave \[20, 10\] rows"):
+    with pytest.raises(DataError, match=r"batch 0 of the training loader: .*same shape, got \[\(20, 3\), \(10, 3\)\]"):
         read([network, halves], [X])
 
 
@@ -220,21 +220,18 @@ def test_positions_are_rows(kind, chunk):
     head = find_head(network, x)
     assert (head.outputs, head.inputs, head.axis, head.dense_axes) == (CLASSES, FEATURES, axis, y.dim() - 1)
     features, expected = rows_of(torch.tanh(network.layer(x)), axis), rows_of(network(x), axis)
-    got = read([network], [(x[:4], y[:4]), (x[4:], y[4:])], chunk=chunk)
-    assert all(len(one) <= chunk for one in got)
-    assert [(one.inputs, one.inputs_read) for one in got if one.last] == [(4, 4), (2, 2)]
-    phi, outputs, labels = joined(got)
+    got = read([network], [(x[:4], y[:4]), (x[4:], y[4:])])
+    assert sizes(got) == [(4, 4), (2, 2)]
+    phi, outputs, labels = joined(got, chunk=chunk)
     assert torch.equal(labels, y.flatten())
     torch.testing.assert_close(phi, head.lift(features), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
     for known in (head, None):
         seen = capture(network, known, x, CATEGORICAL)
-        assert len(seen) == y.numel()
-        parts = list(seen.chunks(chunk))
-        assert torch.equal(torch.cat([torch.arange(len(seen))[part] for part, _, _ in parts]), torch.arange(len(seen)))
-        torch.testing.assert_close(seen.layout.outputs(torch.cat([part for _, _, part in parts])), network(x).detach())
-    assert next(capture(network, head, x[:0], CATEGORICAL).chunks(chunk))[2].shape == (0, CLASSES)
+        rows = torch.cat([part for _, part in seen.chunks(chunk)])
+        torch.testing.assert_close(seen.layout.restore(rows), network(x).detach())
+    assert capture(network, head, x[:0], CATEGORICAL).rows()[1].shape == (0, CLASSES)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 255])
@@ -245,13 +242,11 @@ def test_ignored_positions_are_left_out(kind, ignore_index):
     y[2], y[4:] = ignore_index, ignore_index
     counted = y.flatten() != ignore_index
     loader = [(x[:4], y[:4]), (x[4:], y[4:])]
-    for chunk in (1, 10, 4096):
-        got = read([network], loader, ignore_index=ignore_index, chunk=chunk)
-        _, outputs, labels = joined([one for one in got if len(one)])
-        torch.testing.assert_close(outputs, rows_of(network(x), axis)[counted])
-        assert torch.equal(labels, y.flatten()[counted])
-        assert [(one.inputs, one.inputs_read) for one in got if one.last] == [(3, 4), (0, 2)]
-        assert len(got[-1]) == 0
+    got = read([network], loader, ignore_index=ignore_index)
+    _, outputs, labels = joined(got, chunk=10)
+    torch.testing.assert_close(outputs, rows_of(network(x), axis)[counted])
+    assert torch.equal(labels, y.flatten()[counted])
+    assert sizes(got) == [(3, 4), (0, 2)]
     with pytest.raises(DataError, match="no row"):
         read([network], [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
 
@@ -264,8 +259,8 @@ def test_drawn_positions_depend_on_the_input_alone(labelled):
     results = []
     for size in (6, 1, 4):
         loader = zip(x.split(size), y.split(size), strict=True)
-        got = read(networks, loader if labelled else [x for x, _ in loader], positions=10, chunk=16)
-        results.append([tensor for index in range(2) for tensor in joined([one for one in got if len(one)], index)])
+        got = read(networks, loader if labelled else [x for x, _ in loader], positions=10)
+        results.append([tensor for index in range(2) for tensor in joined(got, index, 16)])
         assert len(results[-1][0]) == (4 * 10 + 7 if labelled else 60)
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
@@ -335,7 +330,7 @@ def test_dense_labels_of_another_form_are_named(name):
         (lambda: nn.Conv2d(FEATURES, 4, 1, groups=2), "groups 2"),
         (
             lambda: nn.ConvTranspose2d(FEATURES, CLASSES, 1),
-            r"last linear layer or convolution, 'layer'.*without reshaping",
+            r"last layer, 'layer'.*without reshaping",
         ),
         (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Softmax(1)), r"'head.0'.*applies a softmax"),
         (lambda: nn.Conv2d(FEATURES, 1, 1), "at least 2 classes"),
@@ -366,11 +361,11 @@ def test_a_dense_head_is_found_before_an_auxiliary_one_and_in_any_memory_format(
 def test_networks_at_different_positions_are_refused():
     network, x, _, _ = made("image")
     coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
-    with pytest.raises(DataError, match=r"networks\[1\].*\(2, 3\).*\(5, 7\).*same positions"):
+    with pytest.raises(DataError, match=r"same shape.*5, 7, 3.*2, 3, 3"):
         read([network, coarse], [x])
     head = find_head(network, x)
     flat = nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))
-    with pytest.raises(DataError, match="some networks have dense outputs"):
+    with pytest.raises(DataError, match="same shape"):
         read([network, flat], [x], heads=[head, find_head(flat, x)])
 
 

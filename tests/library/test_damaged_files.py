@@ -36,7 +36,7 @@ def read_plain(folder):
 
 
 def make_checkpoint(folder):
-    FitCheckpoint(folder).save(IDENTITY, FitProgress(one_batch(3), 4, 20, 18, "abc"))
+    FitCheckpoint(folder).save(IDENTITY, FitProgress(one_batch(3), 4, 20, 18, "abc"), last=True)
 
 
 def read_checkpoint(folder):

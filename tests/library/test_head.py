@@ -148,11 +148,10 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
         with torch.no_grad():
             expected = body(FAR)
         seen = capture(network, head, FAR, CATEGORICAL)
-        assert torch.equal(seen.features, expected)
+        assert torch.equal(seen.features[:, 0], expected)
         assert not seen.features.requires_grad
         assert not seen.outputs.requires_grad
-        ((rows, phi, outputs),) = seen.chunks(100)
-        assert rows == slice(0, 9)
+        ((phi, outputs),) = seen.chunks(100)
         torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
         assert phi.shape == (9, head.width)
 
@@ -167,7 +166,7 @@ def test_a_layer_used_on_the_way_and_as_the_head_is_read_at_its_last_use():
     shared = nn.Linear(5, 5)
     network = nn.Sequential(shared, nn.Tanh(), shared)
     seen = capture(network, find_head(network, X), X, CATEGORICAL)
-    torch.testing.assert_close(seen.features, torch.tanh(shared(X)).detach(), rtol=0, atol=0)
+    torch.testing.assert_close(seen.features[:, 0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -175,15 +174,15 @@ def test_low_and_mixed_precision(dtype):
     network = nn.Sequential(make_body(), nn.Linear(4, 3)).to(dtype)
     seen = capture(network, find_head(network, X.to(dtype)), X.to(dtype), CATEGORICAL)
     assert (seen.features.dtype, seen.outputs.dtype) == (dtype, dtype)
-    assert {phi.dtype for _, phi, _ in seen.chunks(5)} == {torch.float64}
+    assert {phi.dtype for phi, _ in seen.chunks(5)} == {torch.float64}
     if dtype != torch.float32:
         network = network.float()
         with torch.autocast("cpu", dtype=dtype):
             seen = capture(network, find_head(network, X.float()), X.float(), CATEGORICAL)
-            (_, phi, outputs) = next(seen.chunks(100))
+            phi, outputs = seen.rows()
         assert seen.outputs.dtype == dtype
-        assert torch.equal(phi[:, :4], seen.features.double())
-        assert torch.equal(outputs, seen.outputs.double())
+        assert torch.equal(phi[:, :4], seen.features[:, 0].double())
+        assert torch.equal(outputs, seen.outputs[:, 0].double())
 
 
 # --- networks that have none --------------------------------------------------------------------------------------------
@@ -332,8 +331,8 @@ def test_one_output_may_be_squeezed(likelihood, take):
     network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
     head = find_head(network, X, None, likelihood)
     seen = capture(network, head, X, likelihood)
-    assert seen.outputs.shape == (12, 1)
-    assert torch.equal(seen.features, network.body(X).detach())
+    assert seen.outputs.shape == (12, 1, 1)
+    assert torch.equal(seen.features[:, 0], network.body(X).detach())
 
 
 class Sequences(nn.Module):
@@ -363,8 +362,8 @@ def test_a_head_at_every_position_is_read_at_the_positions_taken(name):
         head = find_head(network, TEXTS)
         seen = capture(network, head, TEXTS, CATEGORICAL)
     assert head.every_position
-    torch.testing.assert_close(seen.features, TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(seen.outputs, network(TEXTS).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(seen.features[:, 0], TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(seen.outputs[:, 0], network(TEXTS).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +398,7 @@ class Exported(nn.Module):
 
     def forward(self, x):
         with evaluating(self.network):
-            ((_, phi, outputs),) = capture(self.network, self.head, x, self.likelihood).chunks(10**6)
+            phi, outputs = capture(self.network, self.head, x, self.likelihood).rows()
         return phi, outputs
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from mola import fitting
+import mola
 from mola.component import Component
 from mola.errors import OptionError, StorageError
 from mola.laplace import Diag, Full, Kron, KronDiag, KronExact
@@ -33,7 +33,7 @@ def plain(seed=0, width=4, outputs=3):
 
 def posterior(networks, structure="kron", likelihood="categorical", link="probit", weights="uniform", **options):
     labels, distances = options.get("labels", Y), options.get("distances", True)
-    fitted = fitting.fit(
+    fitted = mola.fit(
         networks,
         [X if labels is None else (X, labels)],
         structure=structure,
@@ -163,12 +163,12 @@ def test_tuning_and_scaling_come_back(tmp_path):
 @pytest.mark.parametrize("rule", ["nll", "threshold", "evidence", None])
 def test_a_tuned_posterior_comes_back(rule, tmp_path):
     networks, loader = three(), [(X[:9], Y[:9]), (X[9:], Y[9:])]
-    saved = fitting.fit(networks, loader, None if rule == "evidence" else loader, rule=rule, progress=False)
-    loaded = fitting.load(saved.save(tmp_path), networks)
+    saved = mola.fit(networks, loader, None if rule == "evidence" else loader, rule=rule, progress=False)
+    loaded = mola.load(saved.save(tmp_path), networks)
     assert_same(loaded, saved)
     assert loaded.tuning == saved.tuning is not None
     with pytest.raises(OptionError, match="networks: expected"):
-        fitting.load(tmp_path, "model.pt")
+        mola.load(tmp_path, "model.pt")
 
 
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
@@ -313,9 +313,23 @@ def test_replaced_tensors_are_refused(name, value, tmp_path):
 def test_a_head_that_was_trained_on_is_not_saved(tmp_path):
     network = nn.Linear(3, 2)
     inputs = torch.randn(40, 3)
-    posterior = fitting.fit(network, [(inputs, (inputs[:, 0] > 0).long())], progress=False)
+    posterior = mola.fit(network, [(inputs, (inputs[:, 0] > 0).long())], progress=False)
     with torch.no_grad():
         network.weight.mul_(0.1)
     with pytest.raises(StorageError, match="changed since"):
         posterior.save(tmp_path / "posterior")
     assert not (tmp_path / "posterior").exists()
+
+
+def test_load_recognises_what_it_finds(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    inputs = torch.randn(20, 3)
+    network = nn.Linear(3, 2)
+    saved = mola.fit(network, [(inputs, torch.arange(20) % 2)], progress=False)
+    loaded = mola.load(mola.hub.save(saved, tmp_path / "hub"), network)
+    assert torch.equal(loaded(inputs), saved(inputs))
+    with pytest.raises(OptionError, match="networks that the posterior in"):
+        mola.load(saved.save(tmp_path / "plain"))
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"mola\.export\.load\("):
+        mola.load(tmp_path / "model.onnx", network)

@@ -17,7 +17,7 @@ from mola.fitting import fit
 from mola.laplace import Kron, Sums
 from mola.saving import files
 from mola.saving.files import kind_of, partial_file, read_folder, write_atomically, write_folder
-from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
+from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
 from mola.saving.schema import Optional, check, parse
 from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
 
@@ -428,10 +428,10 @@ def test_each_process_keeps_its_own_sums(tmp_path):
 
 
 CHANGES = {
-    "networks": (["ab", "ef"], r"networks \[1\] have other weights"),
-    "heads": ([{"name": "2"}, {"name": "head"}], r"heads: .*'fc'.*'head'"),
-    "structure": ({"name": "diag"}, "structure: expected .*'kron'.*'diag'"),
-    "likelihood": ("bernoulli", "likelihood: expected None"),
+    "networks": (["ab", "ef"], "weights of the networks"),
+    "heads": ([{"name": "2"}, {"name": "head"}], "heads, .*'fc'.*'head'"),
+    "structure": ({"name": "diag"}, "structure, .*'kron'.*'diag'"),
+    "likelihood": ("bernoulli", "likelihood, None"),
 }
 
 
@@ -440,15 +440,16 @@ def test_the_checkpoint_of_another_fit_is_refused(name, tmp_path):
     checkpoint = FitCheckpoint(tmp_path)
     checkpoint.save(IDENTITY, FitProgress(one_batch(0)))
     value, words = CHANGES[name]
-    with pytest.raises(StorageError, match=f"another fit: .*{words}.*delete"):
+    with pytest.raises(StorageError, match=f"a fit with other {words}.*delete"):
         checkpoint.load({**IDENTITY, name: value})
-    with pytest.raises(StorageError, match=r"networks: expected \['ab', 'cd'\]"):
-        checkpoint.load({**IDENTITY, "networks": ["ab"]})
     with pytest.raises(OptionError, match="checkpoint_every"):
         FitCheckpoint(tmp_path, 0)
 
 
-def test_changed_data_is_recognised():
+def test_changed_data_is_recognised(tmp_path):
+    def skip(batches, progress):
+        assert not list(FitCheckpoint(tmp_path).resume(batches, progress))
+
     def progress_after(*batches):
         checksum = ""
         for one in batches:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.baselines.members import rebuilding
-from mola.component import MixtureRows, per_component
+from mola.component import per_component
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import as_networks, ensemble
 from mola.likelihoods import CATEGORICAL, LIKELIHOODS, ClassificationLikelihood, Likelihood, Predictive, as_likelihood
 from mola.likelihoods.base import mixed
-from mola.network import check_finite, state_checksum
+from mola.network import Rows, check_finite, state_checksum
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 from mola.posterior import MoLA
@@ -191,12 +191,12 @@ class TemperatureScaled(MoLA):
             raise OptionError(f"each network has its own temperature: use temperatures, {self.temperatures}.")
         return self.temperatures[0]
 
-    def _scale(self, rows: MixtureRows) -> list[Tensor] | None:
+    def _scale(self, rows: Rows) -> list[Tensor] | None:
         if self.pooled:
             return None
         return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, self.temperatures, strict=True)]
 
-    def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
+    def predictive(self, rows: Rows, seed: int | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         if not self.pooled:
             return super().predictive(rows, seed)

@@ -202,5 +202,5 @@ class PosteriorGraph(nn.Module):
         """The fields by name, in the shapes that `posterior.predict` gives them."""
         posterior = self.held[0]
         captured = posterior._captured(self.network_inputs(tensors))
-        prediction = posterior._make_prediction(lambda: posterior._chunks(captured), captured[0], captured[0].layout)
+        prediction = posterior._make_prediction(lambda: posterior._chunks(captured), captured[0])
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -214,9 +214,10 @@ class Activations:
                 )
                 for path, head, name in zip(paths, heads, names, strict=True)
             ]
-            for rows in stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL):
+            captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
+            for rows in (rows for batch in captured for rows in batch.chunks()):
                 labels = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
-                for writer, head, phi, outputs in zip(writers, heads, rows.features, rows.outputs, strict=True):
+                for writer, head, phi, outputs in zip(writers, heads, rows.phi, rows.outputs, strict=True):
                     dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     writer.add({"features": features, "logits": logits, "labels": labels})

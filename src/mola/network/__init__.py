@@ -15,11 +15,20 @@ from mola.network.calling import (
     one_batch,
     peek,
     run,
-    to_device,
     unwrapped,
     without_autocast,
 )
-from mola.network.capture import Captured, Rows, capture, check_finite, check_logits, find_heads, stream
+from mola.network.capture import (
+    Captured,
+    CapturedBatch,
+    Rows,
+    capture,
+    capture_all,
+    check_finite,
+    check_logits,
+    find_heads,
+    stream,
+)
 from mola.network.checksum import state_checksum
 from mola.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from mola.network.head import Head, find_head, head_by_name
@@ -29,6 +38,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "Captured",
+    "CapturedBatch",
     "Head",
     "Inputs",
     "Layout",
@@ -41,6 +51,7 @@ __all__ = [
     "batches",
     "call",
     "capture",
+    "capture_all",
     "check_finite",
     "check_loader",
     "check_logits",
@@ -57,7 +68,6 @@ __all__ = [
     "run",
     "state_checksum",
     "stream",
-    "to_device",
     "unwrapped",
     "without_autocast",
 ]

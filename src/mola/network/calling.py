@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mola.errors import DataError, HeadError, MolaError
 
@@ -42,18 +43,6 @@ def device_of(network: nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
 
 
-def to_device(inputs: Inputs, device: torch.device) -> Inputs:
-    """Move every tensor among the inputs to `device`."""
-    if isinstance(inputs, Tensor):
-        return inputs if inputs.device == device else inputs.to(device, non_blocking=True)
-    if isinstance(inputs, Mapping):
-        return {key: to_device(value, device) for key, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        moved = [to_device(value, device) for value in inputs]
-        return type(inputs)(*moved) if hasattr(inputs, "_fields") else type(inputs)(moved)
-    return inputs
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Disable autocast, which is meant for the networks, around the posterior's own arithmetic."""
     if torch.is_autocast_enabled(device.type):
@@ -66,46 +55,29 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def as_batch(raw: Any, where: str) -> Batch:
     """Split what a loader yielded into inputs and labels; `where` is its place in messages, "batch 3 of the loader"."""
-    batch = _split(raw, where)
-    if _has_empty(batch.inputs):
-        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
-    return batch
-
-
-def _split(raw: Any, where: str) -> Batch:
-    if isinstance(raw, Tensor):
-        return Batch(raw, None)
+    inputs, labels = raw, None
     if isinstance(raw, Mapping):
-        inputs = {key: value for key, value in raw.items() if key != LABELS}
+        inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
         if not inputs:
             raise DataError(f"{where}: the mapping has no network inputs beside {LABELS!r}, only {sorted(raw)}.")
-        return Batch(inputs, _as_labels(raw.get(LABELS), where))
-    if isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
-        return Batch(raw[0], _as_labels(raw[1], where) if len(raw) == 2 else None)
-    size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
-    raise DataError(
-        f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got "
-        f"{type(raw).__name__}{size}. Put several inputs in a tuple: ((first, second), labels)."
-    )
-
-
-def _as_labels(labels: Any, where: str) -> Tensor | None:
-    if labels is None or isinstance(labels, Tensor):
-        return labels
-    try:
-        return torch.as_tensor(labels, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
+        inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
+    elif not isinstance(raw, Tensor):
+        size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
         raise DataError(
-            f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
-        ) from error
-
-
-def _has_empty(inputs: Inputs) -> bool:
-    if isinstance(inputs, Tensor):
-        return inputs.dim() > 0 and len(inputs) == 0
-    if isinstance(inputs, (Mapping, tuple, list)):
-        return any(map(_has_empty, inputs.values() if isinstance(inputs, Mapping) else inputs))
-    return False
+            f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got "
+            f"{type(raw).__name__}{size}. Put several inputs in a tuple: ((first, second), labels)."
+        )
+    if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
+        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
+    if labels is not None and not isinstance(labels, Tensor):
+        try:
+            labels = torch.as_tensor(labels, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+            ) from error
+    return Batch(inputs, labels)
 
 
 def one_batch(inputs: Inputs) -> Inputs:
@@ -120,19 +92,21 @@ def one_batch(inputs: Inputs) -> Inputs:
 
 def check_loader(loader: Any, where: str) -> None:
     """Refuse an object that cannot be a loader, without reading from it; `where` is its name in messages."""
-    if isinstance(loader, (Tensor, Mapping, str)) or _is_batch(loader) or not isinstance(loader, Iterable):
-        raise DataError(
-            f"the {where}: expected an iterable of batches, got {type(loader).__name__}"
-            f"{' of tensors' if _is_batch(loader) else ''}. Pass a DataLoader, or a single batch in a list: [(x, y)]."
-        )
-
-
-def _is_batch(loader: Any) -> bool:
-    if not isinstance(loader, (tuple, list)) or not loader or not all(isinstance(part, Tensor) for part in loader):
-        return False
+    tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
     # A list of tensors may hold batches of inputs, all of one kind: [x, y] does not.
-    kinds = {(part.dim(), part.dtype) for part in loader}
-    return isinstance(loader, tuple) or (len(loader) == 2 and len(kinds) == 2 and len(loader[0]) == len(loader[1]))
+    batch = tensors and (
+        isinstance(loader, tuple)
+        or (
+            len(loader) == 2
+            and len({(one.dim(), one.dtype) for one in loader}) == 2
+            and len(loader[0]) == len(loader[1])
+        )
+    )
+    if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+        raise DataError(
+            f"the {where}: expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
+            "Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
 
 
 def batch_count(loader: Any) -> int | None:
@@ -155,19 +129,12 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     )
 
 
-def batches(loader: Iterable[Any], where: str, first_batch: int = 0) -> Iterator[Batch]:
-    """Iterate over the batches of a loader, at least one, and name each in errors: "batch 3 of the {where}".
+def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
+    """Iterate over the batches of a loader, and name each in errors: "batch 3 of the {where}".
 
-    After a checkpoint, numbers continue from `first_batch`.
+    After a checkpoint, numbers continue from `first_batch`. An empty loader is refused if a batch is `required`.
     """
-    check_loader(loader, where)
-    return _batches(loader, where, first_batch)
-
-
-def _batches(loader: Iterable[Any], where: str, first_batch: int) -> Iterator[Batch]:
-    # After a checkpoint that holds every batch, nothing is left to read.
-    remaining = iter(loader) if first_batch else peek(loader, where)[1]
-    for index, raw in enumerate(remaining, first_batch):
+    for index, raw in enumerate(peek(loader, where)[1] if required else iter(loader), first_batch):
         yield as_batch(raw, f"batch {index} of the {where}")
 
 
@@ -247,11 +214,18 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
     """Run a network as `call` does, with gradients where they are enabled."""
     network = unwrapped(network)
+    if isinstance(inputs, Mapping):
+        inputs = {key: value for key, value in inputs.items() if key != LABELS}
     device = device_of(network)
     if device is not None and device.type == "meta":
         check_network(network)
+    if device is not None:
+        inputs = tree_map_only(Tensor, lambda one: one.to(device, non_blocking=True), inputs)
     try:
-        return _logits_of(_run(network, inputs if device is None else to_device(inputs, device)))
+        if isinstance(inputs, dict) and _takes_keywords(network, inputs):
+            output = network(**inputs)
+        else:
+            output = network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
@@ -259,13 +233,17 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
             f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
             f"Pass inputs of the shape and type that the network was trained on.{_unused(network, inputs)}"
         ) from error
-
-
-def _run(network: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, Mapping):
-        inputs = {key: value for key, value in inputs.items() if key != LABELS}
-        return network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
-    return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        output = output.logits
+    if not isinstance(output, Tensor):
+        raise HeadError(
+            f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
+            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or a network "
+            "that returns the logits."
+        )
+    return output
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -298,17 +276,3 @@ def _describe(inputs: Inputs) -> str:
     if isinstance(inputs, (tuple, list)):
         return "(" + ", ".join(map(_describe, inputs)) + ")"
     return f"type {type(inputs).__name__}"
-
-
-def _logits_of(output: Any) -> Tensor:
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
-    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
-        output = output.logits
-    if not isinstance(output, Tensor):
-        raise HeadError(
-            f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
-            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or a network "
-            "that returns the logits."
-        )
-    return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,10 +13,22 @@ from tqdm.auto import tqdm
 
 from mola.errors import DataError, HeadError, located
 from mola.likelihoods import Likelihood
-from mola.network.calling import Batch, Inputs, batches, call, unwrapped
+from mola.network.calling import Inputs, batches, call, unwrapped
 from mola.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from mola.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
-from mola.numerics import to_float64
+from mola.numerics import float64_device, to_float64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Features phi (m, P) with the constant 1 and outputs (m, C) of every network for m data, in float64; labels if any."""
+
+    phi: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    labels: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.outputs[0])
 
 
 @dataclass(frozen=True)
@@ -25,52 +36,45 @@ class Captured:
     """The head's input and output in one pass of a network, in the network's precision and as views of its tensors.
 
     Args:
-        features: (n, P'), or (n, positions, P') for dense outputs; P' is 0 without a head.
-        outputs: (n, C), or (n, positions, C).
+        features: (n, positions, P'), without the constant 1; P' is 0 without a head. Outputs (n, C) have one position.
+        outputs: (n, positions, C).
+        layout: of the network's output.
         head: the network's head; None where only outputs are needed.
-        layout: of dense outputs; None for (n, C).
     """
 
     features: Tensor
     outputs: Tensor
+    layout: Layout
     head: Head | None
-    layout: Layout | None
 
-    def __len__(self) -> int:
-        return self.outputs.shape[:-1].numel()
-
-    def rows(self, index: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows, in float64.
+    def rows(self, index: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows in float64; of all by default.
 
         Args:
-            index: slice of the rows, or their indices; rows of dense outputs are numbered by input, then by position.
+            index: slice of the rows, or their indices; rows are numbered by input, then by position.
         """
-        features, outputs = (self._select(values, index) for values in (self.features, self.outputs))
+        count = self.layout.count
+        if isinstance(index, slice) and index != slice(None) and count > 1:
+            # Flattening first would copy whole feature maps.
+            index = torch.arange(*index.indices(self.layout.inputs * count), device=self.outputs.device)
+        if isinstance(index, slice):
+            features, outputs = (values.flatten(0, 1)[index] for values in (self.features, self.outputs))
+        else:
+            places = index // count, index % count
+            features, outputs = self.features[places], self.outputs[places]
         return to_float64(features) if self.head is None else self.head.lift(features), to_float64(outputs)
 
-    def _select(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        if self.layout is None:
-            return values[index]
-        if isinstance(index, slice):
-            index = torch.arange(*index.indices(len(self)), device=values.device)
-        return values[index // self.layout.count, index % self.layout.count]
-
-    def chunks(self, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield a range of rows, phi (m, P) and outputs (m, C) in float64, at most `size` rows at a time.
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield phi (m, P) and outputs (m, C) of all rows, at most `size` rows at a time.
 
         In a trace with a dynamic batch size, which is no `int`, all rows come in one chunk.
         """
-        total = self.outputs.shape[0] * (1 if self.layout is None else self.layout.count)
+        total = self.outputs.shape[0] * self.layout.count
         if not isinstance(total, int) or total <= size:
-            rows = self if self.layout is None else self._flat()
-            yield slice(0, total), *rows.rows(slice(None))
+            yield self.rows()
             return
         for start in range(0, total, size):
-            part = slice(start, min(start + size, total))
-            yield part, *self.rows(part)
-
-    def _flat(self) -> Captured:
-        return Captured(self.features.flatten(0, 1), self.outputs.flatten(0, 1), self.head, None)
+            yield self.rows(slice(start, start + size))
 
 
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
@@ -85,10 +89,19 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         likelihood: reads the outputs.
     """
     if head is None:
-        return _without_head(network, inputs, likelihood)
+        outputs, axis = _outputs_alone(network, inputs, likelihood)
+        layout = Layout.of(outputs, axis)
+        rows = layout.by_position(outputs.detach())
+        return Captured(rows[..., :0], rows, layout, None)
     if head.every_position:
         features, outputs = carried_pass(network, head, inputs)
-        return _captured(features, outputs, head, head.axis)
+    else:
+        features, outputs = _heads_pass(network, head, inputs, likelihood)
+    layout = Layout.of(outputs, head.axis)
+    return Captured(layout.by_position(features.detach()), layout.by_position(outputs.detach()), layout, head)
+
+
+def _heads_pass(network: nn.Module, head: Head, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     calls: list[tuple[Tensor, Any]] = []  # passes of other threads among them: the output below is of this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
@@ -96,45 +109,44 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         outputs = likelihood.check_outputs(outputs, [(head.name, outputs.shape)])
     for features, output in reversed(calls):
         if same_tensor(output, outputs):
-            return _captured(features, outputs, head, head.axis)
+            return features, outputs
     raise HeadError(
         f"the network's output is not the output of its head {head.name!r} in this pass. Was the network changed?"
     )
 
 
-def _captured(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int) -> Captured:
-    outputs = outputs.detach()
-    if outputs.dim() == 2:
-        return Captured(outputs[:, :0] if features is None else features.detach(), outputs, head, None)
-    layout = Layout.of(outputs, axis)
-    rows = layout.by_position(outputs)
-    return Captured(rows[..., :0] if features is None else layout.by_position(features.detach()), rows, head, layout)
-
-
-def _without_head(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Captured:
-    # The layer that gives dense outputs determines their class axis. Weak references: feature maps would fill memory.
-    axes: list[tuple[weakref.ref[Tensor], torch.Size, int]] = []
-
-    def record(layer: nn.Module, _: Tensor, output: object) -> None:
-        if isinstance(output, Tensor) and output.dim() > 2:
-            axes.append((weakref.ref(output), output.shape, -1 if isinstance(layer, nn.Linear) else 1))
-
-    with hooked([module for module in network.modules() if isinstance(module, Layer)], record):
+def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, int]:
+    # The outputs and their class axis: of dense outputs, that of the last layer that ran.
+    ran: list[Head] = []
+    with hooked(
+        [one for one in network.modules() if isinstance(one, Layer)], lambda one, *_: ran.append(Head("", one))
+    ):
         outputs = call(network, inputs)
     if outputs.dim() <= 2:
-        return _captured(None, likelihood.check_outputs(outputs, [("", outputs.shape)]), None, -1)
-    for output, _, axis in reversed(axes):
-        if output() is outputs:
-            return _captured(None, outputs, None, axis)
-    last = axes[-1][1] if axes and axes[-1][2] == 1 else outputs.shape
-    if last[:2] == outputs.shape[:2] and last[2:] != outputs.shape[2:]:  # resized after a convolution
-        likelihood.check_outputs(Layout.of(outputs[:1], 1).by_position(outputs[:1])[0, :4096], [("", outputs.shape)])
-        return _captured(None, outputs, None, 1)
-    return _captured(None, outputs, None, find_head(network, inputs, None, likelihood).axis)
+        return likelihood.check_outputs(outputs, [("", outputs.shape)]), -1
+    if not ran or outputs.shape[ran[-1].axis] != ran[-1].outputs:
+        return outputs, find_head(network, inputs, None, likelihood).axis
+    return outputs, ran[-1].axis
+
+
+def capture_all(
+    networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
+) -> list[Captured]:
+    """Capture one pass of every network; their outputs must have the same shape. Call it inside `evaluating(*networks)`."""
+    seen = []
+    for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
+        with located(f"networks[{index}]"):
+            seen.append(capture(network, head, inputs, likelihood))
+    shapes = [(one.layout.inputs, *one.layout.sizes, one.outputs.shape[-1]) for one in seen]
+    if any(shape != shapes[0] for shape in shapes):
+        raise DataError(
+            f"expected networks with outputs of the same shape, got {shapes} (positions, then classes): a mixture averages them."
+        )
+    return seen
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
-    """Refuse outputs (n, C) that are probabilities, of a network whose head was not looked for.
+    """Refuse outputs (m, C) that are probabilities, of a network whose head was not looked for.
 
     Logits, too, may all lie between 0 and 1: outputs of a linear layer are never refused.
     """
@@ -158,12 +170,11 @@ def find_heads(
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
         with located(f"networks[{index}] ({type(unwrapped(network)).__name__})"):
             heads.append(find_head(network, inputs, name, likelihood))
-    outputs = [head.outputs for head in heads]
+    outputs, axes = [head.outputs for head in heads], [head.dense_axes for head in heads]
     if len(set(outputs)) > 1:
         raise HeadError(
             f"expected networks with the same number of outputs, got {outputs}. A mixture averages their predictions."
         )
-    axes = [head.dense_axes for head in heads]
     if len(set(axes)) > 1:
         raise HeadError(f"expected networks with outputs of one kind, got outputs with {axes} axes of positions.")
     return heads
@@ -172,30 +183,46 @@ def find_heads(
 # --- reading a loader -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Rows:
-    """Rows of one batch, or of a chunk of it, from every network.
-
-    A batch without any row in use gives one empty `Rows`, so that each batch has its `last`.
+@dataclass(frozen=True)
+class CapturedBatch:
+    """One batch of a loader, as captured from every network, and the rows of it that are in use.
 
     Args:
-        features: phi (m, P) of each network with the constant 1, in float64.
-        outputs: (m, C) of each network, in float64.
-        labels: as the likelihood reads them; None if the loader yields none.
-        inputs: number of the batch's inputs with rows in use; 0 before its last chunk.
-        inputs_read: number of the batch's inputs; 0 before its last chunk.
-        last: True for the last chunk of a batch.
+        networks: one `Captured` for each network.
+        in_use: indices of the rows in use, on the CPU; None for all.
+        labels: of the rows in use, as the likelihood reads them; None if the loader yields none.
+        place: of the batch, for messages.
     """
 
-    features: list[Tensor]
-    outputs: list[Tensor]
+    networks: Sequence[Captured]
+    in_use: Tensor | None
     labels: Tensor | None
-    inputs: int
-    inputs_read: int
-    last: bool
+    place: str
 
     def __len__(self) -> int:
-        return len(self.outputs[0])
+        return self.inputs * self.networks[0].layout.count if self.in_use is None else len(self.in_use)
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs."""
+        return self.networks[0].layout.inputs
+
+    @property
+    def used_inputs(self) -> int:
+        """Number of inputs with at least one row in use."""
+        return self.inputs if self.in_use is None else len(set((self.in_use // self.networks[0].layout.count).tolist()))
+
+    def chunks(self, size: int = 4096) -> Iterator[Rows]:
+        """Yield the rows in use, at most `size` at a time; one empty `Rows` if there are none."""
+        for start in range(0, max(len(self), 1), size):
+            part = slice(start, start + size)
+            index = part if self.in_use is None else self.in_use[part].to(self.networks[0].outputs.device)
+            pairs = [one.rows(index) for one in self.networks]
+            for number, pair in enumerate(pairs):
+                with located(f"{self.place}, networks[{number}]"):
+                    check_finite(*pair)
+            labels = None if self.labels is None else self.labels[part]
+            yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs], labels)
 
 
 def stream(
@@ -212,10 +239,9 @@ def stream(
     ignore_index: int = IGNORE_INDEX,
     first_batch: int = 0,
     first_input: int = 0,
-    chunk: int = 4096,
     required: bool = True,
-) -> Iterator[Rows]:
-    """Read a loader once and yield the rows of every network. Call it inside `evaluating(*networks)`.
+) -> Iterator[CapturedBatch]:
+    """Read a loader once and yield each batch as captured from every network. Call it inside `evaluating(*networks)`.
 
     All networks see each batch before the next is read: data are loaded once for K networks, and an iterator suffices.
 
@@ -232,15 +258,14 @@ def stream(
         ignore_index: label of positions that are left out.
         first_batch: number of batches read before, which continues their numbering.
         first_input: number of inputs in these batches, which continues the random draws of positions.
-        chunk: largest number of rows at a time.
-        required: raise `DataError` if no batch has a row in use; a shard of several processes may have none.
+        required: raise `DataError` if there is no batch, or none with a row in use; a shard of several processes may have none.
     """
     had_labels, any_rows = labelled, first_batch > 0
     shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
-    with tqdm(batches(loader, where, first_batch), **shown, leave=False) as bar:
-        for index, batch in enumerate(bar, first_batch):
+    with tqdm(batches(loader, where, first_batch, required=required and not first_batch), **shown, leave=False) as bar:
+        for index, (inputs, given) in enumerate(bar, first_batch):
             place = f"batch {index} of the {where}"
-            labels = None if labelled is False else batch.labels
+            labels = None if labelled is False else given
             if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
                     f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
@@ -248,110 +273,68 @@ def stream(
                     else f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
             had_labels = labels is not None
-            seen = _captures(networks, heads, batch, likelihood, place)
-            del batch
-            for rows in _rows(seen, labels, likelihood, place, positions, ignore_index, first_input, chunk):
-                any_rows = any_rows or len(rows) > 0
-                first_input += rows.inputs_read
-                yield rows
-            del seen, labels, rows  # not kept while the next batch is loaded
+            with located(place):
+                seen = capture_all(networks, heads, inputs, likelihood)
+                for number, (network, one) in enumerate(zip(networks, seen, strict=True)):
+                    if one.head is None:
+                        with located(f"networks[{number}]"):
+                            check_logits(network, inputs, one.rows(slice(0, 4096))[1], likelihood)
+            labels, in_use = _rows_in_use(seen[0], labels, likelihood, place, ignore_index)
+            if isinstance(positions, int) and seen[0].layout.sizes:
+                drawn = _drawn(seen[0].layout, in_use, positions, first_input)
+                labels = None if labels is None else labels[drawn]
+                in_use = drawn if in_use is None else in_use[drawn]
+            batch = CapturedBatch(seen, in_use, labels, place)
+            any_rows = any_rows or len(batch) > 0
+            first_input += batch.inputs
+            yield batch
+            del inputs, given, seen, labels, in_use, batch  # not kept while the next batch is loaded
     if required and not any_rows:
         raise DataError(f"the {where}: the networks gave no row for any batch. Is every position masked?")
 
 
-def _captures(
-    networks: Sequence[nn.Module], heads: Sequence[Head | None], batch: Batch, likelihood: Likelihood, place: str
-) -> list[Captured]:
-    seen: list[Captured] = []
-    for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
-        with located(f"{place}, networks[{index}]"):
-            one = capture(network, head, batch.inputs, likelihood)
-            if head is None and one.layout is None:
-                check_logits(network, batch.inputs, one.outputs, likelihood)
-        seen.append(one)
-    first = seen[0].layout
-    if any((one.layout is None) != (first is None) for one in seen):
-        raise DataError(
-            f"{place}: some networks have dense outputs and others do not; a mixture needs the same from each."
-        )
-    for index, one in enumerate(seen[1:], 1):
-        if first is not None and one.layout is not None:
-            first.check_same(one.layout, f"{place}: networks[{index}]")
-    counts = [len(one) for one in seen]
-    if len(set(counts)) > 1:
-        raise DataError(f"{place}: the networks gave {counts} rows; a mixture needs the same data from each.")
-    return seen
-
-
-def _rows(
-    seen: Sequence[Captured],
-    labels: Tensor | None,
-    likelihood: Likelihood,
-    place: str,
-    positions: Positions,
-    ignore_index: int,
-    first_input: int,
-    chunk: int,
-) -> Iterator[Rows]:
-    layout, outputs = seen[0].layout, seen[0].outputs
-    per_input = 1 if layout is None else layout.count
-    in_use: Tensor | None = None
-    if layout is not None:
-        if labels is not None:
-            labels, in_use = _not_ignored(layout.labels(labels.cpu(), outputs.shape[-1], place), ignore_index)
-        if isinstance(positions, int):
-            in_use = _drawn(layout, in_use, positions, first_input)
-    elif labels is not None and labels.shape[:1] != outputs.shape[:1]:
-        likelihood.check_labels(labels, to_float64(outputs), place)  # raises, with the numbers of the whole batch
-    total = len(seen[0]) if in_use is None else len(in_use)
-    inputs_used = torch.zeros(outputs.shape[0], dtype=torch.bool, device="cpu")
-    for start in range(0, max(total, 1), chunk):
-        stop, last = min(start + chunk, total), start + chunk >= total
-        index = slice(start, stop) if in_use is None else in_use[start:stop]
-        numbers = torch.arange(start, stop, device="cpu") if in_use is None else in_use[start:stop]
-        pairs = [one.rows(index) for one in seen]
-        for position, (phi, logits) in enumerate(pairs):
-            with located(f"{place}, networks[{position}]"):
-                check_finite(phi, logits)
-        own = None
-        if labels is not None:
-            own = labels[index].clone()  # a loader may reuse its memory for the next batch
-            if len(own) == 0:  # a likelihood finds no range in no labels
-                own = own.to(pairs[0][1].device, torch.float64 if own.is_floating_point() else torch.int64)
-            else:
-                own = likelihood.check_labels(own, pairs[0][1], place)
-                known = likelihood.known(own)
-                if known is not None:
-                    own, numbers = own[known], numbers[known.cpu()]
-                    pairs = [(phi[known.to(phi.device)], logits[known.to(phi.device)]) for phi, logits in pairs]
-        inputs_used[numbers // max(per_input, 1)] = True
-        if len(numbers) > 0 or last:
-            yield Rows(
-                features=[phi for phi, _ in pairs],
-                outputs=[logits for _, logits in pairs],
-                labels=own,
-                inputs=int(inputs_used.sum()) if last else 0,
-                inputs_read=len(inputs_used) if last else 0,
-                last=last,
-            )
-
-
-def _not_ignored(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    counts = labels != ignore_index
-    if counts.dim() == 2:
-        if bool((counts.any(1) & ~counts.all(1)).any()):
-            # Bernoulli labels may be missing one by one; a Gaussian refuses NaN.
-            labels = torch.where(counts, labels.double(), torch.nan)
-        counts = counts.any(1)
-    return labels, None if bool(counts.all()) else counts.nonzero().squeeze(1)
+def _rows_in_use(
+    seen: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
+) -> tuple[Tensor | None, Tensor | None]:
+    # The labels of the rows that have one, as the likelihood reads them, and the indices of these rows; None for all.
+    if labels is None:
+        return None, None
+    rows, width, used = seen.layout.inputs * seen.layout.count, seen.outputs.shape[-1], None
+    if seen.layout.sizes:
+        labels = seen.layout.labels(labels.cpu(), width, place)
+        used = labels != ignore_index
+        if used.dim() == 2:
+            if bool((used.any(1) & ~used.all(1)).any()):
+                # Bernoulli labels may be missing one by one; a Gaussian refuses NaN.
+                labels = torch.where(used, labels.double(), torch.nan)
+            used = used.any(1)
+        labels = labels[used]
+        rows = len(labels)
+    else:
+        labels = labels.clone()  # a loader may reuse its memory for the next batch
+    device = float64_device(seen.outputs.device)
+    if rows == len(labels) == 0:  # a likelihood finds no range in no labels
+        kind = torch.float64 if labels.is_floating_point() else torch.int64
+        return labels.to(device, kind), torch.zeros(0, dtype=torch.int64, device="cpu")
+    # Device and shape are all that a likelihood reads of the outputs.
+    outputs = torch.zeros((), dtype=torch.float64, device=device).expand(rows, width)
+    labels = likelihood.check_labels(labels, outputs, place)
+    in_use = None if used is None or bool(used.all()) else used.nonzero().squeeze(1)
+    known = likelihood.known(labels)
+    if known is not None:
+        labels = labels[known]
+        in_use = known.cpu().nonzero().squeeze(1) if in_use is None else in_use[known.cpu()]
+    return labels, in_use
 
 
 def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -> Tensor:
+    # Places among the rows in use.
     rows = torch.arange(layout.inputs * layout.count, device="cpu") if in_use is None else in_use
-    counts = torch.bincount(rows // max(layout.count, 1), minlength=layout.inputs).tolist()
-    parts = torch.split(rows, counts)
+    counts = torch.bincount(rows // layout.count, minlength=layout.inputs)
+    starts = counts.cumsum(0) - counts
+    parts = zip(starts.tolist(), counts.tolist(), strict=True)
     return torch.cat(
-        [own[drawn_positions(len(own), most, first_input + index)] for index, own in enumerate(parts)] or [rows]
+        [start + drawn_positions(count, most, first_input + number) for number, (start, count) in enumerate(parts)]
     )
 
 

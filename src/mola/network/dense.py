@@ -1,7 +1,8 @@
 """Dense outputs, such as one per pixel of an image or token of a text, as rows and back.
 
 A 1x1 convolution is a linear layer on every pixel, and a linear layer on a sequence is one on every token. So each
-position is a datum, and outside this package there are only rows of features, outputs and labels:
+position is a datum, and outside this package there are only rows of features, outputs and labels. Outputs (n, C) have
+one position:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
@@ -41,7 +42,7 @@ def check_positions(positions: Positions) -> Positions:
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of dense outputs: `inputs` is n, `sizes` is (H, W) or (T,), `axis` is that of the classes, 1 or -1."""
+    """The axes of outputs: `inputs` is n, `sizes` is (H, W), (T,) or (), `axis` is that of the classes, 1 or -1."""
 
     inputs: int
     sizes: tuple[int, ...]
@@ -49,12 +50,12 @@ class Layout:
 
     @staticmethod
     def of(outputs: Tensor, axis: int) -> Layout:
-        """Read the layout off dense outputs whose class axis is 1 or -1."""
+        """Read the layout off outputs (n, C), or off dense outputs, whose class axis is 1 or -1."""
         return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
 
     @property
     def count(self) -> int:
-        """Number of positions of one input."""
+        """Number of positions of one input; 1 for outputs (n, C)."""
         return math.prod(self.sizes)
 
     def shape(self, width: int) -> tuple[int, ...]:
@@ -63,19 +64,17 @@ class Layout:
 
     def by_position(self, values: Tensor) -> Tensor:
         """Reshape outputs or features to (n, positions, width): a view if their memory allows it."""
-        return values.movedim(self.axis, -1).flatten(1, -2)
+        return values.movedim(self.axis, -1).reshape(values.shape[0], self.count, values.shape[self.axis])
 
-    def outputs(self, rows: Tensor) -> Tensor:
-        """Reshape rows (n * positions, width) to the layout of the outputs."""
-        values = rows.reshape(-1, *self.sizes, rows.shape[-1])
-        return values.movedim(-1, 1) if self.axis == 1 else values
-
-    def map(self, rows: Tensor) -> Tensor:
-        """Reshape one value per row (n * positions,) to (n, H, W) or (n, T)."""
-        return rows.reshape(-1, *self.sizes)
+    def restore(self, rows: Tensor) -> Tensor:
+        """Reshape one value per row (m,), or rows (..., m, width), to the layout of the outputs."""
+        if rows.dim() == 1:
+            return rows.reshape(-1, *self.sizes)
+        values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
+        return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
 
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
-        """Reshape labels to (n * positions,), or to (n * positions, width) where each output has its own label.
+        """Reshape labels of dense outputs to (m,), or to (m, width) where each output has its own label.
 
         The number of outputs at each position and the batch's place are for error messages.
         """
@@ -92,14 +91,6 @@ class Layout:
             f"{where}: expected a label for each position, of shape {plain}, or one for each output there, of shape "
             f"{self.shape(outputs)}; got labels of shape {tuple(labels.shape)}.{remedy}"
         )
-
-    def check_same(self, other: Layout, what: str) -> None:
-        """Refuse outputs of another network, named `what`, at different positions."""
-        if (self.inputs, self.sizes) != (other.inputs, other.sizes):
-            raise DataError(
-                f"{what} has outputs at {other.inputs} x {other.sizes} positions, and the first network at "
-                f"{self.inputs} x {self.sizes}: a mixture needs the same positions from each."
-            )
 
 
 def drawn_positions(count: int, most: int, index: int) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,69 +162,38 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
 # --- finding the head -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     name: str
     layer: Layer
-    features: Tensor
-    output: Tensor
+    shape: torch.Size
+    tensors: tuple[Tensor, Tensor] | None
+    """Input and output; None of dense layers before the last: all feature maps would fill memory."""
 
-    def check_linear(self) -> None:
-        if not self.is_linear():
-            raise HeadError(
-                f"the network's output shares memory with that of layer {self.name!r} but is not its weight times its "
-                "input plus bias: the logits are overwritten in place after the layer, or the layer computes "
-                f"something else. Pass a network that returns the plain output of {self.name!r}."
-            )
+    @property
+    def dense(self) -> bool:
+        return len(self.shape) > 2
 
-    @torch.no_grad()
-    def is_linear(self) -> bool:
-        if self.output.numel() == 0:
-            return True
-        axis = Head(self.name, self.layer).axis
-        features, output = (to_float64(values.movedim(axis, -1)) for values in (self.features, self.output))
-        weight, bias = self.layer.weight.flatten(1), self.layer.bias
-        expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
-        if not bool(expected.isfinite().all() & output.isfinite().all()):
-            return True  # a question of the data: the pass over the loader names the batch
-        # Loose, for rounding: logits that are overwritten, or a layer that is more than W x + b, are this far off.
-        tolerance = 1e-3 if self.output.dtype in (torch.float32, torch.float64) else 5e-2
-        return float((expected - output).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
+    def returns(self, outputs: Tensor) -> bool:
+        linear = self.dense or isinstance(self.layer, nn.Linear)
+        return linear and self.tensors is not None and same_tensor(self.tensors[1], outputs)
 
 
-@dataclass
-class _Pass:
-    calls: list[_Call] = field(default_factory=list)
-    """Calls of linear layers with a matrix as output, or of the layers that were named."""
-    ran: list[tuple[str, torch.Size]] = field(default_factory=list)
-    dense: list[tuple[str, torch.Size]] = field(default_factory=list)
-    """Layers with dense outputs. Only the last call is kept: all feature maps would fill memory."""
-    last_dense: _Call | None = None
-    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = None) -> _Pass:
-    seen = _Pass()
-    layers = {name: module for name, module in network.named_modules() if isinstance(module, Layer)}
+def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
+    # The output of one pass, and all calls of linear layers and convolutions; the tensors of dense ones named `keep`, or of the last.
+    calls: list[_Call] = []
     # By id: a module may compare and hash as it pleases.
-    named = {id(module): (_bare(name), module) for name, module in layers.items()}
+    names = {id(module): _bare(name) for name, module in network.named_modules() if isinstance(module, Layer)}
 
-    def record(module: nn.Module, features: Tensor, output: object) -> None:
-        if not isinstance(output, Tensor):
-            return
-        name, layer = named[id(module)]
-        found = _Call(name, layer, features.detach(), output)
-        if isinstance(layer, nn.Linear):
-            seen.ran.append((found.name, output.shape))
-        if output.dim() > 2:
-            seen.dense.append((found.name, output.shape))
-            seen.last_dense = found
-        if found.name in names if names is not None else isinstance(layer, nn.Linear) and output.dim() == 2:
-            seen.calls.append(found)
+    def record(layer: Any, features: Tensor, output: object) -> None:
+        if isinstance(output, Tensor):
+            for before in calls:
+                if before.dense and output.dim() > 2 and before.name not in keep:
+                    before.tensors = None
+            calls.append(_Call(names[id(layer)], layer, output.shape, (features.detach(), output)))
 
-    with hooked(layers.values(), record):
-        seen.outputs = call(network, inputs)
-    return seen
+    with hooked([module for module in network.modules() if isinstance(module, Layer)], record):
+        return call(network, inputs), calls
 
 
 def find_head(
@@ -246,24 +215,35 @@ def find_head(
             "layer cannot be read. Pass the Python module that was scripted or traced."
         )
     expected = None if name is None else head_by_name(network, name).layer
-    seen = _watch(network, inputs)
-    if seen.outputs.dim() > 2:
-        head, outputs = _dense_head(network, inputs, seen)
+    outputs, calls = _watch(network, inputs)
+    if outputs.dim() <= 2:
+        outputs = likelihood.check_outputs(
+            outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
+        )
+    elif not any(one.returns(outputs) for one in calls):
+        # Another layer may run after the head, such as one for an auxiliary loss: keep all with outputs of this shape.
+        outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
+    found = next((one for one in reversed(calls) if one.returns(outputs)), None)
+    if found is not None:
+        reason = _why_not_linear(found.layer)
+        if reason is not None:
+            raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
+        features, output = found.tensors or (outputs, outputs)
+        if not _is_linear(found.layer, features, output):
+            raise HeadError(
+                f"the network's output shares memory with that of layer {found.name!r} but is not its weight times its "
+                "input plus bias: the logits are overwritten in place after the layer, or the layer computes "
+                f"something else. Pass a network that returns the plain output of {found.name!r}."
+            )
+        head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
+    else:
+        carried = _carried_head(network, inputs, outputs, calls)
+        if carried is None:
+            raise HeadError(_explain(network, outputs, calls))
+        head = carried
+    if outputs.dim() > 2:
         some = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
         likelihood.check_outputs(some, [(head.name, outputs.shape)])
-    else:
-        outputs = likelihood.check_outputs(seen.outputs, seen.ran)
-        calls = [one for one in seen.calls if same_tensor(one.output, outputs)]
-        if calls:
-            calls[-1].check_linear()
-            head = Head(calls[-1].name, calls[-1].layer)
-        else:
-            wanted = (outputs.shape[0], outputs.shape[1])
-            names = [name for name, shape in seen.ran if len(shape) > 2 and (shape[0], shape[-1]) == wanted]
-            carried = _carried_head(network, inputs, outputs, names, nn.Linear)
-            if carried is None:
-                raise HeadError(_explain(network, outputs, seen))
-            head = carried
     if expected is not None and head.layer is not expected:
         raise HeadError(
             f"head={name!r} was given, but the network's output is the output of layer {head.name!r}. "
@@ -272,42 +252,38 @@ def find_head(
     return head
 
 
-def _dense_head(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[Head, Tensor]:
-    found, outputs = seen.last_dense, seen.outputs
-    if found is None or not same_tensor(found.output, outputs):
-        # Another layer may run after the head, such as one for an auxiliary loss: watch all with outputs of this shape.
-        again = _watch(network, inputs, {name for name, shape in seen.dense if shape == outputs.shape})
-        outputs = again.outputs
-        found = next((one for one in reversed(again.calls) if same_tensor(one.output, outputs)), None)
-        if found is None:
-            names = [
-                name
-                for name, shape in seen.dense
-                if shape[:2] == outputs.shape[:2] and shape != outputs.shape and len(shape) == outputs.dim()
-            ]
-            head = _carried_head(network, inputs, outputs, names, Convolution)
-            if head is None:
-                raise HeadError(_explain_dense(network, again))
-            return head, outputs
-    reason = _why_not_linear(found.layer)
-    if reason is not None:
-        raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
-    _Call(found.name, found.layer, found.features[:1], found.output[:1]).check_linear()
-    return Head(found.name, found.layer, dense_axes=outputs.dim() - 2), outputs
+@torch.no_grad()
+def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
+    if output.numel() == 0:
+        return True
+    axis = -1 if isinstance(layer, nn.Linear) else 1
+    some = slice(None) if output.dim() == 2 else slice(1)  # one input has positions enough
+    features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
+    weight, bias = layer.weight.flatten(1), layer.bias
+    expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
+    if not bool(expected.isfinite().all() & outputs.isfinite().all()):
+        return True  # a question of the data: the pass over the loader names the batch
+    # Loose, for rounding: logits that are overwritten, or a layer that is more than W x + b, are this far off.
+    tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
+    return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
 
 
-def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, names: Sequence[str], kind: Any) -> Head | None:
-    # The last of some layers of which the network only picks, averages or resizes positions.
-    modules = dict(_modules(network))
-    for name in reversed(dict.fromkeys(names)):
-        layer = modules[name]
-        if not isinstance(layer, kind) or _why_not_linear(layer) is not None:
+def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
+    # The last of the layers of which the network may only pick, average or resize positions.
+    dense_axes, tried = outputs.dim() - 2, set()
+    for one in reversed(calls):
+        head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
+        # A linear layer before outputs (n, C), a convolution before dense outputs.
+        kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
+        fits = isinstance(one.layer, kind) and one.dense and len(one.shape) == axes and one.shape != outputs.shape
+        alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
+        if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
             continue
-        head = Head(name, layer, every_position=True, dense_axes=outputs.dim() - 2)
+        tried.add(one.name)
         with suppress(DataError, HeadError):  # another layer is the head, or the network does more, which is explained
             features, again = carried_pass(network, head, inputs)
             same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
-            if same and _Call(name, layer, features, again).is_linear():
+            if same and _is_linear(one.layer, features, again):
                 return head
     return None
 
@@ -365,20 +341,29 @@ def _why_not_linear(layer: Layer) -> str | None:
 # --- explaining why there is none -------------------------------------------------------------------------------------
 
 
-def _explain(network: nn.Module, outputs: Tensor, seen: _Pass) -> str:
-    if not seen.calls:
-        other = f" Layer {seen.ran[-1][0]!r} ran, with an output of shape {tuple(seen.ran[-1][1])}." if seen.ran else ""
+def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
+    kind, shape = type(network).__name__, tuple(outputs.shape)
+    matrices = [one for one in calls if not one.dense and isinstance(one.layer, nn.Linear)]
+    alike = [one for one in calls if one.tensors is not None and one.shape == outputs.shape]
+    near = next(iter([*alike[::-1], *(matrices[::-1] if outputs.dim() <= 2 else ())]), None)
+    if near is not None and near.tensors is not None:
+        axis = 1 if isinstance(near.layer, Convolution) else -1
         return (
-            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no "
-            f"last linear layer to put a posterior on.{other}{_hidden_layers(network)} End the network in an nn.Linear "
-            "that maps features to logits."
+            f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
+            f"{tuple(near.shape)}, and the network {_change(near.tensors[1], outputs, axis)}.{_hidden_layers(network)} "
+            f"Pass a network whose forward returns the output of {near.name!r} itself."
         )
-    sized = [one for one in seen.calls if one.output.shape == outputs.shape]
-    near = sized[-1] if sized else seen.calls[-1]
+    last = f" Its last layer, {calls[-1].name!r}, gives shape {tuple(calls[-1].shape)}." if calls else ""
+    if outputs.dim() <= 2:
+        return (
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
+            f"to put a posterior on.{last}{_hidden_layers(network)} End the network in an nn.Linear that maps features "
+            "to logits."
+        )
     return (
-        f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
-        f"{tuple(near.output.shape)}, and the network {_change(near.output, outputs)}.{_hidden_layers(network)} "
-        f"Pass a network whose forward returns the output of {near.name!r} itself."
+        "expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 "
+        f"convolution, also resized, or (batch, positions, classes) of a linear layer; got shape {shape} from {kind}."
+        f"{last} Pass a network that returns the output of its last layer without reshaping it."
     )
 
 
@@ -395,27 +380,7 @@ def _hidden_layers(network: nn.Module) -> str:
     return ""
 
 
-def _explain_dense(network: nn.Module, seen: _Pass) -> str:
-    shape = tuple(seen.outputs.shape)
-    if seen.calls:
-        near = seen.calls[-1]
-        return (
-            f"the network's output of shape {shape} is not the output of its last layer: {near.name!r} gives this "
-            "shape, and the network "
-            f"{_change(near.output, seen.outputs, 1 if isinstance(near.layer, Convolution) else -1)}. Pass a network "
-            f"whose forward returns the output of {near.name!r} itself."
-        )
-    ran = [*seen.ran, *seen.dense][-1:]
-    last = f" Its last linear layer or convolution, {ran[0][0]!r}, gives shape {tuple(ran[0][1])}." if ran else ""
-    return (
-        "expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 "
-        f"convolution, also resized, or (batch, positions, classes) of a linear layer; got shape {shape} from "
-        f"{type(network).__name__}.{last} Pass a network that returns the output of its last layer "
-        "without reshaping it."
-    )
-
-
-def _change(before: Tensor, after: Tensor, axis: int = 1) -> str:
+def _change(before: Tensor, after: Tensor, axis: int) -> str:
     if before.shape != after.shape:
         return f"{'reshapes' if before.numel() == after.numel() else 'changes'} it to {tuple(after.shape)}"
     if before.dtype != after.dtype and torch.equal(before.to(after.dtype), after):

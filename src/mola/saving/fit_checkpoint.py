@@ -7,7 +7,6 @@ structure, likelihood) keeps sums of different fits apart, and a running checksu
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mola.errors import StorageError
 from mola.laplace.sums import Sums
@@ -27,11 +27,10 @@ from mola.saving.schema import Optional
 KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]
 SCHEMA = {"identity": {}, "batches": int, "inputs": int, "used_inputs": int, "checksum": str, "sums": SUMS}
-PROBES = 64  # values of each tensor that enter the checksum one by one: all of them would cost more than some networks' passes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes per element
 
 
-@dataclass(frozen=True)
+@dataclass
 class FitProgress:
     """How far a fit is."""
 
@@ -62,10 +61,6 @@ class FitCheckpoint:
         self.size: int = size
         self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
-    def due(self, batches: int) -> bool:
-        """Return True if a checkpoint is due after this number of batches."""
-        return self.folder is not None and batches % self.every == 0
-
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
         """The progress of an interrupted fit, with sums on the CPU, or None; `StorageError` if it belongs to another fit.
 
@@ -74,21 +69,23 @@ class FitCheckpoint:
         if self.folder is None:
             return None
         for found in self.folder.glob("rank-*-of-*"):
-            size = re.fullmatch(r"rank-\d+-of-(\d+)", found.name)
-            if size is not None and int(size[1]) != self.size:
+            size = found.name.rpartition("-")[2]
+            if size.isdigit() and int(size) != self.size:
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit by {size[1]} processes, got {self.size}: the data was split "
-                    f"differently. Start {size[1]} processes, or delete the folder to start from zero."
+                    f"{self.folder} is the checkpoint of a fit by {size} processes, got {self.size}: the data was split "
+                    f"differently. Start {size} processes, or delete the folder to start from zero."
                 )
         if not (self.place / DOCUMENT).exists():
             return None
         document, tensors = read_folder(self.place, KIND, SCHEMA)
-        words = _difference(document["identity"], identity)
-        if words is not None:
-            raise StorageError(
-                f"{self.folder} is the checkpoint of another fit: {words}. Pass the networks and options of that fit, or delete the "
-                f"folder to start from zero."
-            )
+        for name in {**document["identity"], **identity}:
+            first, second = document["identity"].get(name), identity.get(name)
+            if first != second:
+                words = "weights of the networks" if name == "networks" else f"{name}, {first} instead of {second}"
+                raise StorageError(
+                    f"{self.folder} is the checkpoint of a fit with other {words}. Pass the networks and options of that "
+                    f"fit, or delete the folder to start from zero."
+                )
         foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
         if foreign or len(document["sums"]) != len(identity["networks"]):
             raise StorageError(
@@ -98,8 +95,34 @@ class FitCheckpoint:
         progress = {name: document[name] for name in ("batches", "inputs", "used_inputs", "checksum")}
         return FitProgress(unpack_sums(document["sums"], tensors), **progress)
 
-    def save(self, identity: Mapping[str, Any], progress: FitProgress) -> None:
-        """Replace the checkpoint in one step."""
+    def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
+        """Yield the batches that are not in the sums yet; `StorageError` if those in the sums are not the loader's first."""
+        if self.folder is None:
+            yield from batches
+            return
+        checksum = ""
+        for index in range(progress.batches):
+            try:
+                checksum = batch_checksum(checksum, next(batches))
+            except StopIteration:
+                raise StorageError(
+                    f"the checkpoint holds sums of {progress.batches} batches, but the training loader has only {index}. Pass the "
+                    f"loader that this fit began with, or delete the checkpoint to start from zero."
+                ) from None
+        if checksum != progress.checksum:
+            raise StorageError(
+                f"the first {progress.batches} batches of the training loader differ from those in the checkpoint: the data, their "
+                f"order or the batch size has changed, and some data would be counted twice and others never. Pass the same data "
+                f"unshuffled, or delete the checkpoint to start from zero."
+            )
+        for batch in batches:
+            progress.checksum = batch_checksum(progress.checksum, batch)
+            yield batch
+
+    def save(self, identity: Mapping[str, Any], progress: FitProgress, *, last: bool = False) -> None:
+        """Replace the checkpoint in one step if it is due, or if this is the last."""
+        if self.folder is None or not (last or progress.batches % self.every == 0):
+            return
         entries, tensors = pack_sums(progress.sums)
         rest = {name: getattr(progress, name) for name in ("batches", "inputs", "used_inputs", "checksum")}
         write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
@@ -130,62 +153,18 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
     ]
 
 
-def skip(batches: Iterator[Any], progress: FitProgress) -> None:
-    """Read past the batches that are in the sums already; `StorageError` if the loader yields different batches."""
-    checksum = ""
-    for index in range(progress.batches):
-        try:
-            checksum = batch_checksum(checksum, next(batches))
-        except StopIteration:
-            raise StorageError(
-                f"the checkpoint holds sums of {progress.batches} batches, but the training loader has only {index}. Pass the loader "
-                f"that this fit began with, or delete the checkpoint to start from zero."
-            ) from None
-    if checksum != progress.checksum:
-        raise StorageError(
-            f"the first {progress.batches} batches of the training loader differ from those in the checkpoint: the data, their order "
-            f"or the batch size has changed, and some data would be counted twice and others never. Pass the same data unshuffled, or "
-            f"delete the checkpoint to start from zero."
-        )
-
-
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """The checksum after one more batch: shapes, dtypes, some values and the sum of all bits of its tensors.
+    """The checksum after one more batch: shape and dtype of each of its tensors, and the sum of the bits of each datum.
 
-    Some values alone could all belong to an image's margin. Integers add up to the same sum in any order, on any machine.
+    Integers add up to the same sum on any machine.
     """
     digest = hashlib.sha256(so_far.encode())
-    for tensor in _tensors(batch):
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        values = tensor.detach().reshape(-1).contiguous()
-        probes = values[:: max(1, -(-len(values) // PROBES))].contiguous().cpu()
-        digest.update(probes.view(torch.uint8).numpy().tobytes())
-        digest.update(str(int(values.view(INTEGERS[values.element_size()]).sum(dtype=torch.int64))).encode())
-    return digest.hexdigest()
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensors(part)
-    elif isinstance(batch, (list, tuple)) and not all(isinstance(one, (int, float)) for one in batch):
-        for part in batch:
-            yield from _tensors(part)
-    else:
+    for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         with suppress(TypeError, ValueError, RuntimeError):  # text, say, which has no checksum
-            yield torch.as_tensor(batch, device="cpu")
-
-
-def _difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str | None:
-    # The first difference between the identities of two fits, in words.
-    for name in {**expected, **got}:
-        first, second = expected.get(name), got.get(name)
-        if name == "networks" and isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-            changed = [index for index, one in enumerate(first) if one != second[index]]
-            if changed:
-                return f"networks {changed} have other weights"
-        if first != second:
-            return f"{name}: expected {first}, got {second}"
-    return None
+            values = torch.as_tensor(part).detach()
+            bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
+            digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+            digest.update(
+                (bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()).cpu().numpy().tobytes()
+            )
+    return digest.hexdigest()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mola.component import MixtureRows
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
 from mola.likelihoods import ClassificationLikelihood, Likelihood
-from mola.network import IGNORE_INDEX, Head, batch_count, check_loader, evaluating, stream
+from mola.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
@@ -54,13 +52,13 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.outputs[0])
 
-    def chunks(self, size: int) -> Iterator[tuple[MixtureRows, Tensor | None]]:
+    def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
         """At most `size` rows at a time: features and outputs of every network, and labels."""
         size = max(1, size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield MixtureRows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
+            yield Rows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
 
     def gather(self, rows: Tensor | None) -> Tensor:
         """Rows of all processes, in the order of their ranks."""
@@ -173,17 +171,10 @@ def read_held_out(
     outputs: list[list[Tensor]] = [[] for _ in networks]
     labels: list[Tensor] = []
     inputs = 0
-    given, mine = loader, True
-    if team.size > 1:  # the shard of one process may be empty
-        batches = iter(loader)
-        first = next(batches, None)
-        given, mine = chain([first], batches), first is not None
-    if not any(team.collect(mine)):
-        raise DataError(f"the {where} is empty on every rank.")
-    rows_of = stream(
+    batches = stream(
         networks,
         heads,
-        given,
+        loader,
         where=where,
         likelihood=likelihood,
         labelled=labelled,
@@ -194,15 +185,19 @@ def read_held_out(
         ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
     )
     with evaluating(*networks):
-        for rows in rows_of if mine else ():
-            inputs += rows.inputs
-            for index in range(len(networks)):
-                # Copies: a network may reuse its memory for the next batch.
-                phi[index].append(rows.features[index].cpu().clone())
-                outputs[index].append(rows.outputs[index].cpu().clone())
-            if rows.labels is not None:
-                labels.append(rows.labels.cpu())
+        for batch in batches:
+            inputs += batch.used_inputs
+            for rows in batch.chunks():
+                for index in range(len(networks)):
+                    # Copies: a network may reuse its memory for the next batch.
+                    phi[index].append(rows.phi[index].cpu().clone())
+                    outputs[index].append(rows.outputs[index].cpu().clone())
+                if rows.labels is not None:
+                    labels.append(rows.labels.cpu())
     # A rank without data has tensors of the same shapes, without rows.
+    mine = bool(outputs[0])
+    if not any(team.collect(mine)):
+        raise DataError(f"the {where} is empty on every rank.")
     kept = [*(parts[0] for parts in (*phi, *outputs)), *labels[:1]] if mine else []
     shapes = next(one for one in team.collect([(one.dtype, one.shape[1:]) for one in kept]) if one)
     if not mine:

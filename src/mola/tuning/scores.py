@@ -16,7 +16,7 @@ from mola.scaling import scale_factors
 from mola.tuning.held_out import HeldOut
 
 if TYPE_CHECKING:
-    from mola.component import MixtureRows
+    from mola.network import Rows
     from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
@@ -133,7 +133,7 @@ def _gathered(
     }
 
 
-def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Predictive:
+def predictive_at(posterior: MoLA, rows: Rows, candidates: Candidates) -> Predictive:
     """The predictive distribution of n rows under L candidates, with a leading dimension L: for links that use variances alone."""
     precisions = candidates.precision.unbind(1)
     parts = zip(posterior.components, rows.phi, precisions, strict=True)
@@ -152,7 +152,7 @@ def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) ->
     )
 
 
-def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Tensor:
+def _factors(posterior: MoLA, rows: Rows, candidates: Candidates) -> Tensor:
     # What logits are divided by (L, K, n, 1).
     if not bool((candidates.exponent != 0).any()):
         return candidates.temperature[:, None, None, None].expand(-1, len(posterior.components), 1, 1)

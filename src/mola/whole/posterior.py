@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mola.component import Component, LastLayer, MixtureRows
+from mola.component import Component, LastLayer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.laplace import LastLayerSpread
 from mola.likelihoods import ClassificationLikelihood, Likelihood
 from mola.likelihoods.base import mixed
 from mola.links import MonteCarlo
-from mola.network import Captured, Inputs, Layout, as_batch, check_loader, evaluating
+from mola.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
 from mola.numerics import Generator
 from mola.outliers import MAX_PROBABILITY, max_probability_score
 from mola.posterior import MoLA
@@ -129,13 +129,13 @@ class CapturedInputs(Captured):
     most: int = 1
     """Data whose Jacobians are held at once."""
 
-    def chunks(self, size: int) -> Iterator[tuple[slice, Any, Tensor]]:
-        """Yield a range of data, their `InputRows` and outputs (m, C) in float64."""
+    def chunks(self, size: int) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the `InputRows` and outputs (m, C) in float64 of some data at a time."""
         assert self.component is not None
-        size, total, every = max(1, min(size, self.most)), len(self), self.rows(slice(None))[1]
+        size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
         for start in range(0, max(total, 1), size):
             part = slice(start, min(start + size, total))
-            yield part, InputRows(self.component, some_of(self.inputs, part, total), every[part]), every[part]
+            yield InputRows(self.component, some_of(self.inputs, part, total), every[part]), every[part]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class HeldInputs(HeldOut):
     most: int = 1
     """Data whose Jacobians are held at once."""
 
-    def chunks(self, size: int) -> Iterator[tuple[MixtureRows, Tensor | None]]:
+    def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
         """A few data at a time: `InputRows` and outputs of every network, and labels."""
         size, start = max(1, min(size, self.most)), 0
         for inputs, count in self.batches:
@@ -157,7 +157,7 @@ class HeldInputs(HeldOut):
                 whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
                 outputs = [one[whole] for one in self.outputs]
                 rows: Any = [InputRows(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
-                yield MixtureRows(rows, outputs), None if self.labels is None else self.labels[whole]
+                yield Rows(rows, outputs), None if self.labels is None else self.labels[whole]
             start += count
 
 
@@ -203,7 +203,7 @@ class WholeMoLA(MoLA):
     def _captured(self, inputs: Inputs) -> list[Captured]:
         captured, most = super()._captured(inputs), self._most()
         return [
-            CapturedInputs(one.features, one.outputs, None, None, inputs, component, most)
+            CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)
             for one, component in zip(captured, self.components, strict=True)
         ]
 
@@ -214,9 +214,8 @@ class WholeMoLA(MoLA):
 
     def _make_prediction(
         self,
-        chunks: Callable[[], Iterator[MixtureRows]],
+        chunks: Callable[[], Iterator[Rows]],
         like: Captured,
-        layout: Layout | None,
         seed: int | None = None,
         held_bytes: int = 0,
     ) -> Prediction:
@@ -227,7 +226,7 @@ class WholeMoLA(MoLA):
         fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
         return Prediction(fields, likelihood=self.likelihood)
 
-    def _fields(self, rows: MixtureRows, seed: int | None) -> dict[str, Tensor]:
+    def _fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
         likelihood, link = self.likelihood, self.link
         assert isinstance(likelihood, ClassificationLikelihood)
         if self._draws_weights:

@@ -247,12 +247,12 @@ def _measure(
     known: list[Tensor] = []
     # Positions of one input are not independent: no guarantee would follow from them.
     decided = likelihood.mutually_exclusive and not posterior.is_dense
-    for (phi, outputs), labels in held_out.chunks(ROWS):
+    for part, labels in held_out.chunks(ROWS):
         assert labels is not None
-        said = posterior.predict_from_features(phi, outputs)
+        said = posterior.predict_from_features(part.phi, part.outputs)
         # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
         alone = torch.einsum(
-            "k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(list(outputs)))
+            "k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(list(part.outputs)))
         )
         plain.add(Answer(alone, likelihood=likelihood), labels)
         whole.add(Answer(said.probs, ood_score=said.ood_score, likelihood=likelihood), labels)

@@ -31,12 +31,11 @@ from mola.app.jobs.sets import UserSet, is_own_function, open_set
 from mola.app.options import options_of
 from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
-from mola.fitting import load
 from mola.lab.models import MODELS
 from mola.laplace.distance import COUNTS, DIRECTIONS
 from mola.posterior import MoLA
 from mola.saving import files
-from mola.saving.posterior import KIND, SCHEMA
+from mola.saving.posterior import KIND, SCHEMA, load_posterior
 from mola.saving.schema import Optional, check
 
 Moved = TypeVar("Moved", bound=nn.Module)
@@ -214,7 +213,7 @@ def open_posterior(
             f"{error} Run this where the module can be imported from, as when the posterior was fitted."
         ) from error
     check_unchanged(built.files, result["sha256"])
-    posterior = move(load(path, built.networks), device)
+    posterior = move(load_posterior(path, built.networks), device)
     outputs = {part.head.outputs for part in posterior.components if part.head is not None}
     if outputs != {result["outputs"]}:
         raise StorageError(
