@@ -6,7 +6,6 @@ ends the others; a fit with a checkpoint goes on from there.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
-# Defaults of its functions hold the process group that exists when it is imported, and torch._dynamo imports it at any time. A group
-# that is held survives destroy_process_group, and its threads may abort the interpreter at exit. Import it before there is a group.
-import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
 
 from mola.errors import OptionError, warn
+
+if dist.is_available():
+    # Functions of torch.distributed.nn keep the group that exists when the module is imported, e.g. by torch.optim, as a default argument.
+    # The group's threads would then outlive destroy_process_group and could abort Python at exit. Import it before there is a group.
+    import torch.distributed.nn.functional
 
 
 class Team:
@@ -146,9 +146,6 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
         )
     if torch.cuda.is_available() and backend != "gloo":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    # torch.distributed.nn keeps the group as a default argument if it is imported, e.g. by torch.optim, after
-    # init_process_group. The group's threads would then outlive destroy_process_group and could abort Python at exit.
-    importlib.import_module("torch.distributed.nn")
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
     # Not in a finally: after an exception, taking down the group could wait for ranks that wait for this one.
     yield Team()
