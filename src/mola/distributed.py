@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from mola.errors import OptionError, warn
 
 if dist.is_available():
-    # Functions of torch.distributed.nn keep the group that exists when the module is imported, e.g. by torch.optim, as a default argument.
-    # The group's threads would then outlive destroy_process_group and could abort Python at exit. Import it before there is a group.
+    # Functions of torch.distributed.nn keep the group that exists when the module is imported, for example by torch.optim, as a
+    # default argument. The group's threads would then outlive destroy_process_group and could abort Python at exit. Import it first.
     import torch.distributed.nn.functional
 
 
