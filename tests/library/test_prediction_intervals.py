@@ -98,28 +98,21 @@ def test_intervals_by_group():
     assert held[loud].mean() >= 0.9
     assert held[~loud].mean() >= 0.9
     assert (upper - lower)[loud].mean() > 2 * (upper - lower)[~loud].mean()
-    with pytest.raises(OptionError, match="pass groups"):
-        band(prediction)
-    with pytest.raises(DataError, match="group 5"):
-        band(prediction, groups=[5] * 300)
     with pytest.warns(MolaWarning, match="infinite"):
         mola.prediction_intervals(prediction, targets, 0.9, groups=[0] * 295 + [1] * 5)
 
 
-def test_intervals_refuse_what_does_not_fit():
+def test_wrong_use_is_refused():
     prediction, targets = regression(50)
-    with pytest.raises(DataError, match=r"mola\.prediction_sets"):
-        mola.prediction_intervals(torch.zeros(50, 2), targets)
-    with pytest.raises(DataError, match=r"shape \(50, 2\), as the predictions; got shape \(49, 2\)"):
-        mola.prediction_intervals(prediction, targets[1:])
-    with pytest.raises(DataError, match=r"too few for a coverage of 0\.99"):
-        mola.prediction_intervals(prediction, targets, 0.99)
-    with pytest.raises(OptionError, match="only its scores have none"):
-        mola.prediction_intervals(prediction, targets, joint=True)
-    with pytest.raises(OptionError, match="method must be one of quantile, normalised"):
-        mola.prediction_intervals(prediction, targets, method="cqr")
-    with pytest.raises(DataError, match="positive variances"):
-        mola.prediction_intervals(Normal(prediction.mean, 0 * prediction.scale), targets, method="normalised")
-    one, _ = regression(5, outputs=1)
+    for error, words, changes in (
+        (DataError, r"mola\.prediction_sets", {"prediction": torch.zeros(50, 2)}),
+        (DataError, r"shape \(50, 2\).*got shape \(49, 2\)", {"targets": targets[1:]}),
+        (DataError, "too few for a coverage", {"coverage": 0.99}),
+        (OptionError, "needs method='normalised'", {"joint": True}),
+        (OptionError, "method must be", {"method": "cqr"}),
+        (DataError, "positive", {"prediction": Normal(prediction.mean, 0 * prediction.scale), "method": "normalised"}),
+    ):
+        with pytest.raises(error, match=words):
+            mola.prediction_intervals(**{"prediction": prediction, "targets": targets} | changes)
     with pytest.raises(DataError, match="2 outputs, got 1"):
-        mola.prediction_intervals(prediction, targets)(one)
+        mola.prediction_intervals(prediction, targets)(regression(5, outputs=1)[0])

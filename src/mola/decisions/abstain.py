@@ -55,9 +55,6 @@ SCORES = ("confidence", "entropy")
 NEGLIGIBLE = 1e-17
 """Terms of a falling sum below this share of the sum are dropped."""
 
-MAX_NEEDED = 10**9
-"""Above this number of data, the error message does not recommend to collect them."""
-
 
 class AnswerThreshold(float):
     """A threshold with its guarantee: answer where `prediction.confidence > threshold`, or where `threshold(prediction)` is true.
@@ -249,55 +246,17 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
 
 
 def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
-    count, bound = len(scores), f"an error rate of {rate:g} with certainty {1 - delta:g}"
-    starts = _starts(count, rate, delta)
-    if not starts:
-        enough = _rounded_up(1 - delta ** (1 / count)) if count else 1.0
-        remedy = f", or allow an error rate of {enough:g}" if enough < 1 else ""
+    count, start = len(scores), f"no threshold guarantees an error rate of {rate:g} with certainty {1 - delta:g}"
+    fewest = _fewest(rate, delta)
+    if count < fewest:
         return (
-            f"no threshold guarantees {bound} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, "
-            f"{_fewest(rate, delta):,} are needed. Pass more data{remedy}."
+            f"{start} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, {fewest:,} are needed. "
+            f"Pass more data, or allow a higher error rate."
         )
-    ordered, order = scores.sort(descending=True, stable=True)
-    errors = wrong[order].long().cumsum(0)
-    share, answers, bad = min(
-        (int(errors[start - 1]) / start, start, int(errors[start - 1]))
-        for start in starts
-        if float(ordered[start - 1]) > -math.inf or start == starts[-1]
-    )
-    seen = f"of the {answers:,} most certain of {count:,} answers, {bad:,} are wrong ({share:.2%})"
-    if share >= rate:
-        return (
-            f"no threshold guarantees {bound}: {seen}. More data would not help; use a better predictor or score, or allow a "
-            f"higher error rate."
-        )
-    needed = _needed(share, rate, delta) * count / answers
-    much = (
-        f"about {math.ceil(needed):,} labelled data"
-        if needed < MAX_NEEDED
-        else f"more than {MAX_NEEDED:,} labelled data"
-    )
+    errors = wrong[scores.argsort(descending=True, stable=True)].long().cumsum(0)
+    share, answers = min((int(errors[place - 1]) / place, place) for place in _starts(count, rate, delta))
+    remedy = "use a better predictor or score" if share >= rate else "pass more data"
     return (
-        f"no threshold guarantees {bound}: {seen}, which is lower, but not by enough for this few data. At this rate, {much} "
-        f"would be enough; or allow a higher error rate or a lower certainty."
+        f"{start}: of the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). Either "
+        f"{remedy}, or allow a higher error rate or a lower certainty."
     )
-
-
-def _rounded_up(rate: float) -> float:
-    # To two significant digits, so that the rate is enough.
-    digits = 1 - math.floor(math.log10(rate))
-    return round(math.ceil(rate * 10**digits - ROUNDING) / 10**digits, digits)
-
-
-def _needed(share: float, rate: float, delta: float) -> int:
-    low, high = 1, 2
-
-    def passes(count: int) -> bool:
-        return binomial_tail(math.ceil(share * count), count, rate) <= delta
-
-    while not passes(high) and high < MAX_NEEDED:
-        low, high = high, 2 * high
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes(middle) else (middle, high)
-    return high

@@ -27,16 +27,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mola.decisions.ranks import (
-    as_numbers,
-    check_groups,
-    check_share,
-    conformal_quantile,
-    data_needed,
-    group_quantiles,
-    shortened,
-)
-from mola.errors import DataError, OptionError, warn
+from mola.decisions.ranks import as_numbers, check_share, limits, thresholds
+from mola.errors import DataError, OptionError
 from mola.options import counted, one_of
 
 METHODS = ("quantile", "normalised")
@@ -67,7 +59,7 @@ class PredictionIntervals:
     method: str
     """"quantile" or "normalised"."""
     threshold: Tensor
-    """q of each output (D,), in float64; equal for all outputs of joint intervals."""
+    """q of each output (D,), in float64; equal for all outputs of joint intervals, and infinite where intervals are by group."""
     count: int
     """Number of calibration data."""
     joint: bool = False
@@ -83,12 +75,9 @@ class PredictionIntervals:
             groups: (n,), where intervals are by group.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
-        names = check_groups(groups, self.groups, len(low))
+        limit = limits(self.threshold, self.groups, groups, len(low))
         if low.shape[1] != len(self.threshold):
             raise DataError(f"expected predictions with {counted(len(self.threshold), 'output')}, got {low.shape[1]}.")
-        limit = self.threshold
-        if self.groups is not None and names is not None:
-            limit = torch.stack([self.groups[name] for name in names])
         middle = (low + high) / 2
         return torch.minimum(low - limit * scale, middle), torch.maximum(high + limit * scale, middle)
 
@@ -140,20 +129,7 @@ def prediction_intervals(
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
-    rate = 1 - share
-    limit = torch.tensor([conformal_quantile(column, rate) for column in scores.unbind(1)], dtype=torch.float64)
-    by_group = None if groups is None else group_quantiles(scores, groups, rate)
-    if by_group is None and bool(limit.isinf().any()):
-        raise DataError(
-            f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {share:g}: only infinite "
-            f"intervals reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
-        )
-    lacking = [name for name, limits in (by_group or {}).items() if bool(limits.isinf().any())]
-    if lacking:
-        warn(
-            f"a coverage of {share:g} needs at least {data_needed(rate)} labelled data of each group, and there are fewer of group "
-            f"{shortened(lacking)}: its intervals are infinite."
-        )
+    limit, by_group = thresholds(scores, share, groups, "infinite intervals")
     return PredictionIntervals(share, method, limit, len(scores), joint, by_group)
 
 

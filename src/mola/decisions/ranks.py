@@ -13,14 +13,15 @@ draws of the n scores. Given the n scores, the rate of a continuous score follow
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, OptionError
+from mola.errors import DataError, OptionError, warn
+from mola.options import counted
 
 ROUNDING = 1e-12
 """Relative tolerance of products such as 0.29 * 100, which is not 29 in float64."""
@@ -53,47 +54,66 @@ def conformal_quantile(scores: Tensor, rate: float) -> float:
     return math.inf if rank > len(scores) else float(scores.sort().values[rank - 1])
 
 
-def group_quantiles(scores: Tensor, groups: Any, rate: float) -> dict[Any, Tensor]:
-    """The conformal quantile of the scores (n, ...) of each group; `groups` (n,) may be of any type."""
+def thresholds(scores: Tensor, coverage: float, groups: Any, always: str) -> tuple[Tensor, dict[Any, Tensor] | None]:
+    """Conformal quantiles of scores (n, ...) at a coverage, and those of each group of data (n,), if groups are given.
+
+    Too few data are refused, and too few data of a group are warned of: only `always` reaches the coverage.
+    """
+    rate = 1 - coverage
+
+    def quantiles(some: Tensor) -> Tensor:
+        limits = [conformal_quantile(column, rate) for column in some.reshape(len(some), -1).unbind(1)]
+        return torch.tensor(limits, dtype=torch.float64).reshape(some.shape[1:])
+
+    if groups is None:
+        limit = quantiles(scores)
+        if bool(limit.isinf().any()):
+            raise DataError(
+                f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only "
+                f"{always} reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
+            )
+        return limit, None
     rows: dict[Any, list[int]] = {}
-    for row, name in enumerate(group_names(groups, len(scores))):
+    for row, name in enumerate(_names(groups, len(scores))):
         rows.setdefault(name, []).append(row)
-    found = {}
-    for name, own in rows.items():
-        limits = [conformal_quantile(column, rate) for column in scores[own].reshape(len(own), -1).unbind(1)]
-        found[name] = torch.tensor(limits, dtype=torch.float64).reshape(scores.shape[1:])
-    return found
+    found = {name: quantiles(scores[own]) for name, own in rows.items()}
+    warn_of_too_few([name for name, one in found.items() if bool(one.isinf().any())], "group", coverage, always)
+    return torch.full(scores.shape[1:], math.inf, dtype=torch.float64), found
 
 
-def group_names(groups: Any, count: int) -> list[Any]:
-    """The groups of `count` inputs, from a tensor, an array or a list, as plain values."""
+def warn_of_too_few(lacking: Sequence[Any], what: str, coverage: float, always: str) -> None:
+    """Warn of classes or groups whose data are too few for the coverage."""
+    if lacking:
+        listed = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
+        warn(
+            f"a coverage of {coverage:g} needs at least {data_needed(1 - coverage)} labelled data of each {what}, and there are fewer "
+            f"of {what} {listed}, which gets {always}."
+        )
+
+
+def limits(threshold: Tensor, by_group: Mapping[Any, Tensor] | None, groups: Any, count: int) -> Tensor:
+    """The thresholds of `count` new inputs: the one of all, or (n, ...) by their groups."""
+    if by_group is None:
+        if groups is not None:
+            raise OptionError("the calibration was not by group: leave groups out.")
+        return threshold
+    if groups is None:
+        raise OptionError("the calibration was by group: pass groups=(n,).")
+    names = _names(groups, count)
+    unknown = next((name for name in names if name not in by_group), None)
+    if unknown is not None:
+        raise DataError(
+            f"group {unknown} had no calibration data, so nothing is guaranteed for it. Known groups: "
+            f"{', '.join(map(str, by_group))}."
+        )
+    return torch.stack([by_group[name] for name in names])
+
+
+def _names(groups: Any, count: int) -> list[Any]:
     names = groups.tolist() if isinstance(groups, (Tensor, np.ndarray)) else list(groups)
     if len(names) != count or any(isinstance(name, (list, dict)) for name in names):
         raise DataError(f"groups: expected one name or number for each of the {count} inputs, got {len(names)}.")
     return names
-
-
-def check_groups(groups: Any, known: Collection[Any] | None, count: int) -> list[Any] | None:
-    """The groups of `count` new inputs; refuse unknown groups, and groups where there should be none or none given."""
-    if groups is None and known is None:
-        return None
-    if groups is None:
-        raise OptionError("the calibration was by group: pass groups=(n,).")
-    if known is None:
-        raise OptionError("the calibration was not by group: leave groups out.")
-    names = group_names(groups, count)
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        listed = ", ".join(map(str, known))
-        raise DataError(
-            f"group {unknown} had no calibration data, so nothing is guaranteed for it. Known groups: {listed}."
-        )
-    return names
-
-
-def shortened(names: Collection[Any]) -> str:
-    """The first five names, for messages."""
-    return ", ".join(map(str, list(names)[:5])) + (", ..." if len(names) > 5 else "")
 
 
 def as_numbers(values: Any, what: str) -> Tensor:

@@ -26,7 +26,7 @@ class. *Full sets* mean that no class can be excluded; a class or group with few
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +34,9 @@ import torch
 from torch import Tensor
 
 from mola.decisions.calibration import Calibration, probs_of, ranked
-from mola.decisions.ranks import (
-    check_groups,
-    check_share,
-    conformal_quantile,
-    data_needed,
-    group_quantiles,
-    shortened,
-)
-from mola.errors import DataError, OptionError, warn
-from mola.options import counted, is_real, one_of, whole_number
+from mola.decisions.ranks import check_share, conformal_quantile, limits, thresholds, warn_of_too_few
+from mola.errors import DataError, OptionError
+from mola.options import is_real, one_of, whole_number
 from mola.prediction import Prediction
 
 METHODS = ("lac", "aps", "raps")
@@ -93,10 +86,9 @@ class PredictionSets:
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
             raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]}.")
-        names = check_groups(groups, self.groups, len(probs))
-        limit = self.threshold
-        if self.groups is not None and names is not None:
-            limit = torch.stack([self.groups[name] for name in names])[:, None]
+        limit = limits(self.threshold, self.groups, groups, len(probs))
+        if self.groups is not None:
+            limit = limit[:, None]
         above, rank = ranked(probs)
         draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
         included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= limit
@@ -164,32 +156,25 @@ def prediction_sets(
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
     columns = calibration.true_probability, calibration.mass_above, calibration.true_rank
     scores = _scores(method, *columns, draws, strength, ranks)
-    rate = 1 - share
-    settings: dict[str, Any] = {
-        "coverage": share,
-        "method": method,
-        "classes": calibration.classes,
-        "count": len(calibration),
-        "randomised": randomised,
-        "penalty": strength,
-        "free": ranks,
-        "at_least_one": at_least_one,
-    }
+    each = None
     if by == "class":
-        found = [conformal_quantile(scores[calibration.label == one], rate) for one in range(calibration.classes)]
-        _warn_of_too_few([place for place, limit in enumerate(found) if limit == math.inf], "class", rate)
-        return PredictionSets(threshold=torch.tensor(found, dtype=torch.float64), **settings)
-    if groups is not None:
-        each = group_quantiles(scores, groups, rate)
-        _warn_of_too_few([name for name, limit in each.items() if limit == math.inf], "group", rate)
-        return PredictionSets(threshold=torch.tensor(math.inf, dtype=torch.float64), groups=each, **settings)
-    limit = conformal_quantile(scores, rate)
-    if limit == math.inf:
-        raise DataError(
-            f"{counted(len(calibration), 'labelled datum is', 'labelled data are')} too few for a coverage of {share:g}: only sets of "
-            f"all classes reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
-        )
-    return PredictionSets(threshold=torch.tensor(limit, dtype=torch.float64), **settings)
+        own = [scores[calibration.label == one] for one in range(calibration.classes)]
+        threshold = torch.tensor([conformal_quantile(one, 1 - share) for one in own], dtype=torch.float64)
+        warn_of_too_few(threshold.isinf().nonzero().flatten().tolist(), "class", share, "a place in every set")
+    else:
+        threshold, each = thresholds(scores, share, groups, "sets of all classes")
+    return PredictionSets(
+        coverage=share,
+        method=method,
+        threshold=threshold,
+        classes=calibration.classes,
+        count=len(calibration),
+        groups=each,
+        randomised=randomised,
+        penalty=strength,
+        free=ranks,
+        at_least_one=at_least_one,
+    )
 
 
 def _scores(
@@ -201,12 +186,3 @@ def _scores(
     own = probability if draws is None else draws * probability
     scores = above + own
     return scores + penalty * (rank - free).clamp_min(0) if penalty else scores
-
-
-def _warn_of_too_few(lacking: Collection[Any], what: str, rate: float) -> None:
-    if lacking:
-        effect = "every set contains it" if what == "class" else "its sets contain all classes"
-        warn(
-            f"a coverage of {1 - rate:g} needs at least {data_needed(rate)} labelled data of each {what}, and there are fewer of "
-            f"{what} {shortened(lacking)}: {effect}."
-        )
