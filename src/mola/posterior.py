@@ -22,7 +22,7 @@ from mola.laplace import LastLayerSpread
 from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
-from mola.network import Captured, Inputs, Layout, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
+from mola.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
 from mola.numerics import check_generator, seed_from
 from mola.options import counted, whole_number
 from mola.outliers import (
@@ -272,9 +272,8 @@ class MoLA(Mixture):
             features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
             outputs: (n, C) of each network.
         """
-        layout, pairs = Layout.of(outputs[0], -1), zip(features, outputs, strict=True)
         # Copies: fields are computed when they are first read.
-        kept = [Captured(one[:, None].clone(), two[:, None].clone(), layout, None) for one, two in pairs]
+        kept = [Captured.of(one.clone(), two.clone(), None) for one, two in zip(features, outputs, strict=True)]
         with torch.no_grad():
             return self._make_prediction(lambda: self._chunks(kept), kept[0])
 

@@ -130,7 +130,7 @@ class MimoMoLA(MoLA):
         with evaluating(*networks), torch.no_grad():
             features = call(networks[0].trunk, inputs)
             outputs = [network.layer(features) for network in networks]
-        return [Captured(features, own, one.head, None) for own, one in zip(outputs, self.components, strict=True)]
+        return [Captured.of(features, own, one.head) for own, one in zip(outputs, self.components, strict=True)]
 
 
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:

@@ -47,6 +47,14 @@ class Captured:
     layout: Layout
     head: Head | None
 
+    @staticmethod
+    def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
+        """Put features and outputs, whose class axis is 1 or -1, by position."""
+        layout, outputs = Layout.of(outputs, axis), outputs.detach()
+        rows = layout.by_position(outputs)
+        known = rows[..., :0] if features is None else layout.by_position(features.detach())
+        return Captured(known, rows, layout, head)
+
     def rows(self, index: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor]:
         """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows in float64; of all by default.
 
@@ -90,15 +98,12 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
     """
     if head is None:
         outputs, axis = _outputs_alone(network, inputs, likelihood)
-        layout = Layout.of(outputs, axis)
-        rows = layout.by_position(outputs.detach())
-        return Captured(rows[..., :0], rows, layout, None)
+        return Captured.of(None, outputs, None, axis)
     if head.every_position:
         features, outputs = carried_pass(network, head, inputs)
     else:
         features, outputs = _heads_pass(network, head, inputs, likelihood)
-    layout = Layout.of(outputs, head.axis)
-    return Captured(layout.by_position(features.detach()), layout.by_position(outputs.detach()), layout, head)
+    return Captured.of(features, outputs, head, head.axis)
 
 
 def _heads_pass(network: nn.Module, head: Head, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
