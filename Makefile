@@ -101,7 +101,7 @@ check: $(READY)  ## format, lint, type-check, check which module imports which (
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Each script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few minutes and
-# writes no file. DATA and NETWORKS are the folders of CIFAR-10 and its ResNet-20s (benchmarks/cifar10.py).
+# writes no file. DATA and NETWORKS are the folders of the data sets and of ResNet-20s for CIFAR-10.
 QUICK ?=
 bench: $(READY)  ## time and memory that mola adds to the networks' own passes; docs/speed.md says more
 	@failed=; $(BIN)/python benchmarks/speed.py $(QUICK) $(if $(DATA),--data $(DATA) --networks $(NETWORKS)) || failed=speed; \

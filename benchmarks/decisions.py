@@ -1,18 +1,18 @@
 """Guarantees of abstention, prediction sets and alarms on real predictions: over many splits, and under shift.
 
-    python benchmarks/decisions.py CACHE --clinc DATA_FULL_JSON [--splits 1000]
+    python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-CACHE is the folder of activations that `mola bench mnist` and `mola bench cifar10` leave (their flag --cache). Five networks are
-fitted, and tuned on the validation set of the suite. The predictions of the test set are then divided at random, many times: one part
-calibrates, the other shows what became of the guarantees. CLINC150 is embedded by means of token vectors.
+The first five networks of MNIST and CIFAR-10 are fitted on activations that `mola bench` stores (--cache), and tuned on the validation
+set of the suite. The predictions of the test set are then divided at random, many times: one part calibrates, the other measures the
+guarantees. CLINC150 is embedded by means of token vectors.
 --quick uses scikit-learn's digits and small networks, and writes no file.
 
 - `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee is about the true error rate above the threshold,
   so calibration data are also drawn with replacement: then the true rate is known, that of all test data above it, and `violations` is
   the share of draws whose rate is too high; it must not exceed one minus the certainty. `realised` is over the other part of plain
   splits, `above` the share of splits where that part came out above the rate, chance in that part included.
-- `sets`: coverage and size of `mola.prediction_sets`; `worst_class` is the coverage of the class that is covered least.
+- `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
 - `tuned_on_same`: the same guarantees if the posterior is tuned anew on each calibration part, as `mola fit` does.
 - `shift`: guarantees from test data on shifted data and outliers, with and without the alarm as a gate.
@@ -22,28 +22,29 @@ more than 4 standard errors.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import record
 import torch
-from safetensors import safe_open
+from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor, nn
 
 import mola
+from mola.compare.activations_file import HeadOnly
 from mola.decisions.abstain import abstain_threshold
 from mola.decisions.calibration import Calibration
 from mola.decisions.sets import prediction_sets
 from mola.errors import DataError, MolaWarning
+from mola.lab.data.clinc150 import embed, load_clinc150
+from mola.lab.suite import DataOptions
 
 CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)
@@ -66,8 +67,6 @@ class Case:
     error_rates: tuple[float, ...]
     shifted: tuple[str, ...]
     outliers: tuple[str, ...]
-    width: int = 0
-    """Number of features, by which a suite's files are found."""
 
 
 CASES = {
@@ -77,7 +76,6 @@ CASES = {
         (0.002, 0.005),
         tuple(f"rotation {angle}" for angle in (15, 30, 45, 60, 90)),
         ("fashion-mnist", "emnist-letters", "kmnist", "notmnist"),
-        84,
     ),
     "cifar10": Case(
         "cifar10",
@@ -85,7 +83,6 @@ CASES = {
         (0.01, 0.02, 0.05),
         tuple(f"severity {level}" for level in range(1, 6)),
         ("svhn", "cifar100", "tinyimagenet", "mnist"),
-        64,
     ),
     "digits": Case("digits", 500, (0.05,), (), ("noise",)),
     "clinc150": Case("clinc150", 2250, (0.02, 0.05), (), ("out of scope",)),
@@ -110,18 +107,6 @@ class Rows:
     def part(self, rows: Tensor) -> "Rows":
         """Some of them."""
         return Rows(self.features[rows], None if self.labels is None else self.labels[rows])
-
-
-class StoredHead(nn.Module):
-    """The last layer of network k on stored features (n, K, P)."""
-
-    def __init__(self, linear: nn.Linear, index: int) -> None:
-        super().__init__()
-        self.linear, self.index = linear, index
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits of this network."""
-        return self.linear(features[:, self.index])
 
 
 Ready = tuple[mola.MoLA, Rows, dict[str, Rows]]
@@ -152,34 +137,17 @@ def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
     }
 
 
-def from_cache(folder: Path, case: Case) -> Ready:
+def from_suite(suite: Suite) -> Ready:
     """From the activations of a suite."""
-    files = {}
-    for path in sorted(folder.glob("*/*.safetensors")):
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            files[about.get("set"), about.get("network"), file.get_slice("features").get_shape()[1]] = path
-
-    def read(name: str, *wanted: str) -> list[list[Tensor]]:
-        found = []
-        for index in range(COMPONENTS):
-            with safe_open(files[name, f"{index:02}.safetensors", case.width], "pt") as file:
-                found.append([file.get_tensor(one) for one in wanted])
-        return found
-
-    def rows(name: str, *, labelled: bool = True) -> Rows:
-        features = torch.stack([one[0] for one in read(name, "features")], 1)
-        return Rows(features, read(name, "labels")[0][0] if labelled else None)
-
-    heads = []
-    for index, (weight, bias) in enumerate(read("train", "weight", "bias")):
-        linear = nn.Linear(*weight.T.shape)
-        linear.load_state_dict({"weight": weight, "bias": bias})
-        heads.append(StoredHead(linear, index))
-    posterior = mola.fit(heads, rows("train"), rows("validation"), progress=False)
-    others = {name: rows(name) for name in case.shifted}
-    others |= {name: rows(name, labelled=False) for name in case.outliers}
-    return posterior, rows("test"), others
+    stored = suite.read(slice(COMPONENTS))
+    posterior = mola.fit(stored["train"].heads, stored.pop("train"), stored.pop("validation"), progress=False)
+    sets = {
+        name: Rows(
+            torch.cat([features for features, _ in one]), None if name in suite.places("outlier") else one.labels
+        )
+        for name, one in stored.items()
+    }
+    return posterior, sets.pop("test"), sets
 
 
 def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes: int, epochs: int) -> Ready:
@@ -201,26 +169,18 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
         sets = {
             name: Rows(torch.stack([network[:2](x) for network in networks], 1), y) for name, (x, y) in parts.items()
         }
-    heads = [StoredHead(network[2], index) for index, network in enumerate(networks)]
+    heads = [HeadOnly(network[2].weight, network[2].bias, index) for index, network in enumerate(networks)]
     posterior = mola.fit(heads, sets.pop("train"), sets.pop("validation"), progress=False)
     return posterior, sets.pop("test"), sets
 
 
-def from_sentences(path: Path) -> Ready:
+def from_sentences(folder: Path) -> Ready:
     """CLINC150: each request is the mean of the vectors of its tokens."""
-    from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
-
-    folder = Path(str(distribution("wordllama").locate_file("wordllama")))
-    table = load_file(folder / "weights/l2_supercat_256.safetensors")["embedding.weight"].astype(np.float32)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizers/l2_supercat_tokenizer_config.json"))
-    data = json.loads(path.read_text(encoding="utf-8"))
-    intents = {intent: place for place, intent in enumerate(sorted({intent for _, intent in data["train"]}))}
+    _, requests = load_clinc150(folder)
     parts: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
-        tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text, _ in data[part]]
-        known = None if part == "oos_test" else torch.tensor([intents[intent] for _, intent in data[part]])
-        parts[name] = torch.from_numpy(np.stack([table[ids].mean(0) for ids in tokens])), known
+        known = None if part == "oos_test" else torch.tensor(requests[part].labels)
+        parts[name] = embed(requests[part].sentences), known
     return trained(parts, 256, 150, 20)
 
 
@@ -237,6 +197,18 @@ def from_digits() -> Ready:
         name: (inputs[rows], labels[order][rows]) for name, rows in cut.items()
     }
     return trained(parts | {"noise": (2 * torch.randn(500, 64), None)}, 64, 10, 30)
+
+
+def prepare(case: Case, data: Path, cifar10: Path, cache: Path) -> Ready:
+    if case.name == "digits":
+        return from_digits()
+    if case.name == "clinc150":
+        return from_sentences(data)
+    networks, normalisation = (cifar10, "imagenet") if case.name == "cifar10" else (MNIST_NETWORKS, None)
+    sets = ("train", "validation", "test", *case.shifted, *case.outliers)
+    return from_suite(
+        open_suite(case.name, networks, DataOptions(data, normalisation=normalisation), cache, COMPONENTS, sets)
+    )
 
 
 def mean_and_error(values: list[float]) -> list[float]:
@@ -264,88 +236,54 @@ class Splits:
             yield torch.from_numpy(draw.integers(0, self.total, self.size))
 
 
-def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict[str, Any]:
+def answer_threshold(known: Calibration, rate: float, **options: Any) -> float | None:
+    """The abstention threshold, or None if there is none."""
+    try:
+        return float(abstain_threshold(known, None, rate, CERTAINTY, **options))
+    except DataError:
+        return None
+
+
+def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     """Nominal and realised error rates of answers."""
-    surety = known.confidence if score == "confidence" else -known.entropy
-    order = surety.argsort(descending=True)
-    ordered = surety[order]
+    order = known.confidence.argsort(descending=True)
+    ordered = known.confidence[order]
     # Error rate of all data above any threshold: by how many are above it.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
-    true_rate /= torch.arange(len(surety) + 1).clamp_min(1)
-
-    def above(threshold: float) -> int:
-        return int((ordered > (threshold if score == "confidence" else -threshold)).sum())
-
-    violations = without = 0
-    for rows in splits.drawn():
-        try:
-            threshold = abstain_threshold(known.rows(rows), None, rate, CERTAINTY, score=score)
-        except DataError:
-            without += 1
-            continue
-        violations += bool(true_rate[above(float(threshold))] > rate)
-    realised, share, exceeded, none = [], [], 0, 0
+    true_rate /= torch.arange(len(order) + 1).clamp_min(1)
+    drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
+    violations = sum(bool(true_rate[(ordered > one).sum()] > rate) for one in drawn if one is not None)
+    realised, share = [], []
     for rows, rest in splits.plain():
-        try:
-            threshold = abstain_threshold(known.rows(rows), None, rate, CERTAINTY, score=score)
-        except DataError:
-            none += 1
-            continue
-        side = surety[rest] > (float(threshold) if score == "confidence" else -float(threshold))
-        wrong = float((~known.correct[rest][side]).double().mean()) if bool(side.any()) else 0.0
-        realised.append(wrong)
-        share.append(float(side.double().mean()))
-        exceeded += wrong > rate
-    best = int((true_rate <= rate).nonzero()[-1])
+        threshold = answer_threshold(known.rows(rows), rate)
+        if threshold is not None:
+            answered = known.confidence[rest] > threshold
+            wrong = (~known.correct[rest][answered]).double()
+            realised.append(float(wrong.mean()) if len(wrong) else 0.0)
+            share.append(float(answered.double().mean()))
     return {
         "splits": splits.count,
-        "score": score,
+        "score": "confidence",
         "promised": rate,
         "certainty": CERTAINTY,
         "violations": violations / splits.count,
-        "no_threshold": without / splits.count,
+        "no_threshold": drawn.count(None) / splits.count,
         "realised": mean_and_error(realised) if realised else None,
         "answered": mean_and_error(share) if share else None,
-        "above": exceeded / splits.count,
-        "no_threshold_in_splits": none / splits.count,
-        "possible": best / len(surety),
-        "all_answered": float((~known.correct).double().mean()),
+        "above": float(np.sum(np.array(realised) > rate)) / splits.count,
     }
 
 
-def sets(
-    known: Calibration, probs: Tensor, splits: Splits, coverage: float, method: str, by: str | None
-) -> dict[str, Any]:
-    """Nominal and realised coverage, and how large sets are."""
-    held, worst, sizes, empty = [], [], [], []
-    options = {"penalty": 0.01, "free": 2} if method == "raps" else {}
-    scores = -known.true_probability if method == "lac" else known.mass_above + known.true_probability
-    if method == "raps":
-        scores = scores + 0.01 * (known.true_rank - 2).clamp_min(0)
+def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> dict[str, Any]:
+    """Nominal and realised coverage, and the size of the sets."""
+    held, sizes = [], []
     for place, (rows, rest) in enumerate(splits.plain()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)
-            made = prediction_sets(known.rows(rows), None, coverage, method, by=by, **options)
-        limit = made.threshold[known.label[rest]] if by else made.threshold
-        inside = (scores[rest] <= limit).double()
-        held.append(float(inside.mean()))
-        counts = torch.bincount(known.label[rest], minlength=known.classes)
-        each = torch.bincount(known.label[rest], inside, known.classes) / counts.clamp_min(1)
-        worst.append(float(each[counts > 0].min()))
+        made = prediction_sets(known.rows(rows), None, coverage)
+        held.append(float((-known.true_probability[rest] <= made.threshold).double().mean()))
         if place < SIZED:
-            shown = made(probs[rest]).sum(1).double()
-            sizes.append(float(shown.mean()))
-            empty.append(float((shown == 0).double().mean()))
-    return {
-        "splits": splits.count,
-        "kind": method,
-        "by": by or "all",
-        "promised": coverage,
-        "realised": mean_and_error(held),
-        "worst_class": mean_and_error(worst),
-        "size": mean_and_error(sizes),
-        "empty": mean_and_error(empty),
-    }
+            sizes.append(float(made(probs[rest]).sum(1).double().mean()))
+    common = {"splits": splits.count, "kind": "lac", "by": "all", "promised": coverage}
+    return {**common, "realised": mean_and_error(held), "size": mean_and_error(sizes)}
 
 
 def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
@@ -353,7 +291,7 @@ def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
     found = [
         float((score[rest] > mola.alarm_threshold(score[rows], rate)).double().mean()) for rows, rest in splits.plain()
     ]
-    return {"promised": rate, "realised": mean_and_error(found), "spread": float(f"{np.std(found, ddof=1):.5g}")}
+    return {"promised": rate, "realised": mean_and_error(found)}
 
 
 def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> dict[str, Any]:
@@ -373,12 +311,8 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
         alarm = mola.alarm_threshold(mine.score, 0.05)
         realised["false alarms"].append(float((other.score > alarm).double().mean()))
         for rate in case.error_rates:
-            try:
-                threshold = float(abstain_threshold(known, None, rate, CERTAINTY))
-            except DataError:
-                continue
-            side = new.confidence > threshold
-            wrong[rate].append(float((~new.correct[side]).double().mean()))
+            if (threshold := answer_threshold(known, rate)) is not None:
+                wrong[rate].append(float((~new.correct[new.confidence > threshold]).double().mean()))
     return {
         "splits": count,
         "coverage": {"promised": 0.9, "realised": mean_and_error(realised["coverage"])},
@@ -406,10 +340,8 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
         alarm = mola.alarm_threshold(test.score[rows], 0.05)
         made = prediction_sets(mine, None, 0.9)
         gated_score = torch.where(test.score[rows] > alarm, -math.inf, mine.confidence)
-        try:
-            plain = float(abstain_threshold(mine, None, rate, CERTAINTY))
-            gated = float(abstain_threshold(mine, None, rate, CERTAINTY, score=gated_score))
-        except DataError:
+        plain, gated = answer_threshold(mine, rate), answer_threshold(mine, rate, score=gated_score)
+        if plain is None or gated is None:
             continue
         unseen = Outputs(test.probs[rest], known.label[rest], test.score[rest])
         for name, found_outputs in {"test": unseen, **others}.items():
@@ -462,21 +394,14 @@ def measure(
         "alarms": [],
     }
     for method, one in found_outputs.items():
-        known, own = one.calibration(), method == "MoLA"
-        some = splits if own else Splits(len(test.features), case.calibration, min(count, BESIDE))
+        known = one.calibration()
+        some = splits if method == "MoLA" else Splits(len(test.features), case.calibration, min(count, BESIDE))
         for rate in case.error_rates:
             tell(f"{method}, answers at {rate:g}")
-            found["answers"].append({"method": method, **answers(known, some, rate, "confidence")})
-        if own:
-            found["answers"].append({"method": method, **answers(known, some, case.error_rates[-1], "entropy")})
-        kinds: list[tuple[float, str, str | None]] = [(0.9, "lac", None), (0.99, "lac", None)]
-        if own:
-            kinds += [(0.9, "aps", None), (0.9, "raps", None), (0.9, "lac", "class")]
-        for coverage, kind, by in kinds:
-            if by == "class" and case.calibration / known.classes < 1.5 / (1 - coverage):
-                continue  # too few of each class
-            tell(f"{method}, sets at {coverage:g} by {kind}")
-            found["sets"].append({"method": method, **sets(known, one.probs, some, coverage, kind, by)})
+            found["answers"].append({"method": method, **answers(known, some, rate)})
+        for coverage in (0.9, 0.99):
+            tell(f"{method}, sets at {coverage:g}")
+            found["sets"].append({"method": method, **sets(known, one.probs, some, coverage)})
     score = found_outputs["MoLA"].score
     assert score is not None
     found["alarms"] = [alarms(score, splits, rate) for rate in FALSE_ALARMS]
@@ -508,18 +433,17 @@ def broken(found: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "cache", type=Path, nargs="?", help="activations of `mola bench mnist` and `mola bench cifar10`"
-    )
-    parser.add_argument("--clinc", type=Path, help="data_full.json of CLINC150")
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
+    parser.add_argument("--cifar10", type=Path, help="folder of ResNet-20s")
+    parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
     parser.add_argument("--splits", type=int, default=1000)
     parser.add_argument("--cases", default="mnist,cifar10,clinc150")
     parser.add_argument("--quick", action="store_true", help="digits, 50 splits; writes no file")
     options = parser.parse_args()
     if options.quick:
         options.cases, options.splits = "digits", 50
-    elif options.cache is None:
-        parser.error("CACHE is needed, or --quick")
+    elif options.data is None or options.cifar10 is None:
+        parser.error("give --data and --cifar10, or --quick")
     began, wrong = time.perf_counter(), []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
     # Cases of the same number of splits that were measured before stay.
@@ -533,9 +457,7 @@ def main() -> int:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            ready = {"clinc150": lambda: from_sentences(options.clinc), "digits": from_digits}.get(
-                name, lambda case=case: from_cache(options.cache, case)
-            )()
+            ready = prepare(case, options.data, options.cifar10, options.cache)
         document["cases"][name] = measure(case, *ready, options.splits, tell)
         wrong += [f"{name}, {one}" for one in broken(document["cases"][name])]
         if not options.quick:

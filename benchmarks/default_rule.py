@@ -9,24 +9,22 @@ computed where they are missing. Writes `benchmarks/results/default_rule.json`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
+from suites import MNIST_NETWORKS, Suite, open_suite
 from torch import Tensor
 
 import mola
 from mola.baselines.temperature import fit_temperature
-from mola.lab.activations import Activations, open_networks
 from mola.lab.suite import DataOptions
-from mola.lab.suites.registry import find_suite
 from mola.metrics import auroc, expected_calibration_error, negative_log_likelihood
 from mola.tuning import HeldOut
 
-ROOT = Path(__file__).resolve().parent.parent
 GROUP, HALF, SEED = 5, 2, 7
 """Networks of a group, groups that the rule was chosen on, and the seed of the other split."""
 
@@ -81,28 +79,17 @@ def measured(
     }
 
 
-def compare(
-    suite_name: str, networks: Path, options: DataOptions, cache: Path, architecture: str | None
-) -> list[dict[str, Any]]:
+def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
     """All groups of networks of one suite."""
-    suite = find_suite(suite_name)
-    name, build = suite.builder(architecture)
-    sources = suite.make_sources(options)
-    members = open_networks(sorted(networks.glob("*.safetensors")), build, name)
-    activations, found = Activations(cache), []
-    activations.compute(members, list(sources.values()), lambda doing, done: None)
-    for group in range(len(members) // GROUP):
+    found, outliers = [], suite.places("outlier")
+    for group in range(len(suite.networks) // GROUP):
         seed = None if group < HALF else SEED
         for count, images in SETTINGS:
-            own = tuple(members[GROUP * group : GROUP * group + count])
-            stored = {place: activations.read(own, source) for place, source in sources.items()}
+            stored = suite.read(slice(GROUP * group, GROUP * group + count))
             heads = stored["validation"].heads
             posterior = mola.fit(heads, stored["train"], progress=False)
-            roles = {place: source.role for place, source in sources.items()}
             read = {
-                place: posterior.read(
-                    one if roles[place] != "outlier" else [batch[0] for batch in one], place, labelled=None
-                )
+                place: posterior.read([batch[0] for batch in one] if place in outliers else one, place, labelled=None)
                 for place, one in stored.items()
                 if place != "train"
             }
@@ -116,11 +103,9 @@ def compare(
                 "DE-L": ensemble.with_pooling(0).with_temperature(fit_temperature(logits.mean(0), validation.labels)),
                 "default": posterior.tune(validation, progress=False),
             }
-            shifted = [place for place, role in roles.items() if role == "shift"]
-            outliers = [place for place, role in roles.items() if role == "outlier"]
             where = {"suite": suite_name, "half": "chosen" if seed is None else "confirmed", "group": group}
             for method, one in methods.items():
-                numbers = measured(one, read, shifted, outliers)
+                numbers = measured(one, read, suite.places("shift"), outliers)
                 found.append({**where, "networks": count, "validation": images, "method": method, **numbers})
     return found
 
@@ -132,12 +117,10 @@ def main() -> None:
     parser.add_argument("--cifar10", type=Path, required=True, help="folder of ResNet-20s")
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
     given = parser.parse_args()
-    rows = compare("mnist", ROOT / "networks" / "mnist", DataOptions(given.data), given.cache, None)
-    rows += compare(
-        "cifar10", given.cifar10, DataOptions(given.data, normalisation="imagenet"), given.cache, "resnet-20"
-    )
-    path = ROOT / "benchmarks" / "results" / "default_rule.json"
-    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    mnist = open_suite("mnist", MNIST_NETWORKS, DataOptions(given.data), given.cache)
+    options = DataOptions(given.data, normalisation="imagenet")
+    cifar10 = open_suite("cifar10", given.cifar10, options, given.cache)
+    record.write("default_rule", {"rows": compare("mnist", mnist) + compare("cifar10", cifar10)})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ prediction gives in closed form is computed again from the draws. For regression
 quantiles, log density and CRPS; for yes/no labels: the probability, by quadrature and by the links, and the parts of the entropy. What
 is exact must be within 5 standard errors of the draws; links are approximations, and shown. Writes closed_forms.json.
 
-With folders (as in cifar10.py): the error of each link on a ResNet-20's logits of 1000 test images of CIFAR-10 and 1000 of SVHN,
+With folders of data sets and of ResNet-20s: the error of each link on the logits of 1000 test images of CIFAR-10 and 1000 of SVHN,
 against 100,000 samples; how well each link predicts with a prior precision tuned for it; and the variance of the logits, common to all
 classes and in their contrasts. Writes links_against_monte_carlo.json.
 """
@@ -24,10 +24,12 @@ from typing import Any
 
 import record
 import torch
+from suites import open_suite
 from torch import Tensor, nn
 
 import mola
 from mola import links, metrics
+from mola.lab.suite import DataOptions
 from mola.uncertainty import expected_sigmoid
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
@@ -239,19 +241,17 @@ class Experiment:
         return posterior.tune(self.validation, rule=rule, progress=False)
 
 
-def read(folder: Path, weights: Path, cache: Path | None, network: int) -> Experiment:
-    import cifar10
-
-    heads, examples = cifar10.load(folder, weights, count=network + 1, cache=cache)
-    features = {name: seen.inputs[:, network].double() for name, seen in examples.items()}
+def read(folder: Path, weights: Path, cache: Path, network: int) -> Experiment:
+    options = DataOptions(folder, normalisation="imagenet", outliers=10_000)
+    suite = open_suite("cifar10", weights, options, cache, network + 1, ("train", "validation", "test", "svhn"))
+    stored = suite.read(slice(network, network + 1))
 
     def batches(name: str) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(features[name].split(500), examples[name].labels.split(500), strict=True))
+        return [(features[:, 0].double(), labels) for features, labels in stored[name]]
 
-    head = heads[network].linear.double()
-    return Experiment(
-        head, batches("train"), batches("validation"), features["test"], examples["test"].labels, features["SVHN"]
-    )
+    test, svhn = (torch.cat([features for features, _ in batches(name)]) for name in ("test", "svhn"))
+    head = stored["train"].heads[0].head.double()
+    return Experiment(head, batches("train"), batches("validation"), test, stored["test"].labels, svhn)
 
 
 def total_variation(first: Tensor, second: Tensor) -> Tensor:
@@ -337,9 +337,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1_000_000, help="draws of the weights (default 1,000,000)")
     parser.add_argument("--quick", action="store_true", help="20,000 draws; writes no file")
-    parser.add_argument("--data", type=Path, help="folder as in cifar10.py")
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
     parser.add_argument("--networks", type=Path, help="folder with 00.safetensors, ...")
-    parser.add_argument("--cache", type=Path, help="keep the network's features in this folder")
+    parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
     parser.add_argument("--network", type=int, default=0, help="which of the pretrained networks (default 0)")
     options = parser.parse_args()
     environment = record.environment("mola-torch")

@@ -8,7 +8,7 @@ take turns in one process with one thread, in CPU time. `ratio` is the median of
 the networks / time inside, over the tested calls alone; for predictions it is relative to the ensemble's. Bars are judged by `added`:
 two bare passes of one network may differ by more than what is to be shown.
 
-ResNet-20 has its trained weights and CIFAR-10 images with --data and --networks (folders as in cifar10.py), and random ones otherwise;
+ResNet-20 has trained weights and CIFAR-10 images with --data and --networks (folders), and random weights and images otherwise;
 the arithmetic is the same. With --peer, the same work is done by laplace-torch in an environment of its own (peer_environment.py).
 
 Exits with 1 if a bar is missed. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
@@ -176,16 +176,19 @@ SETTINGS = (
 
 
 def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
-    import cifar10
+    from mola.lab.data.catalogue import load_images
+    from mola.lab.data.images import normalisation
+    from mola.saving.weights import load_weights
 
-    (network,), examples = cifar10.read_networks(networks, 1), cifar10.read_data(data, train=RESNET.training)
-    parts = [replace_batch(examples[name], RESNET.batch) for name in ("train", "validation")]
-    return network, parts[0], parts[1][: -(-RESNET.validation // RESNET.batch)]
-
-
-def replace_batch(examples: Any, size: int) -> Loader:
-    inputs, labels = (torch.cat(parts) for parts in zip(*examples, strict=True))
-    return list(zip(inputs.split(size), labels.split(size), strict=True))
+    network = resnet20()
+    load_weights(network, networks / "00.safetensors")
+    normalise, loaders = normalisation("imagenet"), []
+    for name, count in (("train", RESNET.training), ("test", RESNET.validation)):
+        images = load_images("cifar10", name, data).evenly(count)
+        batches = zip(normalise(images.pixels).split(RESNET.batch), images.labels.split(RESNET.batch), strict=True)
+        loaders.append(list(batches))
+    # Colours beside each other in memory: the same numbers, half as fast again.
+    return network.eval().to(memory_format=torch.channels_last), loaders[0], loaders[1]
 
 
 def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
@@ -429,7 +432,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="an eighth of the data, one turn; writes no file, judges nothing"
     )
-    parser.add_argument("--data", type=Path, help="CIFAR-10, for ResNet-20 (cifar10.py)")
+    parser.add_argument("--data", type=Path, help="folder of the data sets, for ResNet-20")
     parser.add_argument("--networks", type=Path, help="folder with 00.safetensors of a ResNet-20")
     parser.add_argument(
         "--only", default="", help="settings whose name contains this; the other rows of the record stay"

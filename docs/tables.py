@@ -254,17 +254,6 @@ def _ranks(name: str) -> str:
     return markdown(["score", "mean rank, choosing half", "confirming half"], rows)
 
 
-def _five(name: str) -> str:
-    """One mixture of five ResNet-20s: every method, structure and rule."""
-    fields = ("ece", "SVHN auroc", "CIFAR-100 auroc", "SVHN auroc, ood_score", "CIFAR-100 auroc, ood_score")
-    rows = []
-    for method, row in record("real_cifar10")["rows"].items():
-        shown = [MISSING if row.get(field) is None else _percent(row[field]) for field in fields]
-        rows.append([method, f"{row['nll']:.3f}", *shown])
-    header = ["method", "test NLL", "ECE %", "SVHN", "CIFAR-100", "SVHN, `ood_score`", "CIFAR-100, `ood_score`"]
-    return markdown(header, rows)
-
-
 def _segmentation(name: str) -> str:
     """Pixels of test pictures and of their shifted twins, and rings found by the outlier score."""
     rows = []
@@ -346,13 +335,16 @@ def verdict(row: dict[str, Any], bar: str) -> list[str]:
 def _speed(name: str) -> str:
     """What mola adds to the networks: time by setting, memory, time beside laplace-torch, and the machines."""
     if name == "summary":
-        rows = [
-            [row["setting"], row["work"], f"{row['added']:.3f}", _seconds(row["seconds"])]
-            for setting in ("ResNet-20 / CIFAR-10", "LeNet / MNIST", "U-Net")
-            for row in record("speed")["rows"]
-            if row["setting"].startswith(setting) and row["kind"] in ("kron", "by distance", "calibrated", "dense")
-        ]
-        return markdown(["network", "work, by default", "added", "CPU time"], rows, 2)
+        defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
+        rows = []
+        for setting in ("ResNet-20 / CIFAR-10", "LeNet / MNIST", "U-Net, 16 images of 256 x 256"):
+            found = {
+                row["work"]: f"{row['added']:.2f}"
+                for row in record("speed")["rows"]
+                if row["setting"] == setting and row["kind"] in defaults[row["work"]]
+            }
+            rows.append([setting, *(found.get(work, MISSING) for work in defaults)])
+        return markdown(["network", "`fit`", "`tune`", "`posterior(x)`"], rows)
     if name == "overhead":
         rows = []
         for row in record("speed")["rows"]:
@@ -420,25 +412,24 @@ def _default(name: str) -> str:
 
 def _default_summary() -> str:
     """Means over runs and sets of every suite."""
-    methods = (*RIVALS, "default")
-    header = ["", *(f"{title} {method}" for title in ("test NLL", "shifted NLL", "OOD AUROC %") for method in methods)]
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
         runs = _runs(suite)
         first = runs[DEFAULT][0]
         shifted = [place for place in first.labelled if place != "test"]
-        quantities = [
-            ([partial(_metric, "test", "nll")], 1, 3),
-            ([partial(_metric, place, "nll") for place in shifted], 1, 2),
-            ([partial(_auroc, place) for place in first.outliers], 100, 1),
-        ]
-        row = [title]
-        for means, factor, digits in quantities:
-            for method in (*RIVALS, DEFAULT):
-                values = [factor * mean(run) for mean in means for run in runs[method]]
-                row.append(f"{np.mean(values):.{digits}f}" if values else MISSING)
-        rows.append(row)
-    return markdown(header, rows)
+        for name, quantities, factor, digits in (
+            ("test NLL", [partial(_metric, "test", "nll")], 1, 3),
+            ("shifted NLL", [partial(_metric, place, "nll") for place in shifted], 1, 2),
+            ("OOD AUROC %", [partial(_auroc, place) for place in first.outliers], 100, 1),
+        ):
+            means = [
+                np.mean([factor * one(run) for one in quantities for run in runs[method]])
+                for method in (*RIVALS, DEFAULT)
+                if quantities
+            ]
+            if means:
+                rows.append([f"{title}, {name}", *(f"{mean:.{digits}f}" for mean in means)])
+    return markdown(["", *RIVALS, "default"], rows)
 
 
 def _runs(suite: str) -> dict[str, list[Record]]:
@@ -507,7 +498,6 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "default": _default,
     "default-rule": _default_rule,
     "export": _export,
-    "five-networks": _five,
     "labels": _labels,
     "links": _links,
     "many-classes": _many_classes,

@@ -1,0 +1,51 @@
+"""Features and logits of trained networks on the sets of a suite, as `mola bench` stores them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from mola.compare.activations_file import Stored
+from mola.lab.activations import Activations, Network, open_networks
+from mola.lab.suite import DataOptions, Source
+from mola.lab.suites.registry import find_suite
+
+MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The networks of a suite, its sets of data, and the activations of the networks on these sets."""
+
+    networks: list[Network]
+    sources: dict[str, Source]
+    activations: Activations
+
+    def read(self, networks: slice) -> dict[str, Stored]:
+        """Return the activations of some of the networks on every set."""
+        return {place: self.activations.read(self.networks[networks], one) for place, one in self.sources.items()}
+
+    def places(self, role: str) -> list[str]:
+        """Return the names of the sets with this role."""
+        return [place for place, source in self.sources.items() if source.role == role]
+
+
+def open_suite(
+    name: str, networks: Path, options: DataOptions, cache: Path, count: int | None = None, sets: Collection[str] = ()
+) -> Suite:
+    """Open the MNIST or CIFAR-10 suite, and compute activations that are missing.
+
+    Args:
+        name: "mnist" or "cifar10".
+        networks: folder of 00.safetensors, 01.safetensors, ...
+        options: data sets, their folder and their normalisation.
+        cache: folder of the activations.
+        count: number of networks; None is all.
+        sets: names of the sets to use; none is all.
+    """
+    suite = find_suite(name)
+    label, build = suite.builder("resnet-20" if name == "cifar10" else None)
+    sources = {place: one for place, one in suite.make_sources(options).items() if not sets or place in sets}
+    members = open_networks(sorted(networks.glob("*.safetensors"))[:count], build, label)
+    activations = Activations(cache)
+    activations.compute(members, list(sources.values()), lambda doing, done: None)
+    return Suite(members, sources, activations)
