@@ -21,9 +21,9 @@ def tensors(count=2500, width=3, classes=4, seed=0):
 
 def write(path, found, sizes):
     rows = {name: tensor for name, tensor in found.items() if name != "weight"}
-    with written_rows(path, len(found["labels"]), {"weight": found["weight"]}, {"set": "test"}) as writer:
+    with written_rows(path, len(found["labels"]), {"weight": found["weight"]}, {"set": "test"}) as add:
         for part in zip(*(torch.split(tensor, sizes) for tensor in rows.values()), strict=True):
-            writer.add(dict(zip(rows, part, strict=True)))
+            add(dict(zip(rows, part, strict=True)))
 
 
 def test_a_file_in_pieces_is_the_file_at_once(tmp_path):
@@ -60,8 +60,8 @@ def test_slices_are_all_of_the_data_in_whole_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("count", "size"), [(9, 4), (11, 12), (9, 20)])
 def test_too_few_and_too_many_rows_leave_no_file(tmp_path, count, size):
     with pytest.raises(DataError, match=f"expected {count} data of test, got"):  # noqa: SIM117
-        with written_rows(tmp_path / "file", count, {}, {"set": "test"}) as writer:
-            writer.add({"labels": torch.zeros(size)})
+        with written_rows(tmp_path / "file", count, {}, {"set": "test"}) as add:
+            add({"labels": torch.zeros(size)})
     assert not list(tmp_path.iterdir())
 
 

@@ -1,20 +1,20 @@
-"""Features and logits of K networks on a set of data, on disk and read in slices: a whole set of features never fits in memory.
+"""Features and logits of K networks on a set of data, on disk and read in slices: a large set does not fit in memory.
 
-There is one safetensors file for each network and set, written batch by batch.
+There are one or several safetensors files for each network and set; a large set has a file for each slice of its data.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,80 +30,32 @@ NUMBERS_AT_ONCE = 2**23
 WHOLE = ("weight", "bias")
 """Tensors of the head, which have no row for each datum."""
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def written_rows(
     path: Path, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Iterator[RowWriter]:
-    """Write a safetensors file batch by batch; it appears under its name only when it is complete.
+) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+    """Collect batches of rows and write them as one safetensors file; its folder is made.
 
     Args:
-        path: of the file; its folder is made.
-        count: rows of all batches together.
+        path: of the file.
+        count: rows of all batches together; another number is a `DataError`, and nothing is written.
         whole: tensors without rows.
         metadata: short texts by name.
 
     Yields:
-        The writer, which takes the batches.
+        A function that takes the batches.
     """
+    batches: list[dict[str, Tensor]] = []
+    yield lambda batch: batches.append({name: rows.detach().cpu() for name, rows in batch.items()})
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
+    found = len(next(iter(rows.values()), ()))
+    if found != count:
+        raise DataError(f"expected {count} data of {metadata.get('set', 'the set')}, got {found}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with partial_file(path) as partial, open(partial, "wb") as file:
-        writer = RowWriter(file, count, whole, metadata)
-        yield writer
-        writer.check(writer.done == count, writer.done)
-
-
-class RowWriter:
-    """A safetensors file that grows by rows. The first batch decides the shapes."""
-
-    def __init__(self, file: BinaryIO, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        self.file, self.count, self.whole, self.metadata = file, count, whole, metadata
-        self.starts: dict[str, int] = {}
-        self.done = 0
-
-    def add(self, batch: Mapping[str, Tensor]) -> None:
-        """Write more rows; `DataError` if there are more than expected."""
-        size = len(next(iter(batch.values())))
-        self.check(self.done + size <= self.count, self.done + size)
-        if not self.starts:
-            self._begin(batch)
-        for name, rows in batch.items():
-            self._write(self.starts[name] + self.done * rows[:1].numel() * rows.element_size(), rows)
-        self.done += size
-
-    def check(self, holds: bool, found: int) -> None:
-        """Raise `DataError` about the number of rows unless it is right."""
-        if not holds:
-            raise DataError(f"expected {self.count} data of {self.metadata.get('set', 'the set')}, got {found}.")
-
-    def _begin(self, batch: Mapping[str, Tensor]) -> None:
-        shapes = {name: (rows.dtype, (self.count, *rows.shape[1:])) for name, rows in batch.items()}
-        shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.whole.items()}
-        entries: dict[str, Any] = {"__metadata__": dict(self.metadata)}
-        offset = 0
-        # The widest numbers first, so that all are aligned.
-        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
-            end = offset + torch.Size(shape).numel() * dtype.itemsize
-            entries[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
-            self.starts[name], offset = offset, end
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
-        self.file.write(len(header).to_bytes(8, "little") + header)
-        self.starts = {name: 8 + len(header) + start for name, start in self.starts.items()}
-        for name, tensor in self.whole.items():
-            self._write(self.starts[name], tensor)
-
-    def _write(self, place: int, tensor: Tensor) -> None:
-        self.file.seek(place)
-        self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+    with partial_file(path) as partial:
+        head = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
+        save_file({**rows, **head}, partial, dict(metadata))
 
 
 class TensorFile:

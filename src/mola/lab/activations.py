@@ -1,7 +1,7 @@
 """The networks of a suite and their activations, computed once and kept on disk for every method and ablation.
 
 One file for each network and set, named by their checksums, so that nothing stale is read and an interrupted run loses only the
-file in progress. Files are written batch by batch and read in slices. A set larger than `SLICE` is kept in several files, which
+file in progress. Files are read in slices. A set larger than `SLICE` is kept in several files, which
 the processes of a team divide among them.
 """
 
@@ -217,10 +217,10 @@ class Activations:
             captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
             for rows in (rows for batch in captured for rows in batch.chunks()):
                 labels = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
-                for writer, head, phi, outputs in zip(writers, heads, rows.phi, rows.outputs, strict=True):
+                for add, head, phi, outputs in zip(writers, heads, rows.phi, rows.outputs, strict=True):
                     dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
-                    writer.add({"features": features, "logits": logits, "labels": labels})
+                    add({"features": features, "logits": logits, "labels": labels})
 
     def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
         """Return the stored activations of a set, or of a part of a set."""

@@ -108,8 +108,8 @@ class TrainingContext:
         path = self.activations.directory / "opinions" / key / f"{source.checksum}.safetensors"
         if not path.exists():
             found = StoredPrediction.mean(self._predict(predictor, source) for predictor in predictors())
-            with written_rows(path, source.count, {}, {"set": source.name}) as writer:
-                writer.add({"probs": found.probs, "entropy": found.own_entropy})
+            with written_rows(path, source.count, {}, {"set": source.name}) as add:
+                add({"probs": found.probs, "entropy": found.own_entropy})
         file = TensorFile(path, "predictions")
         for start in range(0, source.count, CHUNK):
             rows = (start, start + CHUNK)
