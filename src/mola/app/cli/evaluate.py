@@ -17,7 +17,7 @@ from mola.app.jobs.evaluate import EvaluateOptions, run_evaluate
 from mola.app.jobs.rows import Account
 from mola.compare.record import Comparison
 from mola.compare.report.single_run_tables import evaluation_tables
-from mola.compare.report.tables import fitting, for_terminal
+from mola.compare.report.tables import TerminalTable, fitting
 
 DRAWING_BEGINS = 0.8
 """Share of the whole time after which figures are drawn."""
@@ -81,7 +81,7 @@ def _shown(console: Console, comparison: Comparison) -> list[str]:
     main = replace(evaluation_tables(comparison)[0], caption="")
     main = replace(fitting(main, console.width)[0], title=main.title)  # columns that fit the terminal
     lines: list[str] = []
-    for part in (f"[bold]{first}[/bold]", for_terminal(main), *map(escape, left_out), *others):
+    for part in (f"[bold]{first}[/bold]", TerminalTable(main), *map(escape, left_out), *others):
         with console.capture() as captured:
             console.print(part)
         found = captured.get().rstrip("\n").split("\n")

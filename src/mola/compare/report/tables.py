@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pandas as pd
 
 from mola.compare.report.estimate import Estimate, leaders
-from mola.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -189,13 +191,6 @@ class TerminalTable:
             yield Text("")
 
 
-def for_terminal(table: Table) -> TerminalTable:
-    """The table for a console of `rich`."""
-    if find_spec("rich") is None:
-        raise MissingExtraError(feature="tables in the terminal", package="rich", extra="cli")
-    return TerminalTable(table)
-
-
 def _rich_table(table: Table) -> RenderableType:
     from rich import box
     from rich.table import Table as RichTable
@@ -254,43 +249,35 @@ SPECIAL = str.maketrans(
         **{letter: f"\\{letter}" for letter in "&%$#_{}"},
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "\N{PLUS-MINUS SIGN}": r"$\pm$",
-        "\N{MULTIPLICATION SIGN}": r"$\times$",
-        "\N{DOWNWARDS ARROW}": r"$\downarrow$",
-        "\N{UPWARDS ARROW}": r"$\uparrow$",
-        "\N{RIGHTWARDS ARROW}": r"$\rightarrow$",
-        "\N{DEGREE SIGN}": r"$^\circ$",
         "\N{GREEK SMALL LETTER LAMDA}": r"$\lambda$",
-        "\N{EN DASH}": "--",
     }
 )
+"""Characters that LaTeX reads as commands, or that its text fonts lack."""
 
 
 def escape_latex(text: str) -> str:
-    """The text with everything that LaTeX reads as a command made harmless."""
-    return text.translate(SPECIAL)
+    """The text with everything that LaTeX reads as a command made harmless; the sign of a negative number becomes a minus."""
+    return re.sub(r"^-(?=\d)", "$-$", text.translate(SPECIAL))
 
 
-def to_frame(table: Table) -> Any:
-    """The cells as a pandas data frame of texts, its columns by group and name."""
-    import pandas as pd
-
-    columns: Any = pd.Index([column.heading for column in table.columns])
-    if any(column.group for column in table.columns):
-        columns = pd.MultiIndex.from_tuples([(column.group, column.heading) for column in table.columns])
-    cells = [[cell.text for cell in row.cells] for row in table.rows]
-    return pd.DataFrame(cells, [row.name for row in table.rows], columns)
+def to_frame(table: Table) -> pd.DataFrame:
+    """The cells as a data frame of texts, its columns by group and name."""
+    pairs = [(column.group, column.heading) for column in table.columns]
+    columns = pd.MultiIndex.from_tuples(pairs) if any(group for group, _ in pairs) else [name for _, name in pairs]
+    return pd.DataFrame(
+        [[cell.text for cell in row.cells] for row in table.rows], [row.name for row in table.rows], columns
+    )
 
 
 def as_latex(table: Table) -> str:
     """A booktabs table with its caption: a float, or a longtable that breaks over pages."""
-    frame = to_frame(replace(table, rows=tuple(_latex_rows(table))))
-    frame = frame.rename(columns=escape_latex)
     long = len(table.rows) > LONG
-    text: str = frame.style.to_latex(
+    bold = [["textbf:--rwrap;" if cell.best else "" for cell in row.cells] for row in table.rows]
+    style = to_frame(table).style.format(escape_latex).apply(lambda _: np.array(bold), axis=None)
+    for axis in (0, 1):
+        style = style.format_index(escape_latex, axis=axis)
+    style = style.apply_index(lambda _: ["textit:--rwrap;" if row.aside else "" for row in table.rows])
+    text: str = style.to_latex(
         column_format="l" + "r" * len(table.columns),
         position=None if long else "htbp",
         position_float=None if long else "centering",
@@ -308,25 +295,6 @@ def as_latex(table: Table) -> str:
     return text
 
 
-def _latex_rows(table: Table) -> Iterator[Row]:
-    before = True
-    for row in table.rows:
-        name = escape_latex(row.name)
-        if row.aside:
-            name = rf"\textit{{{name}}}"
-            if not before:
-                name = f"\\midrule\n{name}"
-        before = row.aside
-        yield Row(name, tuple(Cell(_latex_cell(cell)) for cell in row.cells))
-
-
-def _latex_cell(cell: Cell) -> str:
-    text = escape_latex(cell.text)
-    if text.startswith("-") and text[1:2].isdigit():
-        text = f"$-${text[1:]}"  # a minus, not a hyphen
-    return rf"\textbf{{{text}}}" if cell.best else text
-
-
 def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
     """A document that compiles as it is, from the title and the tables of each section; tables can be copied from it one by one."""
     lines = [
@@ -334,6 +302,7 @@ def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
         r"\documentclass{article}",
         r"\usepackage[T1]{fontenc}",
         r"\usepackage[utf8]{inputenc}",
+        r"\usepackage{textcomp}",
         r"\usepackage[margin=2cm]{geometry}",
         r"\usepackage{booktabs,graphicx,longtable}",
         r"\begin{document}",
