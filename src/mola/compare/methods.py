@@ -1,7 +1,7 @@
-"""Methods as values: what they are made of, how they are fitted, and what they say of a batch.
+"""Methods of a comparison, as values that are fitted and then predict.
 
-`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them. Its networks may be whole ones, or `HeadOnly` over
-stored features: both go through the same public `mola.fit`, `tune` and call.
+`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them. Its networks are whole networks, or `HeadOnly` over
+stored features: both go through the public `mola.fit`, `tune` and call.
 """
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
 
 @dataclass(frozen=True)
 class Material:
-    """What a method may use in one run."""
+    """Data and settings of one run."""
 
     read: Callable[[str], Stored]
-    """What the run's networks see of a set, by its name."""
+    """Stored features and logits of a set, by its name."""
     threshold: float | None
-    """Of the paper's rule."""
+    """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
-    """Made from what the networks see of the training and of the validation set."""
+    """Makes scores from the activations of the training and of the validation set."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Gives the posterior with a structure over some heads, where training data went into sums and are stored nowhere; None where
-    "train" can be read."""
+    """Makes the posterior with a structure over some heads from stored sums, where training activations are not stored."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method that is ready."""
+    """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
-    """What it needs of a set, by the set's name: batch by batch, with the labels."""
+    """Batches of a set, by its name, with the labels."""
     answer: Callable[[Any, bool], Answer]
-    """What it says of a batch, with outlier scores or without."""
+    """Predictions for a batch, with outlier scores or without."""
     chosen: dict[str, Any]
-    """What was tuned."""
+    """Tuned values."""
     seconds: float
     """Time to fit and tune."""
 
@@ -73,17 +72,17 @@ class Method(Protocol[MaterialT]):
 
     @property
     def group(self) -> str:
-        """The comparison it belongs to."""
+        """Group of methods that are compared with each other."""
 
     @property
     def components(self) -> int | None:
-        """Networks it takes; None takes all of the run's."""
+        """Number of networks; None uses all networks of the run."""
 
     def settings(self) -> dict[str, Any]:
-        """What makes it, as plain JSON values."""
+        """Settings as plain JSON values."""
 
     def fit(self, material: MaterialT, /) -> Fitted:
-        """Make it ready."""
+        """Fit and tune."""
 
 
 @contextmanager
@@ -114,37 +113,36 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well, at the paper's
-price in confidence or for so much of the log loss."""
+"""Rules by name, from the target confidence of the paper's rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
 
 @dataclass(frozen=True)
 class LastLayer:
-    """MAP, deep ensemble, LLLA, MoLA: one code path, with or without covariance, temperature-scaled or not."""
+    """MAP, deep ensemble, LLLA or MoLA, with a temperature or without."""
 
     name: str
     group: str = "main"
     components: int | None = None
     structure: str | None = None
-    """None has no covariance."""
+    """None: no Laplace approximation."""
     link: str = "probit"
     rule: str = "threshold"
     weights: str = "uniform"
     temperature: bool = False
-    """Whether one temperature, tuned by validation NLL, divides all logits."""
+    """Divide all logits by one temperature, tuned by validation NLL."""
     mean: Literal["probabilities", "logits"] = "probabilities"
-    """What an ensemble averages."""
+    """Quantity that an ensemble averages."""
     detectors: bool = False
-    """Whether to compare outlier scores, those of the bare features and logits included."""
+    """Compare outlier scores, including scores of features and logits."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")
         one_of(self.weights, WEIGHTS, "weights")
 
     def settings(self) -> dict[str, Any]:
-        """What makes it, as plain JSON values."""
+        """Settings as plain JSON values."""
         settings: dict[str, Any] = {"weights": self.weights}
         if self.structure is not None:
             settings |= {"structure": self.structure, "link": self.link, "rule": self.rule}
@@ -193,10 +191,10 @@ class LastLayer:
                 "entropy": entropy(found.probs),
                 "GEN": gen_score(found.probs),
             }
-            if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
+            if self.structure is not None or len(networks) > 1:  # a single network has none
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
-                # One name for the row, whatever the posterior's own score is: `chosen` says which.
+                # `chosen` has the name of this posterior's score.
                 given["ood score"] = found.ood_score
                 if (distance := getattr(found, "distance", None)) is not None:
                     given["distance"] = distance
@@ -220,17 +218,14 @@ class LastLayer:
         threshold: float | None = None,
         sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None,
     ) -> mola.MoLA:
-        """The predictor, fitted and tuned.
+        """The fitted and tuned predictor.
 
         Args:
-            networks: as many as it takes.
+            networks: of the mixture.
             train: batches to fit on.
             validation: batches to tune on.
-            threshold: of the paper's rule; None is 0.01 below the networks' accuracy.
-            sums: gives the posterior at its first prior precision, in place of batches to fit on.
-
-        Returns:
-            The predictor.
+            threshold: target confidence of the paper's rule; None is 0.01 below the networks' accuracy.
+            sums: makes the posterior from stored sums, instead of `train`.
         """
         if self.structure is None:
             return mola.ensemble(networks).with_pooling(0.0 if self.mean == "logits" else 1.0)
@@ -247,7 +242,7 @@ class LastLayer:
 
     @staticmethod
     def tuned(posterior: mola.MoLA) -> dict[str, Any]:
-        """What was chosen for it, as plain JSON values."""
+        """Tuned values as plain JSON values."""
         if posterior.structure is None:
             return {}
         chosen: dict[str, Any] = {
@@ -257,7 +252,6 @@ class LastLayer:
         }
         if posterior.tuning is not None:
             chosen["rule"] = posterior.tuning.rule
-        # Only where logits are cooled or sharpened: what other methods chose stays as it was.
         for name, without in (("temperature", 1.0), ("pooling", 1.0), ("distance_exponent", 0.0)):
             if (value := float(getattr(posterior, name, without))) != without:
                 chosen[name] = value
