@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,21 +60,21 @@ def class_bounds(largest: Tensor) -> Tensor:
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
     """The Lemma: upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
-    scale, weights = posterior._scale(rows), posterior.weights
+    weights, scaling = posterior.weights, posterior.scaling
+    divisors = posterior._divisors(rows, weights)
+    free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
     sizes, denominators = [], []
-    for index, (component, phi) in enumerate(zip(posterior.components, rows.phi, strict=True)):
+    for component, phi, divisor in zip(posterior.components, rows.phi, divisors, strict=True):
         layer = component.on(phi.device)
         if layer is None:
             return torch.ones_like(torch.stack(list(rows.outputs)))
-        divisor = phi.new_ones(()) if scale is None else scale[index]
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
         # |mu| |phi| / s, and the square root over it; without any scaling, the bound for every input.
-        free = scale is None and posterior.scaling.pooling == 1
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())
-    means = pooled(sizes, weights, posterior.scaling.pooling)
+    means = pooled(sizes, weights, scaling.pooling)
     largest = torch.stack([one / two for one, two in zip(means, denominators, strict=True)])
     exclusive = posterior.likelihood.mutually_exclusive
     return class_bounds(largest) if exclusive else torch.sigmoid(largest)
@@ -85,10 +86,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
         check_finite(phi, outputs)  # the bound of a class would be finite where there is no prediction
     found = component_bounds(posterior, rows)
-    scale, spreads = posterior._scale(rows), posterior._spreads(rows)
-    members = likelihood.member_probabilities(
-        rows.outputs, spreads, posterior.weights, posterior.link, scale=scale, pooling=posterior.scaling.pooling
-    )
+    members = likelihood.member_probabilities(posterior.members(rows), posterior.link)
     total = mixed(posterior.weights, list(found))
     if not likelihood.mutually_exclusive:
         return found if lemma else total
@@ -134,15 +132,16 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         grows.append(features.any(1, keepdim=True))
     # A network whose features are all 0 at an input has the same logits however far one goes.
     rows = Rows([phi for phi, _ in near], [outputs for _, outputs in near])
-    here, around = likelihood.scaled(rows.outputs, posterior._spreads(rows), weights, posterior._scale(rows), 1.0)
+    here, around = replace(posterior.members(rows), pooling=1.0).scaled()
     still = pooled([torch.where(grow, 0.0, one) for grow, one in zip(grows, here, strict=True)], weights, pooling)
     members = []
     for grow, mean, spread, pulled, own in zip(
         grows, pooled(growing, weights, pooling), spreads, still, around, strict=True
     ):
+        assert spread is not None
+        assert own is not None
         logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
         if posterior.scaling.exponent == 0:
-            assert spread is not None
             limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
             # Pooled with logits that grow, and without a variance that does: certain.
             largest = mean.abs().amax(1, keepdim=True)

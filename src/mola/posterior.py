@@ -18,8 +18,8 @@ from mola import bounds
 from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
-from mola.laplace import LastLayerSpread
-from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
+from mola.laplace import Spread
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
@@ -38,7 +38,7 @@ from mola.outliers import (
     outlier_score,
 )
 from mola.prediction import disagreement, prediction_type
-from mola.scaling import FeatureScale, LogitScaling, Reference
+from mola.scaling import NO_COVARIANCE, Candidates, FeatureScale, LogitScaling, Reference
 from mola.tuning import Rule, Tuning, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
 from mola.uncertainty import entropy, epistemic_share
@@ -219,9 +219,6 @@ class MoLA(Mixture):
         for parts in zip(*(one.chunks(size) for one in captured), strict=True):
             yield Rows([phi for phi, _ in parts], [outputs for _, outputs in parts])
 
-    def _spreads(self, rows: Rows) -> list[LastLayerSpread | None]:
-        return [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
-
     def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
         pairs = []
@@ -232,25 +229,32 @@ class MoLA(Mixture):
             pairs.append(layer.distance.logs(phi))
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
-    def _scale(self, rows: Rows) -> list[Tensor] | None:
-        if self.scaling.temperature == 1 and self.scaling.exponent == 0:
-            return None
-        distance, norm = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
-        weights = self.weights.to(rows.outputs[0])
-        return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.classification).unbind(0))
+    def _divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+        far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
+        logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
+        weights = weights.to(rows.outputs[0])
+        return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
-    def predictive(self, rows: Rows, seed: int | None = None) -> Predictive:
+    def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
+        """The components at rows that the networks have computed already, with these settings or with those of candidates."""
+        parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
+        spreads: Sequence[Spread | None] = [None] * len(parts)
+        if candidates is None:
+            spreads, divisors = [one.spread(phi) for one, phi in parts], self._divisors(rows, self.weights)
+            return Members(rows.outputs, spreads, self.weights, divisors, self.scaling.pooling, likelihoods)
+        if self.link.needs_covariance or bool((candidates.precision < NO_COVARIANCE).any()):
+            spreads = [one.spread(phi, candidates.precision[:, k]) for k, (one, phi) in enumerate(parts)]
+        weights = self.weights
+        if self.weighting == "evidence":  # these depend on the prior precision
+            weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
+        divisors = self._divisors(rows, weights, candidates)
+        return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
+
+    def predictive(
+        self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None
+    ) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
-        return self.likelihood.predictive(
-            rows.outputs,
-            self._spreads(rows),
-            self.weights,
-            self.link,
-            scale=self._scale(rows),
-            pooling=self.scaling.pooling,
-            seed=seed,
-            members=self.likelihoods,
-        )
+        return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
         with located(place):
@@ -321,14 +325,14 @@ class MoLA(Mixture):
         return prediction_type(self.likelihood)(discrete, **shared)
 
     def _logit_variance(self, rows: Rows) -> Tensor:
-        pairs = zip(self._spreads(rows), rows.outputs, strict=True)
+        spreads = [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
+        pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
     def _mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
-        probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
-        means, spreads = likelihood.scaled(rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling)
+        probs, (means, spreads) = self.predictive(rows, seed).point(), self.members(rows).scaled()
         return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
@@ -585,10 +589,7 @@ class MoLA(Mixture):
         # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
         likelihood, count = self.likelihood, len(self.components)
         if isinstance(likelihood, ClassificationLikelihood):
-            scale, spreads = self._scale(rows), self._spreads(rows)
-            probs = likelihood.member_probabilities(
-                rows.outputs, spreads, self.weights, self.link, scale=scale, pooling=self.scaling.pooling
-            )
+            probs = likelihood.member_probabilities(self.members(rows), self.link)
             members: list[Predictive] = [likelihood.distribution(one) for one in probs]
         else:
             whole: Any = self.predictive(rows)

@@ -23,6 +23,7 @@ leave them where they are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,6 +91,33 @@ def _check(value: float, name: str, low: float, high: float, meaning: str) -> fl
     return float(value)
 
 
+NO_COVARIANCE = 1e12
+"""A prior precision at which the posterior is the plain ensemble."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """L settings of a mixture of K networks that a search compares, in float64."""
+
+    precision: Tensor
+    """Prior precisions (L, K)."""
+    temperature: Tensor
+    """(L,), as all below."""
+    pooling: Tensor
+    exponent: Tensor
+    onset: Tensor
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def split(self, size: int) -> Iterator[Candidates]:
+        """At most `size` candidates at a time."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            fields = (self.precision, self.temperature, self.pooling, self.exponent, self.onset)
+            yield Candidates(*(one[part] for one in fields))
+
+
 @dataclass(frozen=True)
 class LogitScaling:
     """Temperature, pooling and distance exponent of a mixture, and the reference that distances are relative to."""
@@ -128,35 +156,32 @@ class LogitScaling:
         values = [math.log(scale[field]) if scale[field] > 0 else 0.0 for scale in self.reference.scales]
         return like.new_tensor(values)[:, None]
 
-    def factors(self, log_distance: Tensor | None, log_norm: Tensor | None, weights: Tensor, *, norms: bool) -> Tensor:
-        """`s_k` (K, n, 1), or (K, 1, 1) without distance.
+    def divisors(
+        self,
+        logs: tuple[Tensor, Tensor] | None,
+        weights: Tensor,
+        *,
+        norms: bool,
+        candidates: Candidates | None = None,
+    ) -> Tensor:
+        """`s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) without distance.
 
         Args:
-            log_distance: (K, n), of each network's features.
-            log_norm: (K, n), likewise.
+            logs: logarithms of distance (K, n) and norm (K, n) of each network's features; None without distance.
             weights: (K,) of the mixture.
             norms: whether long features count, as for logits; a regression's variance grows with them by itself.
+            candidates: settings of a search in place of these.
         """
-        if self.exponent == 0 or log_distance is None or log_norm is None:
-            return weights.new_full((len(weights), 1, 1), self.temperature)
-        return scale_factors(
-            self.log_distance(log_distance, weights) - math.log(self.onset),
-            self.log_excess(log_norm) if norms else torch.zeros_like(log_norm),
-            log_norm.new_tensor(self.temperature),
-            log_norm.new_tensor(self.exponent),
+        at = self if candidates is None else candidates
+        temperature, gamma, onset = (
+            torch.as_tensor(one, dtype=weights.dtype, device=weights.device)[..., None, None]
+            for one in (at.temperature, at.exponent, at.onset)
         )
-
-
-def scale_factors(log_distance: Tensor, log_excess: Tensor, temperature: Tensor, exponent: Tensor) -> Tensor:
-    """`T rho^gamma nu_k^2` (..., K, n, 1) for temperatures and exponents (...); without distance where the exponent is 0.
-
-    Args:
-        log_distance: (..., n), of the mixture, relative to the onset.
-        log_excess: (K, n), `log nu`.
-        temperature: T (...).
-        exponent: gamma (...).
-    """
-    gamma, log_temperature = exponent[..., None, None], temperature.log()[..., None, None]
-    by_distance = (gamma * log_distance.clamp_min(0)[..., None, :]).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
-    logs = log_temperature + torch.where(gamma > 0, by_distance, 0.0)
-    return logs.clamp_max(LOG_LARGEST).exp()[..., None]
+        if logs is None:
+            return temperature[..., None].expand(*temperature.shape[:-2], len(weights), 1, 1)
+        log_distance, log_norm = logs
+        log_rho = (self.log_distance(log_distance, weights) - onset.log()).clamp_min(0)
+        log_nu = self.log_excess(log_norm) if norms else torch.zeros_like(log_norm)
+        by_distance = (gamma * log_rho).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_nu
+        logarithms = temperature.log() + torch.where(gamma > 0, by_distance, 0.0)
+        return logarithms.clamp_max(LOG_LARGEST).exp()[..., None]

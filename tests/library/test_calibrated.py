@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mola
-from mola.tuning.calibrated import NO_COVARIANCE
-from mola.tuning.scores import Candidates, averages, scores
+from mola.scaling import NO_COVARIANCE
+from mola.tuning.scores import mean_scores
 from tests.closeness import assert_close
 
 
@@ -43,8 +43,8 @@ def test_validation_loss_stays_within_the_budget(problem):
     tuned = posterior.tune([validation], rule="calibrated", progress=False)
     data = posterior.read([validation], "validation loader", labelled=True)
     temperatures = torch.logspace(-1, 1, 401).tolist()
-    plain = Candidates.of(posterior, precision=[NO_COVARIANCE], temperature=temperatures)
-    scaled = float(averages(scores(posterior, data, plain))["nll"].min())
+    found = mean_scores(posterior, data, precision=[NO_COVARIANCE], temperature=temperatures)
+    scaled = float(found["nll"].min())
     own = float(log_loss(tuned, validation).mean())
     assert own <= scaled * 1.01 + 1e-9
     assert tuned.distance_exponent > 0

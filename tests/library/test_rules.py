@@ -13,7 +13,7 @@ from mola import metrics
 from mola.errors import MolaWarning, OptionError
 from mola.links import Probit
 from mola.rules import Distance, Evidence, Outliers, Score, Threshold
-from mola.tuning.scores import Candidates, averages, scores
+from mola.tuning.scores import mean_scores
 from mola.tuning.search import grid_value, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks
@@ -106,7 +106,7 @@ class TestByHand:
             "exponent": [0.0, 1.0, 2.0],
             "onset": [1.0, 1.0, 1.5],
         }
-        found = averages(scores(posterior, data, Candidates.of(posterior, **settings)))
+        found = mean_scores(posterior, data, **settings)
         inputs, labels = joined(validation)
         for place in range(3):
             precision, temperature, pooling, exponent, onset = (values[place] for values in settings.values())

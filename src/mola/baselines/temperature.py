@@ -32,7 +32,7 @@ from mola.options import counted, is_real, one_of
 from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import check_networks, describe, rebuild
-from mola.scaling import LogitScaling
+from mola.scaling import Candidates, LogitScaling
 from mola.weights import check_weights, uniform_weights
 
 RANGE = 1e4  # temperatures from 1/RANGE to RANGE times the mean range of the logits are tried; beyond, nothing changes
@@ -191,19 +191,20 @@ class TemperatureScaled(MoLA):
             raise OptionError(f"each network has its own temperature: use temperatures, {self.temperatures}.")
         return self.temperatures[0]
 
-    def _scale(self, rows: Rows) -> list[Tensor] | None:
-        if self.pooled:
-            return None
-        return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, self.temperatures, strict=True)]
+    def _divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+        values = [1.0] * len(self.temperatures) if self.pooled else self.temperatures
+        return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, values, strict=True)]
 
-    def predictive(self, rows: Rows, seed: int | None = None) -> Predictive:
+    def predictive(
+        self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None
+    ) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         if not self.pooled:
             return super().predictive(rows, seed)
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         logits = _pooled_logits(torch.stack(list(rows.outputs)), self.weights, likelihood) / self.temperatures[0]
-        return likelihood.predictive([logits], [None], uniform_weights(1), self.link)
+        return likelihood.distribution(likelihood.probabilities(logits))
 
     def _with(self, **changes: Any) -> Any:
         raise OptionError(

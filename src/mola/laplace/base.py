@@ -171,20 +171,17 @@ class Spread(Protocol):
         """Variance (..., n, C) of each logit."""
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Covariance (n, C, C) of the logits."""
+        """Covariance (..., n, C, C) of the logits."""
 
     @property
     def noise_size(self) -> int:
         """Number of standard normals that one draw takes."""
 
     def perturb(self, noise: Tensor) -> Tensor:
-        """Deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size)."""
+        """Deviations (..., n, S, C) of the logits up to a common shift, from standard normals (S, noise_size)."""
 
     def divided(self, divisor: Tensor) -> Spread:
         """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
-
-    def __getitem__(self, rows: slice) -> Spread:
-        """The spread of some of the data."""
 
 
 @dataclass(frozen=True)
@@ -195,25 +192,24 @@ class LastLayerSpread:
     phi: Tensor
     """(n, P)"""
     precision: Precision
-    divisor: Tensor | None = None
-    """s (..., n, 1), or None for 1."""
+    divisor: float | Tensor = 1.0
+    """s: 1, or (..., n, 1)."""
 
-    def _divided(self, values: Tensor, divisor: Tensor | None) -> Tensor:
-        return values if divisor is None else values / divisor
+    @property
+    def _column(self) -> float | Tensor:
+        return self.divisor[..., None] if isinstance(self.divisor, Tensor) else self.divisor
 
     def variance(self, *, centred: bool = False) -> Tensor:
         """Variance (..., n, C) of each logit."""
-        square = None if self.divisor is None else self.divisor.square()
-        if not isinstance(self.precision, Tensor) or self.precision.dim() == 0:
-            return self._divided(self.curvature.variance(self.phi, self.precision, centred=centred), square)
+        if isinstance(self.precision, float):
+            return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
         # A search tries many temperatures at each prior precision: with 1000 classes the variances take most of its time.
         precisions, places = torch.unique(self.precision, return_inverse=True)
-        return self._divided(self.curvature.variance(self.phi, precisions, centred=centred)[places], square)
+        return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Covariance (n, C, C) of the logits."""
-        square = None if self.divisor is None else self.divisor.square()[..., None]
-        return self._divided(self.curvature.covariance(self.phi, float(self.precision), centred=centred), square)
+        """Covariance (..., n, C, C) of the logits, at one prior precision."""
+        return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
 
     @property
     def noise_size(self) -> int:
@@ -221,26 +217,17 @@ class LastLayerSpread:
         return self.curvature.noise_size
 
     def perturb(self, noise: Tensor) -> Tensor:
-        """Deviations (n, S, C) of the logits up to a common shift."""
-        divisor = None if self.divisor is None else self.divisor[..., None]
-        return self._divided(self.curvature.perturb(self.phi, float(self.precision), noise), divisor)
+        """Deviations (..., n, S, C) of the logits up to a common shift, at one prior precision."""
+        return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Deviations (n, count, C) of the logits from draws of the weights."""
+        """Deviations (..., n, count, C) of the logits from draws of the weights, at one prior precision."""
         weights = self.curvature.sample(float(self.precision), count, generator)
-        divisor = None if self.divisor is None else self.divisor[..., None]
-        return self._divided(torch.einsum("np,scp->nsc", self.phi, weights.to(self.phi)), divisor)
+        return torch.einsum("np,scp->nsc", self.phi, weights.to(self.phi)) / self._column
 
     def divided(self, divisor: Tensor) -> LastLayerSpread:
         """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
-        return replace(self, divisor=divisor if self.divisor is None else divisor * self.divisor)
-
-    def __getitem__(self, rows: slice) -> LastLayerSpread:
-        return replace(
-            self,
-            phi=self.phi[rows],
-            divisor=self.divisor if self.divisor is None or self.divisor.shape[-2] == 1 else self.divisor[..., rows, :],
-        )
+        return replace(self, divisor=divisor * self.divisor)
 
 
 # --- linear algebra ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from mola.likelihoods.base import (
     ClassificationLikelihood,
     Likelihood,
+    Members,
     OutputCurvature,
     Predictive,
     RegressionPredictive,
@@ -24,6 +25,7 @@ __all__ = [
     "ClassificationLikelihood",
     "Gaussian",
     "Likelihood",
+    "Members",
     "NormalMixture",
     "OutputCurvature",
     "Predictive",

@@ -49,6 +49,34 @@ class OutputCurvature:
         return self.coupling * (self.coupling.sum(1, keepdim=True) - self.coupling)
 
 
+@dataclass(frozen=True)
+class Members:
+    """K members of a mixture at n data: all that a predictive distribution is made from.
+
+    Leading dimensions (...) are candidates of a search.
+    """
+
+    outputs: Sequence[Tensor]
+    """(n, C) of each network."""
+    spreads: Sequence[Spread | None]
+    """How the outputs spread around them; None without covariance."""
+    weights: Tensor
+    """(K,)"""
+    divisors: Sequence[Tensor]
+    """s_k (..., n, 1) or (..., 1, 1): divides logits, multiplies the standard deviations of a regression."""
+    pooling: float | Tensor
+    """c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
+    likelihoods: Sequence[Likelihood]
+    """The noise of a regression may differ between members."""
+
+    def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
+        """Means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
+        means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
+        pairs = zip(self.spreads, self.divisors, strict=True)
+        spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
+        return pooled(means, self.weights, self.pooling), spreads
+
+
 class Predictive(Protocol):
     """The predictive distribution of n data. Leading dimensions may be candidates of a search."""
 
@@ -126,30 +154,8 @@ class Likelihood(ABC):
         """Second derivative of the negative log-likelihood at outputs (n, C); labels tell which outputs have one."""
 
     @abstractmethod
-    def predictive(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-        members: Sequence[Likelihood] | None = None,
-    ) -> Predictive:
-        """The mixture's predictive distribution.
-
-        Args:
-            outputs: (..., n, C) of each component.
-            spreads: of each component; None without covariance.
-            weights: (K,) of the mixture.
-            link: from logits to probabilities.
-            scale: (..., n, 1) for each component: divides logits, multiplies the standard deviations of a regression.
-            pooling: c in `z_k <- z + c (z_k - z)`, which contracts the components towards their mean z.
-            seed: of links that draw.
-            members: the components' own likelihoods, where their settings (a regression's noise) differ.
-        """
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
+        """The mixture's predictive distribution; `seed` is for links that draw."""
 
     # Groups of training data, from whose centres distances are measured.
 
@@ -195,51 +201,14 @@ class Likelihood(ABC):
 class ClassificationLikelihood(Likelihood):
     """Classification: one of C classes, or yes or no for each of C labels."""
 
-    def scaled(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        scale: Sequence[Tensor] | None,
-        pooling: float | Tensor,
-    ) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
-        """Means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
-        if scale is not None:
-            outputs = [one / divisor for one, divisor in zip(outputs, scale, strict=True)]
-            pairs = zip(spreads, scale, strict=True)
-            spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
-        return pooled(outputs, weights, pooling), spreads
-
-    def member_probabilities(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-    ) -> list[Tensor]:
-        """Probabilities (..., n, C) of each component; arguments as for `predictive`."""
-        means, spreads = self.scaled(outputs, spreads, weights, scale, pooling)
+    def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
+        """Probabilities (..., n, C) of each member, after scaling and pooling."""
+        means, spreads = members.scaled()
         return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
 
-    def predictive(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-        members: Sequence[Likelihood] | None = None,
-    ) -> Predictive:
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
         """`sum_k w_k link(m_k, S_k)`."""
-        probs = self.member_probabilities(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
-        return self.distribution(mixed(weights, probs))
+        return self.distribution(mixed(members.weights, self.member_probabilities(members, link, seed)))
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> Predictive:
@@ -278,10 +247,10 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
 
 def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
     """Contract members (..., n, C) towards their weighted mean: `z + c (z_k - z)`. At c = 1 they are returned as they are."""
-    if isinstance(pooling, float | int) and pooling == 1:
+    if not isinstance(pooling, Tensor) and pooling == 1:
         return members
-    mean = mixed(weights, members)
-    return [mean + pooling * (member - mean) for member in members]
+    mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
+    return [mean + c * (member - mean) for member in members]
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:

@@ -29,12 +29,11 @@ from torch.nn import functional
 
 from mola import normal_mixtures
 from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods.base import Likelihood, LinkFunction, OutputCurvature, Ran, matrix_of, pooled
+from mola.likelihoods.base import Likelihood, LinkFunction, Members, OutputCurvature, Ran, matrix_of, pooled
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 
 if TYPE_CHECKING:
-    from mola.laplace.base import Spread
     from mola.laplace.sums import Sums
 
 VARIANCE_FLOOR = 1e-6
@@ -309,32 +308,22 @@ class Gaussian(Likelihood):
 
     # Prediction.
 
-    def predictive(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-        members: Sequence[Likelihood] | None = None,
-    ) -> NormalMixture:
+    def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
         """`sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, with the noise of each member."""
-        means = pooled([self.means(one) for one in outputs], weights, pooling)
-        own = [self] * len(outputs) if members is None else members
-        noises = [one.noise_variance(some) for one, some in zip(own, outputs, strict=True) if isinstance(one, Gaussian)]
-        variances = []
-        for index, (noise, spread) in enumerate(zip(noises, spreads, strict=True)):
-            variance = noise if spread is None else noise + spread.variance()
-            variances.append(variance if scale is None else variance * scale[index].square())
+        means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
+        pairs = zip(members.likelihoods, members.outputs, strict=True)
+        noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]
+        variances = [
+            (noise if spread is None else noise + spread.variance()) * divisor.square()
+            for noise, spread, divisor in zip(noises, members.spreads, members.divisors, strict=True)
+        ]
         shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))  # type: ignore[no-untyped-call]
+        means, variances, noises = ([one.expand(shape) for one in some] for some in (means, variances, noises))
         return NormalMixture(
-            weights,
-            self.in_units(torch.stack([one.expand(shape) for one in means])),
-            self.variance_in_units(torch.stack([one.expand(shape) for one in variances])),
-            self.variance_in_units(torch.stack([one.expand(shape) for one in noises])),
+            members.weights,
+            self.in_units(torch.stack(means)),
+            self.variance_in_units(torch.stack(variances)),
+            self.variance_in_units(torch.stack(noises)),
         )
 
     def num_groups(self, outputs: int) -> int:

@@ -21,6 +21,9 @@ class Link(ABC):
     variance_only = True
     """Whether the variance of each logit is all that it uses: then many candidates of a search are evaluated at once."""
 
+    needs_covariance = False
+    """Whether the link is undefined without covariance."""
+
     @abstractmethod
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None

@@ -30,6 +30,7 @@ class Bridge(Link):
 
     normalised: bool = False
     name = "bridge"
+    needs_covariance = True
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""

@@ -50,7 +50,7 @@ class MonteCarlo(Link):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (n, C)."""
+        """Probabilities (..., n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
         # By NumPy: a trace takes the draws as constants.
@@ -59,9 +59,9 @@ class MonteCarlo(Link):
         if self.over == "weights" and isinstance(spread, LastLayerSpread):
             for start in range(0, self.samples, step):
                 deviations = spread.by_weights(min(step, self.samples - start), generator)
-                total = total + likelihood.probabilities(mean[:, None] + deviations).sum(1)
+                total = total + likelihood.probabilities(mean[..., None, :] + deviations).sum(-2)
             return total / self.samples
         noise = standard_normals((self.samples, spread.noise_size), generator).to(mean)
         for part in torch.split(noise, step):
-            total = total + likelihood.probabilities(mean[:, None] + spread.perturb(part)).sum(1)
+            total = total + likelihood.probabilities(mean[..., None, :] + spread.perturb(part)).sum(-2)
         return total / self.samples

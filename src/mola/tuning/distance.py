@@ -12,7 +12,7 @@ from mola.likelihoods import Likelihood
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.rules import PLAIN_RULES, Threshold
-from mola.tuning.scores import Candidates, averages, scores
+from mola.tuning.scores import mean_scores
 from mola.tuning.search import Scored, curve_of, noted, require_data
 from mola.tuning.tuning import Rule, Tuning
 
@@ -103,15 +103,15 @@ class Distance:
         )
 
     def _scored(self, posterior: MoLA, data: HeldOut, base: Tuning, exponents: Sequence[float]) -> Scored:
-        candidates = Candidates.of(
+        return mean_scores(
             posterior,
+            data,
             precision=[base.prior_precision],
             temperature=base.temperature,
             pooling=base.pooling,
             onset=base.onset,
             exponent=exponents,
         )
-        return averages(scores(posterior, data, candidates))
 
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
@@ -144,7 +144,7 @@ class Distance:
         outputs = len(posterior.components[0].require_layer("distance").weights)
 
         def evaluate(exponents: Sequence[float]) -> Scored:
-            return averages(scores(posterior, data, Candidates.of(posterior, exponent=exponents)))
+            return mean_scores(posterior, data, exponent=exponents)
 
         most = float(evaluate([0.0])["nll"][0]) + price * outputs
         chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from mola.errors import OptionError
-from mola.likelihoods import Gaussian, Likelihood
+from mola.likelihoods import Gaussian, Likelihood, Predictive
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
-from mola.tuning.scores import Candidates, averages, confidence_and_uniformity, paired, scores, share_error
+from mola.tuning.scores import mean_scores, paired, scores, share_error
 from mola.tuning.search import (
     SAME,
     PrecisionSearch,
@@ -229,14 +230,13 @@ class Score:
         # A temperature below 1, if accuracy exceeds confidence by more than two standard errors. Covariance only lowers confidence;
         # networks trained with label smoothing or mixup need the opposite.
         score = self.score
-        each = scores(posterior, data, Candidates.of(posterior, precision=[search.value(index)]))
+        each = scores(posterior, data, precision=[search.value(index)])
         gap, error = paired(each["correct"][0], each["confidence"][0], data, least=share_error(data))
         if gap <= DOUBTLESS * error:
             return None
         before, temperature, tried = search.tried[index][score], 1.0, TEMPERATURES
         for _ in range(3):  # in turn: one makes up for the other along a valley, and further rounds gain little
-            candidates = Candidates.of(posterior, precision=[search.value(index)], temperature=tried)
-            values = averages(scores(posterior, data, candidates))[score]
+            values = mean_scores(posterior, data, precision=[search.value(index)], temperature=tried)[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
                 return None  # also where a link does not depend on the temperature
             temperature = tried[int(values.argmin())]
@@ -283,11 +283,18 @@ class Outliers:
         data = require_data(data, self)
         outliers = posterior.read(self.loader, "outlier loader", labelled=False, team=data.team)
 
+        likelihood: Any = posterior.likelihood
+
+        def outlier_scores(predictive: Predictive, _: Tensor | None) -> Scored:
+            choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for labels
+            uniform = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
+            return {"confidence": choices.amax(-1).flatten(1), "uniform": uniform.flatten(1)}
+
         def evaluate(precisions: Sequence[float]) -> Scored:
-            found = curve_of(posterior, data)(precisions)
-            candidates = Candidates.of(posterior, precision=precisions)
-            confidence, uniform = confidence_and_uniformity(posterior, outliers, candidates)
-            return found | {"outlier_confidence": confidence, "objective": found["nll"] + self.weight * uniform}
+            found = mean_scores(posterior, data, precision=precisions)
+            far = scores(posterior, outliers, outlier_scores, precision=precisions)
+            objective = found["nll"] + self.weight * far["uniform"].mean(1)
+            return found | {"outlier_confidence": far["confidence"].mean(1), "objective": objective}
 
         search = PrecisionSearch(evaluate, self.grid)
         index = search.minimise("objective")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mola.errors import OptionError, warn
 from mola.tuning.held_out import HeldOut
-from mola.tuning.scores import Candidates, averages, scores
+from mola.tuning.scores import mean_scores
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA
@@ -174,13 +174,7 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 
 def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
     """Mean scores of a mixture on held-out data, as a function of the prior precision."""
-
-    def evaluate(precisions: Sequence[float]) -> Scored:
-        return averages(
-            scores(posterior, data, Candidates.of(posterior, precision=precisions, temperature=temperature))
-        )
-
-    return evaluate
+    return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)
 
 
 def require_data(data: HeldOut | None, rule: object) -> HeldOut:

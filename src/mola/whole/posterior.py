@@ -78,7 +78,7 @@ class WholeSpread(LastLayerSpread):
                 logits = run_with(network, layout.replaced(network, trained + deviation), rows.inputs)
                 found.append(logits.to(rows.outputs) - rows.outputs)
         deviations = torch.stack(found, 1)
-        return deviations if self.divisor is None else deviations / self.divisor[..., None]
+        return deviations / self._column
 
 
 class WholeComponent(Component):
@@ -232,14 +232,12 @@ class WholeMoLA(MoLA):
         if self._draws_weights:
             assert isinstance(link, MonteCarlo)
             first = link.seed if seed is None else seed
-            spreads = [one for one in self._spreads(rows) if one is not None]
-            deviations = torch.stack([one.by_weights(link.samples, np.random.default_rng(first)) for one in spreads])
-            scale: Any = self._scale(rows)
-            means, _ = likelihood.scaled(
-                rows.outputs, [None] * len(deviations), self.weights, scale, self.scaling.pooling
+            own, parts = self.members(rows), zip(self.components, rows.phi, strict=True)
+            deviations = torch.stack(
+                [one.spread(phi).by_weights(link.samples, np.random.default_rng(first)) for one, phi in parts]
             )
-            drawn = torch.stack(list(means))[:, :, None] + (
-                deviations if scale is None else deviations / scale[..., None]
+            drawn = (
+                torch.stack(list(own.scaled()[0]))[:, :, None] + deviations / torch.stack(list(own.divisors))[..., None]
             )
             members = likelihood.probabilities(drawn).movedim(2, 1).flatten(0, 1)  # (K S, n, C)
             shares = (self.weights / link.samples).repeat_interleave(link.samples).to(members)
