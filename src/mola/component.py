@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import OptionError
-from mola.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
+from mola.laplace import ClassDistance, Curvature, Spread, Structure, Sums, check_precision
 from mola.likelihoods import Gaussian, Likelihood
 from mola.network import Head
 
@@ -33,7 +33,7 @@ class LastLayer:
     def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
         """Solve the eigenproblems of the sums. `weights` (C, P) are those of all outputs."""
         uncertain = likelihood.uncertain(weights)
-        curvature = structure.solve(sums, likelihood.output_scale(len(uncertain)))
+        curvature = structure.solve(likelihood.with_noise(sums))
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
 
     def to(self, device: torch.device) -> LastLayer:
@@ -86,7 +86,7 @@ class Component(nn.Module):
         """The same network and sums under a likelihood with other settings, such as another noise."""
         layer = self.layer
         if layer is not None:
-            curvature = layer.structure.solve(layer.sums, likelihood.output_scale(len(layer.weights)))
+            curvature = layer.structure.solve(likelihood.with_noise(layer.sums))
             layer = replace(layer, curvature=curvature.to(layer.weights.device))
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
@@ -96,12 +96,12 @@ class Component(nn.Module):
             self.layer = self.layer.to(device)
         return self.layer
 
-    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> LastLayerSpread | None:
+    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
         """How the logits spread at features (n, P); None without a Laplace approximation."""
         layer = self.on(phi.device)
         if layer is None:
             return None
-        return LastLayerSpread(layer.curvature, phi, self.prior_precision if precision is None else precision)
+        return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
 
     def require_layer(self, what: str) -> LastLayer:
         """The Laplace approximation, or `OptionError` naming what it is needed for."""

@@ -250,9 +250,7 @@ class MoLA(Mixture):
         divisors = self._divisors(rows, weights, candidates)
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
-    def predictive(
-        self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None
-    ) -> Predictive:
+    def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 

@@ -191,8 +191,8 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
 
 
 def test_the_table_notices_a_wrong_curvature(monkeypatch):
-    """One over the noise, in place of its square: else the table would prove nothing."""
-    monkeypatch.setattr(mola.likelihoods.Gaussian, "output_scale", lambda self, width: 1 / self.deviation(width))
+    """The curvature at unit noise: else the table would prove nothing."""
+    monkeypatch.setattr(mola.likelihoods.Gaussian, "with_noise", lambda self, sums: sums)
     case = Case("gaussian", "image")
     found = case.fit("full").components[0].layer.curvature.log_determinant(torch.tensor(PRIOR))
     assert relative(found, torch.linalg.slogdet(case.precision("full")).logabsdet) > 1e-3

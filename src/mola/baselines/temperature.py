@@ -195,9 +195,7 @@ class TemperatureScaled(MoLA):
         values = [1.0] * len(self.temperatures) if self.pooled else self.temperatures
         return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, values, strict=True)]
 
-    def predictive(
-        self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None
-    ) -> Predictive:
+    def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         if not self.pooled:
             return super().predictive(rows, seed)

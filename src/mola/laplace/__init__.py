@@ -1,6 +1,6 @@
 """Curvature structures: features to sums, sums to a curvature, and all that follows for any prior precision."""
 
-from mola.laplace.base import Curvature, LastLayerSpread, Spread, Structure, check_precision, check_size
+from mola.laplace.base import Curvature, Spread, Structure, check_precision, check_size
 from mola.laplace.diag import Diag
 from mola.laplace.distance import ClassDistance, distance_sums
 from mola.laplace.full import Full
@@ -19,7 +19,6 @@ __all__ = [
     "Kron",
     "KronDiag",
     "KronExact",
-    "LastLayerSpread",
     "Spread",
     "Structure",
     "Sums",

@@ -18,9 +18,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -69,8 +69,8 @@ class Structure(ABC):
         """Sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64."""
 
     @abstractmethod
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
-        """Solve the eigenproblem; `scale` (C,) multiplies each output's separate curvature."""
+    def solve(self, sums: Sums) -> Curvature:
+        """Solve the eigenproblem."""
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
         """Add one more batch to a total that nobody else holds."""
@@ -118,8 +118,7 @@ class Curvature(ABC):
 
     def to(self, device: torch.device) -> Self:
         """The same curvature on another device."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved: Any = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     @abstractmethod
@@ -164,29 +163,9 @@ class Curvature(ABC):
         """The curvature divided by a number, as by a larger noise variance."""
 
 
-class Spread(Protocol):
-    """How the logits of n data spread around their mean: all that a link may use."""
-
-    def variance(self, *, centred: bool = False) -> Tensor:
-        """Variance (..., n, C) of each logit."""
-
-    def covariance(self, *, centred: bool = False) -> Tensor:
-        """Covariance (..., n, C, C) of the logits."""
-
-    @property
-    def noise_size(self) -> int:
-        """Number of standard normals that one draw takes."""
-
-    def perturb(self, noise: Tensor) -> Tensor:
-        """Deviations (..., n, S, C) of the logits up to a common shift, from standard normals (S, noise_size)."""
-
-    def divided(self, divisor: Tensor) -> Spread:
-        """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
-
-
 @dataclass(frozen=True)
-class LastLayerSpread:
-    """The spread of the logits `phi' w / s`: curvature and features at a prior precision, divided by s."""
+class Spread:
+    """How the logits `phi' w / s` of n data spread around their mean: all that a link may use."""
 
     curvature: Curvature
     phi: Tensor
@@ -225,7 +204,7 @@ class LastLayerSpread:
         weights = self.curvature.sample(float(self.precision), count, generator)
         return torch.einsum("np,scp->nsc", self.phi, weights.to(self.phi)) / self._column
 
-    def divided(self, divisor: Tensor) -> LastLayerSpread:
+    def divided(self, divisor: Tensor) -> Spread:
         """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
         return replace(self, divisor=divisor * self.divisor)
 

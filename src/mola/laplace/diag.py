@@ -39,15 +39,11 @@ class Diag(Structure):
             sums["separate"] = curvature.separate.T @ squares
         return sums
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+    def solve(self, sums: Sums) -> Curvature:
         """A diagonal matrix is its own eigensystem."""
-        parts = []
-        if "coupled" in sums.tensors:
-            parts.append(sums.tensors["coupled"].cpu())
-        if "separate" in sums.tensors:
-            separate = sums.tensors["separate"].cpu()
-            parts.append(separate if scale is None else separate * scale[:, None])
-        diagonal = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        diagonal = torch.stack(
+            [sums.tensors[name].cpu() for name in ("coupled", "separate") if name in sums.tensors]
+        ).sum(0)
         values = sums.tensors["squares"].cpu() / sums.count
         outputs, features = diagonal.shape
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))

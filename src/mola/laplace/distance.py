@@ -57,9 +57,9 @@ class ClassDistance:
     root: Tensor
     """R (P, P) with `R R'` the inverse of the covariance within classes, ridge included; 0 if all features are alike."""
     means: Tensor
-    """Class means (G, P) times R."""
+    """Means of the classes with data, times R."""
     squares: Tensor
-    """Squared norms (G,) of these means; infinite for classes without data."""
+    """Squared norms of these means."""
     known: bool
     """Whether features vary within classes; otherwise all distances are 1."""
     training_distance: float
@@ -75,8 +75,9 @@ class ClassDistance:
         if COUNTS not in sums.tensors:
             return None
         counts, totals, gram, norms = (sums.tensors[name].cpu() for name in (COUNTS, DIRECTIONS, GRAM, NORMS))
+        counts, totals = counts[counts > 0], totals[counts > 0]
         number, width = float(counts.sum()), totals.shape[1]
-        means = totals / torch.where(counts > 0, counts, 1)[:, None]
+        means = totals / counts[:, None]
         within = (gram - means.T @ totals) / number
         size, rounding = float(torch.linalg.matrix_norm(within)), ROUNDING * math.sqrt(number)
         ridge = max(RIDGE * size, rounding)
@@ -93,7 +94,7 @@ class ClassDistance:
         return ClassDistance(
             root=root.contiguous(),
             means=whitened,
-            squares=torch.where(counts > 0, whitened.square().sum(1), math.inf),
+            squares=whitened.square().sum(1),
             known=known,
             training_distance=math.sqrt(max(0.0, square)),
             training_norm=mean + NORMAL_99 * deviation,

@@ -47,7 +47,7 @@ class Full(Structure):
             sums["separate"] = torch.einsum("nc,np,nq->cpq", curvature.separate, phi, phi)
         return sums
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+    def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose the Hessian in the visible directions."""
         gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
         assert gram is not None
@@ -61,8 +61,7 @@ class Full(Structure):
             blocks.zero_()
             blocks.copy_(-hessian.sum(2).permute(1, 2, 0))
         if separate is not None:
-            own = separate.cpu() if scale is None else separate.cpu() * scale[:, None, None]
-            blocks += own.permute(1, 2, 0)
+            blocks += separate.cpu().permute(1, 2, 0)
         seen, unseen = output_bases(outputs, hidden=hides_shift(sums))
         size = seen.shape[1] * width
         reduced = torch.einsum("ir,ipjq,js->rpsq", seen, hessian, seen).reshape(size, size)

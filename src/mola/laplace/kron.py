@@ -80,9 +80,9 @@ class Kron(Structure):
             moved[name] = count * (beta * before + (1 - beta) * batch.tensors[name] / batch.count)
         return replace(total + batch, tensors=moved)
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+    def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose both factors."""
-        return KronCurvature(**kron_eigensystem(sums, scale))
+        return KronCurvature(**kron_eigensystem(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
         """Sums, eigenvectors and workspace of both factors."""
@@ -93,7 +93,7 @@ class Kron(Structure):
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 
-def kron_eigensystem(sums: Sums, scale: Tensor | None) -> dict[str, Any]:
+def kron_eigensystem(sums: Sums) -> dict[str, Any]:
     """Eigenvalues and eigenvectors of both Kronecker factors; the hidden output direction comes last, with eigenvalue 0."""
     gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
     assert gram is not None
@@ -101,8 +101,7 @@ def kron_eigensystem(sums: Sums, scale: Tensor | None) -> dict[str, Any]:
     if coupling is not None:
         output = laplacian(coupling.cpu())
     if separate is not None:
-        separate = separate.cpu()
-        output = output + torch.diag(separate if scale is None else separate * scale)
+        output = output + torch.diag(separate.cpu())
     seen, unseen = output_bases(len(output), hidden=hides_shift(sums))
     values, vectors = eigensystem(seen.T @ (output / sums.count) @ seen)
     feature_values, feature_vectors = eigensystem(gram / sums.count)

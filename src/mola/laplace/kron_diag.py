@@ -70,19 +70,19 @@ class KronDiag(Structure):
         """Diagonals (C,) of the coupled and of the separate curvature, and the outer products of the features."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
-            # The difference of two sums: u_c (sum(u) - u_c) loses as much to rounding by itself, and takes longer.
+            # The difference of two sums: u_c (sum(u) - u_c) loses as much to rounding by itself, and takes longer. No square (n, C)
+            # is made, which takes three times as long at 32,000 classes.
             coupling = curvature.coupling
-            sums["degrees"] = coupling.sum(1) @ coupling - coupling.square().sum(0)
+            sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
         if curvature.separate is not None:
             sums["separate"] = curvature.separate.sum(0)
         return sums
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+    def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose B, and find the graph with these degrees."""
         values, vectors = eigensystem(sums.tensors["gram"] / sums.count)
         degrees, separate = (sums.tensors.get(name) for name in ("degrees", "separate"))
-        if separate is not None:
-            separate = separate.cpu() / sums.count if scale is None else separate.cpu() * scale / sums.count
+        separate = None if separate is None else separate.cpu() / sums.count
         given = degrees if degrees is not None else separate
         assert given is not None
         total, nodes = graph_of_degrees(torch.zeros_like(given) if degrees is None else degrees.cpu() / sums.count)

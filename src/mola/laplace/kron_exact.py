@@ -7,13 +7,12 @@ logits is diagonal in A's eigenbasis, with entries that depend on the datum,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from mola.laplace.base import Curvature, Precision, as_column, mahalanobis_weights
-from mola.laplace.kron import Kron, kron_eigensystem
+from mola.laplace.base import Curvature, Precision, as_column
+from mola.laplace.kron import Kron, KronCurvature, kron_eigensystem
 from mola.laplace.sums import Sums
 from mola.numerics import Generator, standard_normals
 
@@ -24,30 +23,18 @@ class KronExact(Kron):
 
     name = "kron-exact"
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+    def solve(self, sums: Sums) -> Curvature:
         """Eigendecompose both factors."""
-        return KronExactCurvature(**kron_eigensystem(sums, scale))
+        return KronExactCurvature(**kron_eigensystem(sums))
 
 
-@dataclass(frozen=True)
-class KronExactCurvature(Curvature):
-    """Precision eigenvalues `N a_i b_j + lambda`."""
-
-    count: int
-    feature_values: Tensor
-    feature_vectors: Tensor
-    class_values: Tensor
-    class_vectors: Tensor
-    visible: int
+class KronExactCurvature(KronCurvature):
+    """Precision eigenvalues `N a_i b_j + lambda`, in the eigenbases of both factors."""
 
     def inverse(self, precision: Precision) -> Tensor:
         """Eigenvalues (..., C, P) of the posterior covariance."""
         values = self.count * self.class_values[:, None] * self.feature_values
         return 1 / (values + as_column(precision, values, 2))
-
-    def squares(self, phi: Tensor) -> Tensor:
-        """Squared coordinates (n, P) of the features in B's eigenbasis."""
-        return (phi @ self.feature_vectors).square()
 
     def class_table(self, precision: Precision, *, centred: bool = False) -> Tensor:
         """Weights (..., C, P) of the squared coordinates in each logit's variance."""
@@ -64,11 +51,6 @@ class KronExactCurvature(Curvature):
         spread, vectors = self.squares(phi) @ self.inverse(precision)[:count].T, self.class_vectors[:, :count]
         return (vectors * spread[:, None, :]) @ vectors.T
 
-    @property
-    def noise_size(self) -> int:
-        """One standard normal for each visible direction."""
-        return self.visible
-
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """`Q_A (sqrt(s(phi)) * noise)`."""
         spread = (self.squares(phi) @ self.inverse(precision)[: self.visible].T).sqrt()
@@ -83,10 +65,6 @@ class KronExactCurvature(Curvature):
         """`sum_ij log(N a_i b_j + lambda)`."""
         return -self.inverse(precision).log().sum()
 
-    def mahalanobis(self, phi: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
-        return (self.squares(phi) @ mahalanobis_weights(self.feature_values)).sqrt()
-
     def class_covariance(self, precision: float, output: int) -> Tensor:
         """`Q_B diag(table_c) Q_B'`."""
         return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
@@ -94,7 +72,3 @@ class KronExactCurvature(Curvature):
     def smallest_class_variance(self, precision: float) -> Tensor:
         """The smallest entry of each output's table: its covariance is diagonal in B's eigenbasis."""
         return self.class_table(precision).amin(1)
-
-    def divided(self, by: float) -> Self:
-        """The curvature divided by a number."""
-        return replace(self, class_values=self.class_values / by)

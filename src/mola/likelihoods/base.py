@@ -189,9 +189,9 @@ class Likelihood(ABC):
         """The likelihood once the sums of all training data are known."""
         return self
 
-    def output_scale(self, outputs: int) -> Tensor | None:
-        """Factor (C,) of each output's summed curvature; None for 1."""
-        return None
+    def with_noise(self, sums: Sums) -> Sums:
+        """The sums with their curvature at the noise of the likelihood."""
+        return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
         """Log-likelihood of all training labels."""

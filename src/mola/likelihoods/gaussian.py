@@ -293,9 +293,11 @@ class Gaussian(Likelihood):
         noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
         return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
 
-    def output_scale(self, outputs: int) -> Tensor:
-        """One over the noise variance (D,)."""
-        return 1 / self.deviation(outputs).square()
+    def with_noise(self, sums: Sums) -> Sums:
+        """The sums with the curvature of each output divided by its noise variance."""
+        unit = sums.tensors["separate"]  # (D, ...)
+        variance = self.deviation(len(unit)).square().to(unit).view(-1, *[1] * (unit.dim() - 1))
+        return replace(sums, tensors=sums.tensors | {"separate": unit / variance})
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
         """Log-likelihood of all training targets at this noise."""

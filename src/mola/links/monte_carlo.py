@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.laplace.base import LastLayerSpread, Spread
+from mola.laplace.base import Spread
 from mola.likelihoods.base import ClassificationLikelihood
 from mola.links.base import Link
 from mola.numerics import check_seed, standard_normals
@@ -56,7 +56,7 @@ class MonteCarlo(Link):
         # By NumPy: a trace takes the draws as constants.
         generator = np.random.default_rng(self.seed if seed is None else seed)
         total, step = torch.zeros_like(mean), max(1, DRAWS_AT_ONCE // mean.shape[-1])
-        if self.over == "weights" and isinstance(spread, LastLayerSpread):
+        if self.over == "weights":
             for start in range(0, self.samples, step):
                 deviations = spread.by_weights(min(step, self.samples - start), generator)
                 total = total + likelihood.probabilities(mean[..., None, :] + deviations).sum(-2)

@@ -193,7 +193,7 @@ def _component(
             )
     sums = replace(saved, tensors={name: value for name, value in saved.tensors.items() if name != WEIGHTS})
     weights = saved.tensors[WEIGHTS]
-    curvature = structure.solve(sums, likelihood.output_scale(len(weights)))
+    curvature = structure.solve(likelihood.with_noise(sums))
     layer = LastLayer(structure, sums, weights, curvature, ClassDistance.solve(sums))
     return Component(network, head, layer, part["prior_precision"], likelihood)
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from mola.component import Component, LastLayer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.laplace import LastLayerSpread
+from mola.laplace import Spread
 from mola.likelihoods import ClassificationLikelihood, Likelihood
 from mola.likelihoods.base import mixed
 from mola.links import MonteCarlo
@@ -64,7 +64,7 @@ class InputRows:
 
 
 @dataclass(frozen=True)
-class WholeSpread(LastLayerSpread):
+class WholeSpread(Spread):
     """The spread of linearised logits; draws of the weights run the network itself."""
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:

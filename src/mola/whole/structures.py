@@ -50,7 +50,7 @@ class WholeStructure(Structure):
         """Sums over the data of Jacobian rows along the roots of their output curvature."""
 
     @abstractmethod
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+    def solve(self, sums: Sums) -> WholeCurvature:
         """The eigenbasis."""
 
 
@@ -63,7 +63,7 @@ class WholeDiag(WholeStructure):
         """The squares (D,)."""
         return {"diagonal": phi.square().sum((0, 1))}
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+    def solve(self, sums: Sums) -> WholeCurvature:
         """The diagonal is its own eigenbasis."""
         return DenseCurvature(self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), None)
 
@@ -85,7 +85,7 @@ class WholeFull(WholeStructure):
         flat = phi.flatten(0, 1)
         return {"matrix": flat.T @ flat}
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+    def solve(self, sums: Sums) -> WholeCurvature:
         """Its eigenvectors."""
         return DenseCurvature(self.outputs, self.layout.size, *eigensystem(sums.tensors["matrix"]))
 
@@ -131,7 +131,7 @@ class WholeKron(WholeStructure):
             found[f"inputs.{index}"] = by_input @ by_input.T / inputs.shape[2]
         return found
 
-    def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
+    def solve(self, sums: Sums) -> WholeCurvature:
         """The eigenbases of both factors of each layer."""
         bases, values = [], []
         for index in range(sum(block.layer is not None for block in self.layout.blocks)):
