@@ -45,9 +45,9 @@ pytestmark = pytest.mark.usefixtures("_at_the_desk")
 def test_a_job_is_what_a_program_would_have_done(desk, fitted):
     train, val = ([desk.inputs(split)] for split in ("train", "val"))
     expected = mola.fit(desk.networks(), train, val, progress=False)
-    assert fitted.posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-9)
+    assert_close(fitted.posterior.prior_precision, expected.prior_precision)
     inputs = desk.inputs("test")[0]
-    assert torch.allclose(fitted.posterior(inputs), expected(inputs), atol=1e-6)
+    assert_close(fitted.posterior(inputs), expected(inputs))
     assert fitted.classes == CLASSES
     assert fitted.example.shape == (2, 3, 6, 6)
     assert fitted.example.dtype == torch.float32
@@ -59,9 +59,11 @@ def test_a_job_is_what_a_program_would_have_done(desk, fitted):
 def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form, tmp_path):
     val = form.replace("train", "val")
     document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior").document
-    assert document["result"]["prior_precision"] == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
-    assert document["result"]["validation"]["posterior"] == pytest.approx(
-        fitted.document["result"]["validation"]["posterior"], rel=1e-5
+    assert_close(document["result"]["prior_precision"], fitted.posterior.prior_precision)
+    assert_close(
+        document["result"]["validation"]["posterior"],
+        fitted.document["result"]["validation"]["posterior"],
+        "difference",
     )
     assert document["result"]["inputs"] == fitted.document["result"]["inputs"]
 
@@ -85,8 +87,9 @@ def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
     chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior").document["result"]
     data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
     expected = mola.fit(desk.networks(), [desk.inputs("train")], progress=False).tune(data, rule=rule, progress=False)
-    assert chosen["prior_precision"] == pytest.approx(expected.prior_precision, rel=1e-6)
-    assert chosen["temperature"] == pytest.approx(expected.temperature, rel=1e-6)
+    # A search on float32 outputs, whose objective is flat at its end.
+    assert chosen["prior_precision"] == pytest.approx(expected.prior_precision, rel=1e-3)
+    assert chosen["temperature"] == pytest.approx(expected.temperature, rel=1e-3)
     assert chosen["distance_exponent"] == pytest.approx(expected.distance_exponent, rel=1e-3)
     if changes.get("price") == 0.3:
         assert expected.distance_exponent > 0, "something is paid"
@@ -101,7 +104,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
     plain = mola.fit(desk.networks(), [desk.inputs("train")], progress=False)
     rule = mola.rules.Outliers([strange.float() / 255])
     assert exposed["prior_precision"] == pytest.approx(
-        plain.tune([desk.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-6
+        plain.tune([desk.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-3
     )
     run_fit(
         job_for(desk, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"), tmp_path / "b"
@@ -161,7 +164,7 @@ def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
     shutil.move(tmp_path / "made", tmp_path / "elsewhere")
     opened = open_posterior(tmp_path / "elsewhere")
     assert all("elsewhere" in path for path in opened.job.weights)
-    assert torch.equal(opened.posterior(opened.example), fitted.posterior(fitted.example))
+    assert_close(opened.posterior(opened.example), fitted.posterior(fitted.example))
     with pytest.raises(OptionError, match="--bundle copies files of --weights"):
         run_fit(job_for(desk, weights=(), network=(f"{desk.module}:build",)), tmp_path / "other", bundle=True)
 

@@ -22,6 +22,7 @@ from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
 from mola.saving.weights import save_weights
+from tests.closeness import assert_close
 from tests.own_work import CLASSES, build, job_for, to_predict
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
@@ -40,7 +41,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         "a folder, in the order of its names"
     )
     for network in built.networks:  # the number of classes is read from the file, wrapped or not
-        assert torch.equal(network(inputs), lenet(inputs))
+        assert_close(network(inputs), lenet(inputs))
         assert not network.training
     assert built.hints.shape == (1, 28, 28)
     mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
@@ -141,8 +142,8 @@ def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
     with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
         open_posterior(tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior", trust=True)
-    assert torch.allclose(opened.posterior(inputs), fitted.posterior(inputs), atol=1e-6)
-    assert opened.posterior.prior_precision == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
+    assert_close(opened.posterior(inputs), fitted.posterior(inputs))
+    assert_close(opened.posterior.prior_precision, fitted.posterior.prior_precision)
 
 
 def test_an_exported_program_without_a_last_layer_or_damaged_is_refused(tmp_path):
@@ -254,7 +255,7 @@ def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expect
     folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     found = settle(Job(), folder_hints(folder), "float32").normalise(pixels)
-    torch.testing.assert_close(found.double(), expected(pixels.double()), rtol=1e-4, atol=1e-4)
+    assert_close(found, expected(pixels.double()))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -297,13 +298,13 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     network.save_pretrained(tmp_path / "vit")
     built = build_networks([str(tmp_path / "vit")])
     inputs = desk.inputs("test")[0]
-    assert torch.equal(built.networks[0](inputs).logits, network(inputs).logits)
+    assert_close(built.networks[0](inputs).logits, network(inputs).logits)
     assert built.hints.classes == CLASSES
     job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
     run_fit(job, tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior")
     expected = mola.fit(network, [desk.inputs("train")], progress=False)
-    assert torch.allclose(opened.posterior(inputs), expected(inputs), atol=1e-5)
+    assert_close(opened.posterior(inputs), expected(inputs))
     assert opened.classes == CLASSES
 
 
@@ -334,4 +335,4 @@ def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
     batches = __import__(desk.module).sentences()
     expected = mola.fit(network, batches, progress=False).predict(batches)
     run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
-    assert np.allclose(np.load(tmp_path / "out.npz")["probs"], expected.probs, atol=1e-5)
+    assert_close(np.load(tmp_path / "out.npz")["probs"], expected.probs)

@@ -15,6 +15,7 @@ from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
 from mola.compare.evaluation import evaluation_document
+from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.own_work import make_desk, to_evaluate
 
@@ -50,14 +51,14 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     assert two["result"]["train_count"] == one["result"]["train_count"] == 36
     assert two["left_out"] == one["left_out"]
     assert list(two["left_out"]["train"]) == ["dog/zz.png"]
-    assert two["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
+    assert_close(two["result"]["prior_precision"], one["result"]["prior_precision"])
     for who in ("networks", "posterior"):
-        assert two["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
+        assert_close(two["result"]["validation"][who], one["result"]["validation"][who], "difference")
     scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
-    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    assert_close(scores[1], scores[0], "difference")
     inputs, _ = desk.inputs("test")
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
-    assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
+    assert_close(posteriors[1](inputs), posteriors[0](inputs))
     evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json"]
     pictures, arrays = (
         ["predict", "two", given, "--probabilities", "--json", "--output", output]
@@ -95,15 +96,14 @@ def check_predictions(root, pictures, arrays):
         assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
         assert one["count"] == 18
         for name in ("confidence", "entropy", "epistemic", "outlying"):
-            assert two[name] == pytest.approx(one[name], rel=1e-5)
+            assert_close(two[name], one[name], "difference")
         assert (root / f"two-{output}.toml").exists()
         rows = [read_rows(root / f"{who}-{output}") for who in ("one", "two")]
         one, two = ([[row.get(key) for key in ("name", "class", "error")] for row in some] for some in rows)
         assert two == one
         assert sum(bool(error) for *_, error in one) == (2 if given == "test" else 0)
-        for mine, theirs in zip(*rows, strict=True):
-            if not mine.get("error"):
-                assert float(mine["ood_score"]) == pytest.approx(float(theirs["ood_score"]), rel=1e-4)
+        one, two = ([float(row["ood_score"]) for row in some if not row.get("error")] for some in rows)
+        assert_close(two, one, "difference")
 
 
 def read_rows(path):
@@ -119,18 +119,14 @@ def check_evaluation(root, done, alone):
     assert (root / "report" / "index.html").exists()
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
-        assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
+        assert_close(shared["methods"][method]["scores"], one["scores"], "difference", name=method)
         found, expected = (each["outside"]["strange"] for each in (shared["methods"][method], one))
-        assert found["confidence"] == pytest.approx(expected["confidence"], rel=1e-4)
+        assert_close(found["confidence"], expected["confidence"])
         assert list(found["scores"]) == list(expected["scores"])
         for score, other in expected["scores"].items():
             for name in ("auroc", "auroc_error", "fpr95"):
-                assert found["scores"][score][name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), (
-                    method,
-                    score,
-                    name,
-                )
-        assert shared["methods"][method]["errors"] == pytest.approx(one["errors"], rel=1e-4)
+                assert_close(found["scores"][score][name], other[name], "difference", scale=1.0, name=score)
+        assert_close(shared["methods"][method]["errors"], one["errors"], "difference", scale=1.0, name=method)
         assert shared["methods"][method]["classes"].keys() == one["classes"].keys()
     assert {name: found["best"] for name, found in shared["leads"].items()} == {
         name: list(found["best"]) for name, found in alone["leads"].items()
