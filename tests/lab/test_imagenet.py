@@ -1,7 +1,6 @@
 """ImageNet as a user runs it: networks by name, images of different sizes, cross-fitting, slices, generated corruptions."""
 
 import os
-import shutil
 import sys
 import types
 from dataclasses import replace
@@ -23,8 +22,7 @@ from mola.lab.activations import Activations
 from mola.lab.comparisons import COMPARISONS
 from mola.lab.corruptions.catalogue import corrupt
 from mola.lab.named_networks import open_named
-from mola.lab.plan import Plan
-from mola.lab.runner import run_suite
+from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import DataOptions
 from mola.lab.suites.imagenet import IMAGENET
 from tests.closeness import assert_close
@@ -285,32 +283,6 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
 
 IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mola.__main__ import main; main()"
 """The `mola` command, with slices that a few images fill more than one of."""
-
-
-def test_nodes_whose_copies_of_the_images_differ_are_told_at_once(root, tmp_path):
-    """Each process has a copy of its own, of other dates: nothing is computed, and both say why."""
-    own = "import os, sys; sys.argv += ['--data', sys.argv.pop(1) + os.environ['RANK']]; from mola.__main__ import main; main()"
-    shutil.copytree(root / "data", tmp_path / "copy0")
-    shutil.copytree(root / "data", tmp_path / "copy1", copy_function=shutil.copyfile)
-    arguments = [
-        "bench",
-        "imagenet",
-        "--cross-fit",
-        "--networks",
-        "sizes_for_test:small",
-        "--components",
-        "1",
-        "--quiet",
-    ]
-    arguments += ["--image-size", str(SIDE), "--types", "contrast", "--threads", "1", f"--cache={tmp_path / 'cache'}"]
-    path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
-    command = ["-c", own, tmp_path / "copy", *arguments, f"--results={tmp_path / 'results'}"]
-    codes, errors = run_team(2, command, tmp_path, timeout=600, **path)
-    assert 0 not in codes
-    for said in errors:
-        assert "rank 1 does not see the same data as rank 0" in said
-    assert "rsync -t" in errors[0]
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["stored", "streamed"])

@@ -19,12 +19,11 @@ from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
 from mola.lab.comparisons import COMPARISONS
-from mola.lab.data.images import Images
-from mola.lab.measures import HumanLabels
+from mola.lab.data.images import Images, normalisation
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
-from mola.lab.plan import Plan, describe
-from mola.lab.runner import run_suite
-from mola.lab.suite import DataOptions, Shift, Suite, TrainingData, from_memory
+from mola.lab.runner import Plan, describe, run_suite
+from mola.lab.suite import DataOptions, Shift, Suite, TrainingData
+from mola.lab.suites.image_sources import image_source
 from mola.lab.suites.registry import SUITES, find_suite
 from mola.lab.training import Labelled, Recipe, mlp
 from tests.closeness import assert_close
@@ -46,13 +45,9 @@ def images(count, seed, noise=40):
     return Images(pixels.to(torch.uint8), labels)
 
 
-def prepare(pixels):
-    return pixels.float() / 255
-
-
 def sources(options):
     def source(name, role, data, level=0.0, change=lambda one: one):
-        return from_memory(name, name.title(), role, data, prepare, made_by=(name,), level=level, change=change)
+        return image_source(options, "none", name, name.title(), role, data, level=level, change=change)
 
     def noisy(data):
         noise = torch.randint(0, 100, data.pixels.shape, generator=torch.Generator().manual_seed(9))
@@ -78,7 +73,9 @@ SUITE = Suite(
     threshold=None,
     shift=Shift("noise", "Noisy blobs", "level", (0.0, 1.0)),
     make_sources=sources,
-    training_data=lambda options, recipe: TrainingData(Labelled(images(120, 0).pixels, images(120, 0).labels), prepare),
+    training_data=lambda options, recipe: TrainingData(
+        Labelled(images(120, 0).pixels, images(120, 0).labels), normalisation("none")
+    ),
     components=2,
 )
 
@@ -176,12 +173,12 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
             assert_close(record.chosen["prior_precision"][0], predictor.prior_precision[0])
 
 
-def more_sources(options=None):
+def more_sources():
     """One more set of outliers, and two types of noise dealt over the test images."""
-    found = sources(options or DataOptions())
+    found = sources(DataOptions())
     shifted = replace(found["noise 1"], types=("faint", "loud"))
     data = Images(images(50, 4).pixels.flip(3), torch.zeros(50, dtype=torch.int64))
-    further = from_memory("further", "Further", "outlier", data, prepare, made_by=("further",))
+    further = image_source(DataOptions(), "none", "further", "Further", "outlier", data)
     return {**found, "noise 1": shifted, "further": further}
 
 
@@ -260,22 +257,6 @@ def test_types_of_shift_are_tallied_from_every_second_row(plan, tmp_path):
     )
     assert record.labelled["test"].types == {}
     assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
-
-
-def test_a_new_measure_is_asked_on_its_own_sets_alone(plan, copied):
-    """Records that lack a measure are completed without the shifted sets and outliers that they were made with."""
-    before = {(record.method, record.run): record for record in records_of(copied)}
-    shutil.rmtree(copied / "activations")
-    labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
-    counts = nn.functional.one_hot(labels, CLASSES) * 50
-    asked = run(replace(plan, measures=(HumanLabels(counts),)), copied)
-    for record in asked:
-        old = before[record.method, record.run]
-        assert record == replace(old, measures=record.measures)
-        # All people agree with the label: their cross-entropy is the log loss.
-        assert_close(record.measures["people"]["cross-entropy"], old.labelled["test"].metrics["nll"], scale=1.0)
-    seen = {path.stem for path in (copied / "activations").rglob("*.safetensors")}
-    assert seen == {plan.sources[name].checksum for name in ("train", "validation", "test")}
 
 
 def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
@@ -396,7 +377,7 @@ def test_unknown_suites_and_networks_are_listed():
 
 
 def test_the_description_holds_what_the_report_needs(plan):
-    document = describe(plan)
+    document = describe(plan, {})
     json.dumps(document)
     assert document["shift"]["levels"] == [0.0, 1.0]
     assert document["sets"]["noise 1"] == {"title": "Noise 1", "role": "shift", "count": 90, "level": 1.0}

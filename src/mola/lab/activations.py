@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,6 @@ def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
 
 def _has_colours(inputs: Tensor) -> bool:
     return inputs.dim() == 4 and inputs.shape[1] > 1
-
-
-class Keyed(Protocol):
-    """A network whose activations are kept under a checksum."""
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of weights and architecture."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Activations:
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
-    def paths(self, network: Keyed, source: Source) -> list[Path]:
+    def paths(self, network: Network, source: Source) -> list[Path]:
         """Return the files of a set: one, or one for each slice."""
         folder = self.directory / network.checksum
         if not _is_sliced(source):
@@ -169,20 +161,12 @@ class Activations:
         team.collect(None)  # all files are complete before anybody reads them
         progress("activations are ready", 1.0)
 
-    def compute_together(self, keys: Sequence[Keyed], load: Callable[[], Sequence[nn.Module]], source: Source) -> None:
-        """Run networks that share a trunk over a set in one pass, unless their activations are there.
-
-        Args:
-            keys: checksums of the networks.
-            load: makes the networks, if they are needed.
-            source: the set.
-        """
-        paths = [self._single_path(key, source) for key in keys]
+    def compute_together(self, networks: Sequence[Network], source: Source) -> None:
+        """Run networks that share a trunk over a set in one pass, unless their activations are there."""
+        paths = [self.paths(network, source)[0] for network in networks]
         if not all(path.exists() for path in paths):
-            self._run(paths, load(), source.open(), source, source.count, [key.checksum for key in keys])
-
-    def _single_path(self, key: Keyed, source: Source) -> Path:
-        return self.directory / key.checksum / f"{source.checksum}.safetensors"
+            loaded, names = [network.load() for network in networks], [network.label for network in networks]
+            self._run(paths, loaded, source.open(), source, source.count, names)
 
     def _run(
         self,
@@ -222,7 +206,7 @@ class Activations:
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     add({"features": features, "logits": logits, "labels": labels})
 
-    def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
+    def read(self, networks: Sequence[Network], source: Source) -> Stored:
         """Return the stored activations of a set, or of a part of a set."""
         whole = source.whole or source
         stored = Stored.open([self.paths(network, whole) for network in networks])

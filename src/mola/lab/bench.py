@@ -14,8 +14,7 @@ from mola.lab.cost import measure_cost
 from mola.lab.measures import EstimatedAccuracy
 from mola.lab.named_networks import are_names, open_named
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
-from mola.lab.plan import Plan
-from mola.lab.runner import run_suite
+from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import Budget, DataOptions, Suite, changed
 from mola.options import one_of
 

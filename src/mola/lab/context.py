@@ -1,22 +1,19 @@
-"""Context of methods that need more than stored activations: whole networks, training data, and predictions kept on disk."""
+"""Context of a method in one run: stored activations, whole networks, training data, and predictions kept on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mola.compare.activations_file import BATCH, TensorFile, written_rows
 from mola.compare.methods import Material
 from mola.compare.tally import Answer
-from mola.errors import OptionError
 from mola.lab.activations import Activations, Network, fast_inputs
-from mola.lab.suite import DataOptions, Source, Suite, TrainingData, checksum
-from mola.lab.training import Labelled, member_seeds
+from mola.lab.suite import Source, Suite, TrainingData, checksum
 from mola.likelihoods import CATEGORICAL
 from mola.outliers import max_probability_score
 from mola.uncertainty import entropy
@@ -55,34 +52,24 @@ class StoredPrediction:
 
 
 @dataclass(frozen=True)
-class TrainingContext:
-    """Data, networks and cache of one run, for methods that train or need whole networks."""
+class Context(Material):
+    """Data and networks of one run. Methods of the last layer need only the stored activations of `Material`."""
 
     suite: Suite
     network: str
     """Name of the architecture."""
-    build: Callable[[], nn.Module]
-    options: DataOptions
+    networks: tuple[Network, ...]
+    """The run's networks."""
+    run: int
     sources: Mapping[str, Source]
     activations: Activations
+    training: Callable[[], TrainingData]
+    """Reads the training data of the suite's networks onto the device."""
 
     @property
     def device(self) -> str:
         """Device to run and train networks on."""
         return str(self.activations.device)
-
-    @cached_property
-    def training(self) -> TrainingData:
-        """Training data of the suite's networks."""
-        if self.suite.training_data is None:
-            raise OptionError(f"the {self.suite.name} suite has no training data to train SWAG or MIMO with.")
-        read = self.suite.training_data(self.options, self.suite.recipe)
-        moved = Labelled(read.data.inputs.to(self.device), read.data.labels.to(self.device))
-        return TrainingData(moved, read.prepare)
-
-    def seed(self, run: int) -> int:
-        """Return the seed of networks that are trained in a run."""
-        return member_seeds(run + 1, 0)[run]
 
     def folder(self, kind: str, *identity: object) -> Path:
         """Return the cache folder of a training; it depends on data, augmentation and `identity`."""
@@ -90,50 +77,30 @@ class TrainingContext:
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key
 
-    def load(self, network: Network) -> nn.Module:
-        """Load a trained network onto the device."""
-        return network.load().to(self.device)
-
     def predictions(
-        self, key: str, name: str, predictors: Callable[[], Iterable[Predictor]]
-    ) -> Iterator[StoredPrediction]:
-        """Yield the mean predictions for a set, chunk by chunk, computed once and kept on disk.
+        self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
+    ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
+        """Yield mean predictions for a set, chunk by chunk, with the labels; they are computed once and kept on disk.
 
         Args:
-            key: identifies the predictors.
             name: name of the set.
-            predictors: makes the predictors one after the other, if their predictions are not stored yet.
+            predictors: by a key that identifies them, functions that make predictors one after the other. Each function gives one
+                mean prediction, and is called if that is not stored yet.
         """
-        source = self.sources[name]
-        path = self.activations.directory / "opinions" / key / f"{source.checksum}.safetensors"
-        if not path.exists():
-            found = StoredPrediction.mean(self._predict(predictor, source) for predictor in predictors())
-            with written_rows(path, source.count, {}, {"set": source.name}) as add:
-                add({"probs": found.probs, "entropy": found.own_entropy})
-        file = TensorFile(path, "predictions")
-        for start in range(0, source.count, CHUNK):
-            rows = (start, start + CHUNK)
-            yield StoredPrediction(file.read("probs", *rows), file.read("entropy", *rows))
+        source, files = self.sources[name], []
+        for key, make in predictors.items():
+            path = self.activations.directory / "opinions" / key / f"{source.checksum}.safetensors"
+            if not path.exists():
+                found = StoredPrediction.mean(self._predict(predictor, source) for predictor in make())
+                with written_rows(path, source.count, {}, {"set": source.name}) as add:
+                    add({"probs": found.probs, "entropy": found.own_entropy})
+            files.append(TensorFile(path, "predictions"))
+        for index, labels in enumerate(torch.split(self.read(name).labels, CHUNK)):
+            rows = (index * CHUNK, (index + 1) * CHUNK)
+            yield [StoredPrediction(file.read("probs", *rows), file.read("entropy", *rows)) for file in files], labels
 
     def _predict(self, predictor: Predictor, source: Source) -> StoredPrediction:
         with torch.no_grad():
             batches = (fast_inputs(inputs.to(self.device)) for inputs, _ in source.open())
             probs = torch.cat([predictor(inputs).float().cpu() for inputs in batches])
         return StoredPrediction(probs, entropy(probs))
-
-
-@dataclass(frozen=True)
-class Context(Material):
-    """What a method may use in one run of a suite."""
-
-    networks: tuple[Network, ...]
-    """The run's networks."""
-    run: int
-    training: TrainingContext
-
-    def labelled(
-        self, name: str, parts: Iterable[Iterable[StoredPrediction]]
-    ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-        """Yield several predictors' predictions for a set, chunk by chunk, with the labels."""
-        labels = torch.split(self.read(name).labels, CHUNK)
-        return ((list(some), label) for *some, label in zip(*parts, labels, strict=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,19 +18,19 @@ import mola
 from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted
 from mola.compare.record import Record
-from mola.compare.results import METRICS, examples_of, labelled_result, outlier_result
+from mola.compare.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
 from mola.compare.store import SUITE, Store
 from mola.compare.tally import Answer, Tally, tally_set
 from mola.distributed import Team
 from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
-from mola.lab.comparisons import LONG, SuiteMethod
+from mola.lab.comparisons import COMPARISONS, LONG, SWEEP, SuiteMethod
 from mola.lab.context import Context
 from mola.lab.detectors import feature_scores
 from mola.lab.measures import Answers, Measure
-from mola.lab.plan import Plan, check_results_dir, describe
 from mola.lab.streamed_sums import StreamedSums
-from mola.lab.suite import Source
+from mola.lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
+from mola.lab.training import Labelled
 
 PROTOCOL = 1
 """Increased by hand when fitting, links, tuning or metrics change such that older records would differ."""
@@ -39,17 +40,190 @@ ACTIVATIONS_SHARE = 0.8
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Networks, sets, runs and methods of a benchmark, checked before any work."""
+
+    suite: Suite
+    network: str
+    """Name of the architecture."""
+    networks: Sequence[Network]
+    sources: dict[str, Source]
+    runs: int
+    components: int
+    groups: tuple[str, ...] = ("main",)
+    options: DataOptions = field(default_factory=DataOptions)
+    budget: Budget | None = None
+    """Budget of methods that train; None is the suite's."""
+    measures: tuple[Measure, ...] = ()
+    """Numbers of every method of the main comparison beside the common metrics."""
+    folds: tuple[dict[str, Source], ...] = ()
+    """The sets of each run, where runs share their networks and differ in their data; `sources` are those of the first."""
+    stream: bool = False
+    """Whether training data are summed as they are read, instead of storing their activations."""
+    notes: tuple[str, ...] = ()
+    """Notes besides the suite's own."""
+
+    def __post_init__(self) -> None:
+        _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
+        for sources in self.folds or (self.sources,):
+            _refuse_repeats("sets", {name: source.checksum for name, source in sources.items()})
+        if self.folds and self.runs > len(self.folds):
+            raise OptionError(
+                f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
+            )
+        several = self.components if self.folds else self.runs * self.components
+        needed = max(several, SWEEP if "components" in self.groups else 0, 1)
+        if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
+            raise OptionError(
+                f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {needed} networks, "
+                f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {needed}, or --train), "
+                f"or choose fewer runs or components."
+            )
+
+    def members(self, group: str, run: int) -> Sequence[Network]:
+        """Return the networks of a run: no two runs share a network, except in a cross-fit, whose runs differ in their data."""
+        size = SWEEP if group == "components" else self.components
+        first = 0 if self.folds else run * size
+        return self.networks[first : first + size]
+
+    def sources_of(self, run: int) -> dict[str, Source]:
+        """Return the sets of a run."""
+        return self.folds[run] if self.folds else self.sources
+
+    def computed(self, runs: Collection[int]) -> list[Source]:
+        """Return the sets whose activations these runs need, each once: parts share the activations of the whole."""
+        every = [
+            source.whole or source
+            for run in sorted(runs)
+            for source in self.sources_of(run).values()
+            if not (self.stream and source.role == "train")
+        ]
+        return list({source.checksum: source for source in every}.values())
+
+    def runs_of(self, group: str) -> int:
+        """Return the number of runs that the networks suffice for."""
+        if group != "components" or self.folds:
+            return self.runs
+        return min(self.runs, len(self.networks) // SWEEP)
+
+    def methods(self, group: str) -> list[SuiteMethod]:
+        """Return the methods of a group."""
+        return COMPARISONS[group](self.budget or self.suite.budget)
+
+    def read_training(self, device: str) -> TrainingData:
+        """Read the training data of the suite's networks onto a device."""
+        if self.suite.training_data is None:
+            raise OptionError(f"the {self.suite.name} suite has no training data to train SWAG or MIMO with.")
+        found = self.suite.training_data(self.options, self.suite.recipe)
+        return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
+
+    def experiment(self) -> dict[str, Any]:
+        """Return what all records of a folder share: numbers of different experiments must not be averaged."""
+        every = {
+            name: [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)] for name in self.sources
+        }
+        return {
+            "network": self.network,
+            "components": self.components,
+            "threshold": self.suite.threshold,
+            "options": self.options.describe(),
+            "data": {name: sums[0] if len(set(sums)) == 1 else checksum(sums) for name, sums in every.items()},
+        }
+
+
+def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, value in checksums.items():
+        if value in first:
+            raise OptionError(f"{first[value]} and {name} are the same: {what} must differ.")
+        first[value] = name
+
+
+# --- the results folder
+
+
+def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
+    # The suite's document in the results folder, empty if there is none; another experiment is refused, or deleted.
+    document = store.read_document(plan.suite.name, SUITE) or {}
+    if not document:
+        return {}
+    roles = {name: one.get("role") for name, one in document.get("sets", {}).items()}
+    roles |= {name: source.role for name, source in plan.sources.items()}
+    kept, now = ({**one, **one.get("options", {})} for one in (document.get("experiment") or {}, plan.experiment()))
+    before, after = kept.pop("data", {}), now.pop("data")
+    different = [
+        f"{name}: {kept.get(name)} in the folder, {now.get(name)} requested"
+        for name in {**kept, **now}
+        if name != "options" and kept.get(name) != now.get(name)
+    ]
+    # Sets of outliers may come and go: a record lists the sets that it was evaluated on.
+    different += [
+        f"other data in {name}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+        and not (roles.get(name) == "outlier" and (name not in before or name not in after))
+    ]
+    if different and fresh:
+        store.forget(plan.suite.name)
+        return {}
+    if different:
+        raise StorageError(
+            f"{store.directory / plan.suite.name} holds another experiment ({'; '.join(different)}). Write to another folder "
+            f"(--results), or replace it (--fresh)."
+        )
+    return document
+
+
+def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the suite's document for reports: sets, shift, example images.
+
+    Args:
+        plan: the plan.
+        kept: the document in the folder; its other sets are kept, since records may have them.
+    """
+    suite = plan.suite
+
+    def others(known: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in known.items() if name not in plan.sources}
+
+    sets = {
+        name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
+        for name, source in plan.sources.items()
+    }
+    examples = {}
+    for name, source in plan.sources.items():
+        if source.role in ("test", "shift", "outlier") and source.show is not None:
+            pixels = source.show(EXAMPLES).contiguous()
+            packed = base64.b64encode(pixels.numpy().tobytes()).decode()
+            examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
+    experiment = plan.experiment()
+    experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "network": plan.network,
+        "components": plan.components,
+        "runs": plan.runs,
+        "threshold": suite.threshold,
+        "shift": None if suite.shift is None else {**asdict(suite.shift), "levels": list(suite.shift.levels)},
+        "sets": sets | others(kept.get("sets", {})),
+        "classes": list(suite.classes),
+        "examples": examples | others(kept.get("examples", {})),
+        "notes": [*suite.notes, *plan.notes],
+        "experiment": experiment,
+    }
+
+
+# --- the work
+
+
+@dataclass(frozen=True)
 class _Job:
-    # A method in a run. `record` and `missing` (names of measures) are what the results folder holds.
+    # A method in a run. `done` if the results folder holds its record.
     group: str
     run: int
     method: SuiteMethod
-    record: Record | None = None
-    missing: tuple[str, ...] = ()
-
-    @property
-    def done(self) -> bool:
-        return self.record is not None and not self.missing
+    done: bool = False
 
 
 def run_suite(
@@ -76,33 +250,33 @@ def run_suite(
         OptionError: some methods could not be run; the records of the others are kept.
     """
     team = team or Team.single()
-    _check_same_data(plan, team)
     jobs: list[_Job] = []
     if team.first:
-        before = check_results_dir(plan, store, fresh=fresh)
-        store.write_document(plan.suite.name, SUITE, describe(plan, before))
-        jobs = [
-            _with_record(plan, store, _Job(group, run, method), fresh=fresh)
-            for group in plan.groups
-            for run in range(plan.runs_of(group))
-            for method in plan.methods(group)
-        ]
-        _warn_of_missing_outliers(plan, jobs)
+        store.write_document(plan.suite.name, SUITE, describe(plan, _check_results_dir(plan, store, fresh=fresh)))
+        jobs = _jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
     waiting = [job for job in jobs if not job.done]
-    members = [network for job in waiting for network in plan.members(job.group, job.run)]
-    needed = plan.computed({(job.run, name) for job in waiting for name in _sets(plan, job)})
-    unique = list({network.checksum: network for network in members}.values())
-    activations.compute(unique, needed, lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team)
+    members = {one.checksum: one for job in waiting for one in plan.members(job.group, job.run)}
+    needed = plan.computed({job.run for job in waiting})
+    activations.compute(
+        [*members.values()], needed, lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
+    )
     sums = StreamedSums(activations.directory / "sums", activations.device) if plan.stream else None
     if sums is not None:
-        _compute_sums(plan, waiting, sums, progress, team)
+        # One pass over the training data for each structure and run.
+        streamed = [
+            (job.run, tuple(plan.members(job.group, job.run)), structure)
+            for job in waiting
+            if (structure := job.method.settings().get("structure")) is not None
+        ]
+        for run, networks, structure in dict.fromkeys(streamed):
+            sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
         return activations.read(networks, plan.sources_of(run)[name])
 
-    training = [plan.training_context(activations, run) for run in range(plan.runs)]
+    training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
         # Methods that train share their networks within a run: one process takes all of them.
@@ -112,16 +286,19 @@ def run_suite(
         progress(doing, ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs))
         if job.done:
             continue
-        networks = tuple(plan.members(job.group, job.run))
-        source = plan.sources_of(job.run)["train"]
+        networks, sources = tuple(plan.members(job.group, job.run)), plan.sources_of(job.run)
         context = Context(
-            partial(read, networks, job.run),
-            plan.suite.threshold,
-            feature_scores,
-            networks,
-            job.run,
-            training[job.run],
-            sums=None if sums is None else partial(sums.read, networks, source),
+            read=partial(read, networks, job.run),
+            threshold=plan.suite.threshold,
+            detectors=feature_scores,
+            suite=plan.suite,
+            network=plan.network,
+            networks=networks,
+            run=job.run,
+            sources=sources,
+            activations=activations,
+            training=training,
+            sums=None if sums is None else partial(sums.read, networks, sources["train"]),
         )
         try:
             store.write(_run(plan, job, context))
@@ -137,23 +314,6 @@ def run_suite(
     return [record for record in found if record is not None]
 
 
-def _check_same_data(plan: Plan, team: Team) -> None:
-    # Refuse processes that read different files, before hours of passes are stored under different checksums.
-    seen = {
-        f"{source.title} ({name}, run {run + 1})": source.checksum
-        for run in range(plan.runs if team.size > 1 else 0)
-        for name, source in plan.sources_of(run).items()
-    }
-    documents = team.collect(seen)
-    for rank, theirs in enumerate(documents):
-        other = next((title for title, checksum in documents[0].items() if theirs.get(title) != checksum), None)
-        if other is not None:
-            raise OptionError(
-                f"rank {rank} does not see the same data as rank 0: {other} differs in files, sizes or dates. Let all nodes read one "
-                f"folder, or copy it with its dates (cp -p, rsync -t)."
-            )
-
-
 def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     # Settings, checksums of networks and checksums of data: a record counts if it agrees in all.
     used = plan.members(job.group, job.run)[: job.method.components]
@@ -163,81 +323,49 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
     return settings, [network.checksum for network in used], data
 
 
-def _with_record(plan: Plan, store: Store, job: _Job, *, fresh: bool) -> _Job:
-    if fresh:
-        return job
-    try:
-        record = store.read(plan.suite.name, job.method.name, job.run)
-    except StorageError as error:
-        warn(f"{error} It is made again.")
-        return job
-    if record is None or not _counts(record, _identity(plan, job), plan.sources_of(job.run)):
-        return job
-    # Methods that train are not trained again for a new measure.
-    complete = record.group != "main" or job.group in LONG
-    missing = () if complete else tuple(one.name for one in plan.measures if one.name not in record.measures)
-    return replace(job, record=record, missing=missing)
-
-
-def _counts(
-    record: Record, identity: tuple[dict[str, Any], list[str], dict[str, str]], sources: Mapping[str, Source]
-) -> bool:
-    # Whether a record is of the same method, networks and data; sets of outliers may be missing or additional.
-    settings, networks, data = identity
-    outliers = {*record.outliers, *(name for name, source in sources.items() if source.role == "outlier")}
-    return (record.settings, record.networks) == (settings, networks) and all(
-        record.data.get(name) == data.get(name) or (name in outliers and (name not in record.data or name not in data))
-        for name in {*record.data, *data}
-    )
-
-
-def _warn_of_missing_outliers(plan: Plan, jobs: Sequence[_Job]) -> None:
-    lacking = [
-        source.title
-        for job in jobs
-        if job.record is not None
-        for source in plan.sources_of(job.run).values()
-        if source.role == "outlier" and source.name not in job.record.outliers
+def _jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
+    # All methods of all runs. A record counts if it is of the same method, networks and data; sets of outliers may be missing or
+    # additional.
+    jobs = [
+        _Job(group, run, method)
+        for group in plan.groups
+        for run in range(plan.runs_of(group))
+        for method in plan.methods(group)
     ]
+    lacking: dict[str, None] = {}
+    for index, job in enumerate(jobs):
+        try:
+            record = None if fresh else store.read(plan.suite.name, job.method.name, job.run)
+        except StorageError as error:
+            warn(f"{error} It is made again.")
+            continue
+        settings, networks, data = _identity(plan, job)
+        titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
+        if record is None or (record.settings, record.networks) != (settings, networks):
+            continue
+        outliers = {*record.outliers, *titles}
+        if all(
+            record.data.get(name) == data.get(name)
+            or (name in outliers and (name not in record.data or name not in data))
+            for name in {*record.data, *data}
+        ):
+            jobs[index] = replace(job, done=True)
+            lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
         warn(
-            f"some records were made without {', '.join(dict.fromkeys(lacking))}: reports leave these cells empty; --fresh makes all "
-            f"records again."
+            f"some records were made without {', '.join(lacking)}: reports leave these cells empty; --fresh makes all records again."
         )
-
-
-def _sets(plan: Plan, job: _Job) -> list[str]:
-    # All sets; for a few measures, those that the measures need.
-    sources = plan.sources_of(job.run)
-    if job.record is None:
-        return list(sources)
-    needed = {name for measure in plan.measures if measure.name in job.missing for name in measure.sets}
-    return [name for name, source in sources.items() if source.role in ("train", "validation") or name in needed]
-
-
-def _compute_sums(plan: Plan, jobs: Sequence[_Job], sums: StreamedSums, progress: Progress, team: Team) -> None:
-    # One pass over the training data for each structure and run.
-    needed = {
-        (job.run, tuple(plan.members(job.group, job.run)), structure): None
-        for job in jobs
-        if (structure := job.method.settings().get("structure")) is not None
-    }
-    for run, networks, structure in needed:
-        sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
+    return jobs
 
 
 def _run(plan: Plan, job: _Job, context: Context) -> Record:
     fitted = job.method.fit(context)
-    if job.record is not None:
-        measured = {one.name: one(_answers(fitted)) for one in plan.measures if one.name in job.missing}
-        return replace(job.record, measures=job.record.measures | measured)
     seconds = {"fit": fitted.seconds, "predict": 0.0}
     labelled, outliers, examples = {}, {}, {}
     detail = job.method.group == "main"  # figures show nothing else
-    sources = plan.sources_of(context.run)
-    scored = any(source.role == "outlier" for source in sources.values())
-    inside = _tally(fitted, sources["test"], scored, seconds)
-    for source in sources.values():
+    scored = any(source.role == "outlier" for source in context.sources.values())
+    inside = _tally(fitted, context.sources["test"], scored, seconds)
+    for source in context.sources.values():
         if source.role in ("train", "validation"):
             continue
         tally = inside if source.role == "test" else _tally(fitted, source, source.role == "outlier", seconds)

@@ -9,22 +9,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from mola.compare.record import Role
 from mola.compare.results import EXAMPLES
 from mola.errors import OptionError
-from mola.lab.data.images import NORMALISATIONS, Images
+from mola.lab.data.images import NORMALISATIONS
 from mola.lab.imported import import_builder
 from mola.lab.measures import Measure
 from mola.lab.training import Labelled, Recipe
 from mola.options import one_of
-
-
-def _require(holds: bool, what: str, expected: str, found: object) -> None:
-    if not holds:
-        raise OptionError(f"{what} must be {expected}, got {found!r}.")
 
 
 @dataclass(frozen=True)
@@ -41,11 +35,9 @@ class SwagBudget:
     """Draws from each network's Gaussian."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "learning rate of SWAG", "above 0", self.learning_rate)
-        _require(self.snapshots >= 2, "snapshots of SWAG", "at least 2", self.snapshots)
-        _require(self.samples >= 1, "draws of SWAG", "at least 1", self.samples)
-        _require(self.images is None or self.images >= 1, "images between snapshots", "at least 1", self.images)
-        _require(self.batch_size >= 1, "batch size of SWAG", "at least 1", self.batch_size)
+        _check_positive(self)
+        if self.snapshots < 2:
+            raise OptionError(f"snapshots of SWAG must be at least 2, got {self.snapshots}.")
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,13 @@ class MimoBudget:
     batch_repetition: int = 4
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _require(value >= 1, f"{name} of MIMO", "at least 1", value)
+        _check_positive(self)
+
+
+def _check_positive(budget: SwagBudget | MimoBudget) -> None:
+    for name, value in asdict(budget).items():
+        if value is not None and not value > 0:
+            raise OptionError(f"{name} must be above 0, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,6 @@ def changed(part: Part, text: str) -> Part:
             ) from error
     return replace(part, **values)
 
-
-SAMPLE = 64
-"""Images of each set whose inputs enter its checksum: enough for every type of corruption to occur."""
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -163,13 +157,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         one_of(self.conventions, ("consistent", "authors"), "conventions")
         one_of(self.corruptions, ("paper", "all"), "corruptions")
-        if self.normalisation is not None and self.normalisation.endswith("-own"):
-            raise OptionError(
-                f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
-            )
-        if self.normalisation is not None:
-            known = [name for name in NORMALISATIONS if not name.endswith("-own")]
-            one_of(self.normalisation, known, "normalisation")
+        if self.normalisation is not None:  # those that end in "-own" are for one set, in the authors' conventions
+            one_of(self.normalisation, [name for name in NORMALISATIONS if not name.endswith("-own")], "normalisation")
 
     def describe(self) -> dict[str, Any]:
         """Return the options that affect numbers, as JSON values."""
@@ -259,48 +248,6 @@ def data_checksum(inputs: Tensor, labels: Tensor) -> str:
     digest.update(inputs.contiguous().numpy().tobytes())
     digest.update(labels.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def from_memory(
-    name: str,
-    title: str,
-    role: Role,
-    images: Images,
-    prepare: Callable[[Tensor], Tensor],
-    *,
-    made_by: tuple[Any, ...],
-    change: Callable[[Images], Images] = lambda images: images,
-    level: float = 0.0,
-    batch_size: int = 64,
-    types: tuple[str, ...] = (),
-) -> Source:
-    """Make a source of images in memory, changed (rotated, corrupted) when they are read.
-
-    Args:
-        name: name of the set.
-        title: title for readers.
-        role: use of the set.
-        images: the images as on disk.
-        prepare: turns a batch of bytes into network inputs.
-        made_by: plain values that identify `prepare` and `change`; they enter the checksum, and so do the first inputs.
-        change: changes the images and keeps their labels.
-        level: how far the data are shifted.
-        batch_size: images in a batch.
-        types: kinds of shift that `change` deals over the images in turn.
-    """
-
-    def batches() -> Batches:
-        shown = change(images)
-        pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
-        return ((prepare(part), own) for part, own in zip(pixels, labels, strict=True))
-
-    def show(count: int) -> Tensor:
-        return change(images.part(slice(0, count))).pixels
-
-    first_inputs = hashlib.sha256(prepare(show(SAMPLE)).contiguous().numpy().tobytes()).hexdigest()
-    key = checksum(data_checksum(images.pixels, images.labels), *made_by, first_inputs)
-    labels = first_labels(role, images.labels)
-    return Source(name, title, role, len(images), key, batches, show, level, labels, types)
 
 
 def first_labels(role: Role, labels: Tensor) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from mola.baselines.mimo import Mimo
 from mola.baselines.swag import Swag
 from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted, LastLayer
-from mola.compare.tally import Answer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
-from mola.lab.context import Context, Predictor, StoredPrediction, TrainingContext
+from mola.lab.context import Context, Predictor, StoredPrediction
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
-from mola.lab.training import Recipe, train_mimo
+from mola.lab.training import Recipe, member_seeds, train_mimo
 from mola.lab.training import fit_swag as fit_swag_path
 from mola.likelihoods import CATEGORICAL
 from mola.network import call, evaluating
@@ -135,22 +134,17 @@ class SwagMixture:
 
     def fit(self, context: Context) -> Fitted:
         """Fit SWAG from every network, or resume."""
-        training, start = context.training, time.perf_counter()
-        swags: dict[str, Swag] = {}
+        start, swags = time.perf_counter(), dict[str, Swag]()
         for network in context.networks[: self.components]:
-            folder = training.folder("swag", network.checksum, asdict(self.budget))
-            swags[folder.name] = fit_swag(network, training.training, self.budget, folder, training.device)
-        seconds = time.perf_counter() - start
-
-        def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-            return context.labelled(
-                name, [training.predictions(key, name, partial(_predictors, swag)) for key, swag in swags.items()]
-            )
-
-        def answer(found: list[StoredPrediction], scores: bool) -> Answer:
-            return StoredPrediction.mean(found).answer(len(found) * self.budget.samples)
-
-        return Fitted(batches, answer, {"notes": [RESUMED]}, seconds)
+            folder = context.folder("swag", network.checksum, asdict(self.budget))
+            swags[folder.name] = fit_swag(network, context.training(), self.budget, folder, context.device)
+        predictors = {key: partial(_predictors, swag) for key, swag in swags.items()}
+        return Fitted(
+            lambda name: context.predictions(name, predictors),
+            lambda found, scores: StoredPrediction.mean(found).answer(len(found) * self.budget.samples),
+            {"notes": [RESUMED]},
+            time.perf_counter() - start,
+        )
 
 
 def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
@@ -171,12 +165,6 @@ def _predictors(swag: Swag) -> Iterator[Predictor]:
 def _probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
     with evaluating(network):
         return CATEGORICAL.probabilities(call(network, inputs))
-
-
-class _Head(NamedTuple):
-    # A head of a trained MIMO network, as a key of activations.
-
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -204,33 +192,26 @@ class MimoHeads:
 
     def fit(self, context: Context) -> Fitted:
         """Train the network, or resume; then fit the method on its heads."""
-        start = time.perf_counter()
-        trained = _TrainedMimo(context.training, self.budget, context.run)
-        trained.mimo  # noqa: B018  (trained now, so that its time is counted)
+        start, recipe, activations = time.perf_counter(), context.suite.recipe, context.activations
+        seed = member_seeds(context.run + 1, 0)[context.run]
+        identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), seed)
+        mimo = fit_mimo(
+            context.networks[0].build,
+            context.training(),
+            recipe,
+            self.budget,
+            seed,
+            context.folder("mimo", *identity),
+            context.device,
+        )
         seconds = time.perf_counter() - start
-        fitted = self.method.fit(replace(context, read=trained.read))
+        key = network_checksum(mimo, context.network)
+        heads = [Network(None, partial(mimo.networks.__getitem__, k), f"{key}-{k}") for k in range(self.budget.members)]
+
+        def read(name: str) -> Stored:
+            activations.compute_together(heads, context.sources[name])
+            return activations.read(heads, context.sources[name])
+
+        fitted = self.method.fit(replace(context, read=read))
         notes = [*fitted.chosen.get("notes", []), RESUMED]
         return replace(fitted, chosen={**fitted.chosen, "notes": notes}, seconds=seconds + fitted.seconds)
-
-
-class _TrainedMimo:
-    def __init__(self, training: TrainingContext, budget: MimoBudget, run: int) -> None:
-        self.training, self.budget, self.seed = training, budget, training.seed(run)
-
-    @cached_property
-    def mimo(self) -> Mimo:
-        training, recipe = self.training, self.training.suite.recipe
-        identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), self.seed)
-        folder = training.folder("mimo", *identity)
-        return fit_mimo(training.build, training.training, recipe, self.budget, self.seed, folder, training.device)
-
-    @cached_property
-    def heads(self) -> list[_Head]:
-        checksum = network_checksum(self.mimo, self.training.network)
-        return [_Head(f"{checksum}-{index}") for index in range(self.budget.members)]
-
-    def read(self, name: str) -> Stored:
-        """Return the heads' stored activations of a set, which share their features."""
-        source, activations = self.training.sources[name], self.training.activations
-        activations.compute_together(self.heads, lambda: self.mimo.networks, source)
-        return activations.read(self.heads, source)

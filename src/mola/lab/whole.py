@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import mola.whole
 from mola.compare.methods import RULES, Fitted, noting
-from mola.compare.tally import Answer
-from mola.lab.context import Context, StoredPrediction
+from mola.lab.context import Context
 from mola.lab.suite import Source
 from mola.lab.swag_mimo import RESUMED
 from mola.saving.files import DOCUMENT
@@ -39,29 +38,25 @@ class WholeNetworks:
 
     def fit(self, context: Context) -> Fitted:
         """Fit on all training images and tune on the validation images, or load the stored posterior."""
-        training, start = context.training, time.perf_counter()
-        networks = context.networks[: self.components]
-        models = [training.load(network) for network in networks]
-        held_out = training.sources["validation"].checksum
+        start, networks = time.perf_counter(), context.networks[: self.components]
+        models = [network.load().to(context.device) for network in networks]
+        held_out = context.sources["validation"].checksum
         identity = ([network.checksum for network in networks], self.settings(), held_out, context.threshold)
-        folder = training.folder("whole", *identity)
+        folder = context.folder("whole", *identity)
         with noting() as notes:
             posterior = self._posterior(models, context, folder)
-        seconds = time.perf_counter() - start
-
-        def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-            return context.labelled(name, [training.predictions(folder.name, name, lambda: [posterior])])
-
-        def answer(found: list[StoredPrediction], scores: bool) -> Answer:
-            return found[0].answer(predictors=1)
-
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, RESUMED]}
-        return Fitted(batches, answer, chosen, seconds)
+        return Fitted(
+            lambda name: context.predictions(name, {folder.name: lambda: [posterior]}),
+            lambda found, scores: found[0].answer(predictors=1),
+            chosen,
+            time.perf_counter() - start,
+        )
 
     def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> WholeMoLA:
         if (folder / DOCUMENT).exists():
             return mola.whole.load(folder, models)
-        train, validation = (_Loader(context.training.sources[name]) for name in ("train", "validation"))
+        train, validation = (_Loader(context.sources[name]) for name in ("train", "validation"))
         sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
         subnetwork = None if self.subnetwork is None else min(self.subnetwork, *sizes)
         posterior = mola.whole.fit(models, train, structure=self.structure, subnetwork=subnetwork, progress=False)

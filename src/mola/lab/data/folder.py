@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, MissingExtraError, OptionError
+from mola.errors import DataError, MissingExtraError
 from mola.lab.data.images import Images, Normalisation, even_places
 
 if TYPE_CHECKING:
@@ -120,8 +120,6 @@ class ImageFolder:
             normalise: turns bytes into network inputs; None leaves bytes.
             workers: threads that decode the next batch meanwhile.
         """
-        if size < 1 or workers < 1:
-            raise OptionError(f"size and workers must be at least 1, got {size} and {workers}.")
         return FolderBatches(self, size, normalise, workers)
 
     def load(self) -> Images:
@@ -255,21 +253,13 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
     )
 
 
-def open_imagenet_c(
-    corruption: str, severity: int, directory: Path, *, prepare: Preparation = CENTRE_224
-) -> ImageFolder:
-    """Open ImageNet-C's images of one corruption at severity 1 to 5; `DataError` if they are not in the data directory."""
-    roots = [directory / place for place in PLACES_C if (directory / place).is_dir()]
-    for root in roots:
+def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
+    """Return the folder of ImageNet-C's images of one corruption at severity 1 to 5, if it is in the data directory."""
+    for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
-                beside = (root, *(directory / place for place in PLACES))
-                return open_folder(folder, prepare, classes=_synsets(folder, beside))
-    raise DataError(
-        f"ImageNet-C's {corruption} at severity {severity} is not in {directory}. Provide:\n"
-        f"  {directory / PLACES_C[0] / corruption / str(severity)}/<synset>/*.JPEG\n"
-        "  from https://zenodo.org/records/2235448"
-    )
+                return folder
+    return None
 
 
 def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:

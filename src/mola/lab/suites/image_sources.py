@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +14,13 @@ from mola.errors import DataError, warn
 from mola.lab.data.catalogue import DATASETS, has_images, load_images
 from mola.lab.data.images import Images, normalisation, split_validation
 from mola.lab.data.transforms import ANGLES, flip_and_crop, rotate
-from mola.lab.suite import DataOptions, Source, TrainingData, from_memory
+from mola.lab.suite import Batches, DataOptions, Source, TrainingData, checksum, data_checksum, first_labels
 from mola.lab.training import Labelled, Recipe
 
 Change = Callable[[Images], Images]
+
+SAMPLE = 64
+"""Images of each set whose inputs enter its checksum: enough for every type of corruption to occur."""
 
 
 def _load(name: str, split: str, options: DataOptions) -> Images:
@@ -40,7 +44,7 @@ def image_source(
     level: float = 0.0,
     types: tuple[str, ...] = (),
 ) -> Source:
-    """Make a source of images in memory; see `mola.lab.suite.from_memory`.
+    """Make a source of images in memory, changed (rotated, corrupted) when they are read.
 
     Args:
         options: the user's options.
@@ -49,25 +53,29 @@ def image_source(
         title: title for readers.
         role: use of the set.
         images: the images as on disk.
-        change: changes the images.
-        changed_by: plain values that identify `change`.
+        change: changes the images and keeps their labels.
+        changed_by: plain values that identify `change`; they enter the checksum, and so do the first inputs.
         level: how far the images are shifted.
-        types: kinds of shift that are dealt over the images in turn.
+        types: kinds of shift that `change` deals over the images in turn.
     """
     chosen = options.normalisation or normalised
-    return from_memory(
-        name,
-        title,
-        role,
-        images,
-        normalisation(chosen),
-        made_by=("normalisation", chosen, *changed_by),
-        change=change,
-        level=level,
-        # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
-        batch_size=32 if images.pixels.shape[1] > 1 else 128,
-        types=types,
-    )
+    normalise = normalisation(chosen)
+    # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
+    batch_size = 32 if images.pixels.shape[1] > 1 else 128
+
+    def batches() -> Batches:
+        shown = change(images)
+        pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
+        return ((normalise(part), own) for part, own in zip(pixels, labels, strict=True))
+
+    def show(count: int) -> Tensor:
+        return change(images.part(slice(0, count))).pixels
+
+    first_inputs = hashlib.sha256(normalise(show(SAMPLE)).contiguous().numpy().tobytes()).hexdigest()
+    made_by = ("normalisation", chosen, *changed_by)
+    key = checksum(data_checksum(images.pixels, images.labels), *made_by, first_inputs)
+    labels = first_labels(role, images.labels)
+    return Source(name, title, role, len(images), key, batches, show, level, labels, types)
 
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
@@ -113,16 +121,16 @@ def in_distribution(name: str, title: str, normalised: str, options: DataOptions
 
 
 def load_outliers(name: str, options: DataOptions) -> Images | None:
-    """Read a set of outliers; a set that is not in the data directory is left out with a warning."""
+    """Read a set of outliers; a set that is neither in the data directory nor downloaded is left out with a warning."""
+    reason = "is not in the data directory"
     if has_images(name, "test", options.directory) or options.download:
         try:
             return _load(name, "test", options).evenly(options.outliers)
         except DataError as error:
             if has_images(name, "test", options.directory):
                 raise
-            warn(f"{DATASETS[name].title} cannot be downloaded ({error}) and is left out of the comparison.")
-            return None
-    warn(f"{DATASETS[name].title} is not in the data directory and is left out of the comparison.")
+            reason = f"cannot be downloaded ({error})"
+    warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
     return None
 
 

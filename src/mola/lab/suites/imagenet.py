@@ -20,7 +20,7 @@ from mola.compare.results import EXAMPLES
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_PARAMETERS, SEVERITIES, corrupt
 from mola.lab.data.catalogue import data_directory
-from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, open_imagenet, open_imagenet_c
+from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, imagenet_c_folder, open_imagenet
 from mola.lab.data.images import Images, Normalisation, even_places, normalisation
 from mola.lab.data.transforms import in_colour
 from mola.lab.models import build_network
@@ -170,75 +170,50 @@ def _enlarged(name: str, title: str, images: Images, side: int, normalise: Norma
 # --- ImageNet-C
 
 
-def _published(directory: Path, wanted: Sequence[str]) -> list[str]:
-    # The corruptions of ImageNet-C that are there with all severities; warns if only some are.
-    there = []
-    for corruption in wanted:
-        try:
-            for severity in SEVERITIES:
-                open_imagenet_c(corruption, severity, directory)
-        except DataError:
-            continue
-        there.append(corruption)
-    if there and len(there) < len(wanted):
-        missing = ", ".join(corruption for corruption in wanted if corruption not in there)
-        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(wanted)} corruptions are used.")
-    return there
-
-
 def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
+    # The corruptions, and whether they are published files, which need all severities.
     for name in options.types:
         one_of(name, CORRUPTIONS, "types")
-    there = _published(data_directory(options.directory), options.types or CORRUPTIONS)
-    if there:
-        return tuple(there), True
-    for name in options.types:
-        one_of(name, tuple(IMAGENET_PARAMETERS), "types that can be generated")
-    return options.types or GENERATED, False
+    directory, wanted = data_directory(options.directory), options.types or CORRUPTIONS
+    there = tuple(
+        name for name in wanted if all(imagenet_c_folder(name, severity, directory) for severity in SEVERITIES)
+    )
+    if not there:
+        for name in options.types:
+            one_of(name, tuple(IMAGENET_PARAMETERS), "types that can be generated")
+        return options.types or GENERATED, False
+    if len(there) < len(wanted):
+        missing = ", ".join(name for name in wanted if name not in there)
+        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(wanted)} corruptions are used.")
+    return there, True
 
 
-def _title(types: Sequence[str], published: bool, severity: int) -> str:
-    return f"ImageNet-C{'' if published else ', generated,'} ({len(types)} types) at severity {severity}"
+def _shifted(
+    options: DataOptions, images: ImageFolder, types: Sequence[str], published: bool, kinds: tuple[str, ...]
+) -> list[tuple[int, str, _Pictures]]:
+    # Severity, title and images of each shifted set; `kinds` names the corruption of each image.
+    found = []
+    for severity in SEVERITIES:
+        title = f"ImageNet-C{'' if published else ', generated,'} ({len(types)} types) at severity {severity}"
+        if published:
+            pairs = zip(kinds, images.paths, strict=True)
+            paths = tuple(_published_file(options, kind, severity, path) for kind, path in pairs)
+            found.append((severity, title, _Pictures(replace(images, paths=paths))))
+        else:
+            found.append((severity, title, _Pictures(images, severity, kinds)))
+    return found
 
 
-def _pooled(options: DataOptions, test: ImageFolder, severity: int, types: Sequence[str]) -> ImageFolder:
+def _published_file(options: DataOptions, kind: str, severity: int, path: Path) -> Path:
+    # ImageNet-C keeps the names of ImageNet's files.
     directory = data_directory(options.directory)
-    folders = [open_imagenet_c(corruption, severity, directory, prepare=test.prepare) for corruption in types]
-    if any(folder.classes != test.classes for folder in folders):
-        raise DataError(
-            "the corruptions' folders do not have the same classes as the validation images: complete them."
-        )
-    # Validation images are left out here too: ImageNet-C keeps the names of the files.
-    kept = {(path.parent.name, path.stem) for path in test.paths}
-    paths = [
-        (path, int(label))
-        for folder in folders
-        for path, label in zip(folder.paths, folder.labels, strict=True)
-        if (path.parent.name, path.stem) in kept
-    ]
-    if len(paths) != len(kept) * len(types):
-        raise DataError(
-            f"ImageNet-C at severity {severity} has {len(paths)} images of the {len(kept)} in the test set under "
-            f"{len(types)} corruptions in {directory}: are all there, with the names of the originals?"
-        )
-    labels = torch.tensor([label for _, label in paths])
-    return ImageFolder(tuple(path for path, _ in paths), labels, test.classes, test.prepare)
-
-
-def _dealt(options: DataOptions, images: ImageFolder, severity: int, kinds: Sequence[str]) -> ImageFolder:
-    directory = data_directory(options.directory)
-    files = {
-        (kind, path.parent.name, path.stem): path
-        for kind in dict.fromkeys(kinds)
-        for path in open_imagenet_c(kind, severity, directory, prepare=images.prepare).paths
-    }
-    wanted = [(kind, path.parent.name, path.stem) for kind, path in zip(kinds, images.paths, strict=True)]
-    missing = next((key for key in wanted if key not in files), None)
-    if missing is not None:
-        raise DataError(
-            f"ImageNet-C's {missing[0]} at severity {severity} lacks {missing[1]}/{missing[2]} in {directory}: complete it."
-        )
-    return replace(images, paths=tuple(files[key] for key in wanted))
+    folder = imagenet_c_folder(kind, severity, directory) or directory
+    for name in (path.name, f"{path.stem}.JPEG"):
+        if (folder / path.parent.name / name).is_file():
+            return folder / path.parent.name / name
+    raise DataError(
+        f"ImageNet-C's {kind} at severity {severity} lacks {path.parent.name}/{path.name} in {directory}: complete it."
+    )
 
 
 # --- with training images
@@ -258,16 +233,11 @@ def _sources(options: DataOptions) -> dict[str, Source]:
         "test": _source(options, "test", "ImageNet test", "test", _Pictures(test)),
     }
     types, published = _types(options)
-    limit = options.shifted if options.shifted is not None else options.test
-    for severity in SEVERITIES:
-        name, title = f"severity {severity}", _title(types, published, severity)
-        if published:
-            pictures = _Pictures(_pooled(options, test, severity, types).evenly(limit))
-        else:
-            images = test.evenly(limit)
-            pictures = _Pictures(images, severity, tuple(types[index % len(types)] for index in range(len(images))))
-        dealt = () if published else types
-        sources[name] = _source(options, name, title, "shift", pictures, level=severity, types=dealt)
+    images = test.evenly(options.shifted if options.shifted is not None else options.test)
+    kinds = tuple(types[index % len(types)] for index in range(len(images)))
+    for severity, title, pictures in _shifted(options, images, types, published, kinds):
+        name = f"severity {severity}"
+        sources[name] = _source(options, name, title, "shift", pictures, level=severity, types=types)
     return {**sources, **_outliers(options)}
 
 
@@ -288,13 +258,10 @@ def _folds(options: DataOptions) -> Folds:
     shifted = images.part(some)
     present = _present(shifted.labels)
     kinds = tuple(types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels)
-    shifts: list[tuple[Source, _Pictures]] = []
-    for severity in SEVERITIES:
-        made = (
-            _Pictures(_dealt(options, shifted, severity, kinds)) if published else _Pictures(shifted, severity, kinds)
-        )
-        name, title = f"severity {severity}", _title(types, published, severity)
-        shifts.append((_source(options, name, title, "shift", made, level=severity), made))
+    shifts = [
+        (_source(options, f"severity {severity}", title, "shift", made, level=severity), made)
+        for severity, title, made in _shifted(options, shifted, types, published, kinds)
+    ]
     outliers = _outliers(options)
     folds: list[dict[str, Source]] = []
     for turn in range(FOLDS):
@@ -375,9 +342,8 @@ IMAGENET = Suite(
     cost_of_training=False,
     notes=(
         "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
-        "With training images, a fifth of ImageNet's validation images tune the prior precision, the others test; ImageNet-C is "
-        "used where its images are of the latter. Published files are pooled over all types; generated images are corrupted once, "
-        "the types dealt in turn.",
+        "With training images, a fifth of ImageNet's validation images tune the prior precision and the others test; each of these "
+        "is corrupted once at each severity, the types dealt in turn.",
     ),
 )
 """The paper's ImageNet-C, with trained networks that the user brings."""
