@@ -19,7 +19,7 @@ from mola.compare.methods import LastLayer
 from mola.compare.store import Store
 from mola.lab import activations as storing
 from mola.lab.activations import Activations
-from mola.lab.comparisons import COMPARISONS
+from mola.lab.comparisons import methods_of
 from mola.lab.corruptions.catalogue import corrupt
 from mola.lab.named_networks import open_named
 from mola.lab.runner import Plan, run_suite
@@ -314,7 +314,7 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
         {(record.method, record.run): record for record in Store(tmp_path / name / "results").records("imagenet")}
         for name in ("one", "two")
     )
-    assert len(one) == 2 * len(COMPARISONS["main"](IMAGENET.budget))
+    assert len(one) == 2 * len(methods_of("main", IMAGENET.budget))
     assert one.keys() == two.keys()
     for name, record in one.items():
         other = two[name]

@@ -53,7 +53,7 @@ def test_no_threshold_treats_more_inputs_rightly(known, unknown):
 def answers(**sets):
     """What a method says: probabilities and labels by set, in batches of three."""
 
-    def ask(name, *, scores=True):
+    def ask(name, scores):
         probs, labels = sets[name]
         return ((Answer(some), some_labels) for some, some_labels in zip(probs.split(3), labels.split(3), strict=True))
 

@@ -18,7 +18,7 @@ from mola.compare.results import METRICS
 from mola.compare.store import Store
 from mola.errors import MolaWarning
 from mola.lab.activations import open_networks
-from mola.lab.comparisons import COMPARISONS
+from mola.lab.comparisons import COMPARISONS, methods_of
 from mola.lab.networks import find_networks
 from mola.lab.suites.registry import find_suite
 from tests.conftest import require_shared
@@ -57,7 +57,7 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
 @pytest.mark.parametrize("suite", ["mnist", "cifar10"])
 def test_declared_methods_have_the_settings_of_their_records(suite):
     """So that records count: a new rule or option must leave the settings of all other methods as they were."""
-    declared = {one.name: one for make in COMPARISONS.values() for one in make(find_suite(suite).budget)}
+    declared = {one.name: one for name in COMPARISONS for one in methods_of(name, find_suite(suite).budget)}
     budgets = ("SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA")  # the records name the budget that was asked for
     common = {"components", "threshold", "network", "protocol", "metrics"}
     records = [one for one in Store(RESULTS).records(suite) if one.method not in budgets]

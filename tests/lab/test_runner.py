@@ -18,7 +18,7 @@ from mola.compare.methods import LastLayer
 from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
-from mola.lab.comparisons import COMPARISONS
+from mola.lab.comparisons import COMPARISONS, methods_of
 from mola.lab.data.images import Images, normalisation
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.runner import Plan, describe, run_suite
@@ -327,7 +327,7 @@ def test_too_few_networks_are_counted(plan):
 
 
 def test_every_comparison_has_unique_methods():
-    names = [method.name for comparison in COMPARISONS.values() for method in comparison(SUITE.budget)]
+    names = [method.name for comparison in COMPARISONS for method in methods_of(comparison, SUITE.budget)]
     folders = {Store("x").path("blobs", name, 0) for name in names}
     assert len(set(names)) == len(names) == len(folders)
 
@@ -406,7 +406,7 @@ def test_the_digits_suite_end_to_end_in_one_process_and_in_two(tmp_path):
         }
         for name in ("one", "two")
     )
-    assert {method for method, _ in one} == {method.name for method in COMPARISONS["main"](SUITE.budget)}
+    assert {method for method, _ in one} == {method.name for method in methods_of("main", SUITE.budget)}
     assert two == one
     assert list(one["DE", 0].labelled) == ["test", *(f"rotation {angle}" for angle in range(15, 181, 15))]
     assert {result.count for result in one["DE", 0].outliers.values()} == {30}

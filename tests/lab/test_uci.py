@@ -12,7 +12,6 @@ from mola.lab.training import Recipe
 from mola.lab.uci import (
     METHODS,
     SETS,
-    UciConfig,
     as_good,
     comparison,
     estimates,
@@ -77,12 +76,11 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     monkeypatch.setattr(comparison, "RECIPE", Recipe(epochs=15, batch_size=16, learning_rate=1e-2, optimiser="adam"))
     monkeypatch.setattr(comparison, "MEMBERS", 2)
     monkeypatch.setattr(comparison, "SWAG_EPOCHS", 2)
-    order = UciConfig(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
-    place = run_uci(order)
+    place = run_uci(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
     files = sorted(path.name for path in place.glob("*/*.json"))
     assert files == ["gap-0.json", "gap-1.json", "gap-2.json", "split-0.json", "split-1.json"]
     times = {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
-    run_uci(order)
+    run_uci(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
     assert times == {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
     records = read_records(tmp_path / "results")
     found = estimates(records, "nll")["yacht"]

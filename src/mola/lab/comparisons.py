@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mola.compare.methods import RULES, WEIGHTS, LastLayer, Method
 from mola.lab.context import Context
 from mola.lab.suite import Budget
@@ -18,115 +16,93 @@ SWEEP = 10
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
-
-def _main(_: Budget) -> list[SuiteMethod]:
-    return [
-        LastLayer("MAP", components=1, detectors=True),
-        LastLayer("MAP-T", components=1, temperature=True, detectors=True),
-        LastLayer("DE", detectors=True),
-        LastLayer("DE-T", temperature=True, detectors=True),
-        LastLayer("DE-L", temperature=True, mean="logits", detectors=True),
-        LastLayer("LLLA", components=1, structure="kron", detectors=True),
-        LastLayer("MoLA", structure="kron", detectors=True),
-        LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
-        LastLayer("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
-        LastLayer("MoLA (distance)", structure="kron", rule="distance", detectors=True),
-        LastLayer("LLLA (calibrated)", components=1, structure="kron", rule="calibrated", detectors=True),
-        LastLayer("MoLA (calibrated)", structure="kron", rule="calibrated", detectors=True),
-    ]
-
-
-def _beyond(budget: Budget) -> list[SuiteMethod]:
-    return [
-        SwagMixture("SWAG", budget.swag, components=1),
-        SwagMixture("MultiSWAG", budget.swag),
-        MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
-        MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
-    ]
-
-
-def _whole(_: Budget) -> list[SuiteMethod]:
-    return [
-        WholeNetworks("MoLA (all layers)", structure="kron"),
-        WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
-    ]
-
-
-def _variants(_: Budget) -> list[SuiteMethod]:
-    return [
-        LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
-        for structure in STRUCTURES
-        for link in LINKS
-    ]
-
-
-def _mixtures(_: Budget) -> list[SuiteMethod]:
-    return [
-        LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
-        for structure in STRUCTURES
-        for rule in ("threshold", "nll")
-    ]
-
-
-def _components(_: Budget) -> list[SuiteMethod]:
-    return [
-        method
-        for count in range(1, SWEEP + 1)
-        for method in (
-            LastLayer(f"DE K={count}", "components", count),
-            LastLayer(f"DE-T K={count}", "components", count, temperature=True),
-            LastLayer(f"MoLA K={count}", "components", count, "kron"),
-            LastLayer(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
-        )
-    ]
-
-
-def _tempered(_: Budget) -> list[SuiteMethod]:
-    return [
-        LastLayer("LLLA-T", "tempered", 1, "kron", temperature=True, detectors=True),
-        *(
-            LastLayer(f"MoLA-T by {rule}", "tempered", None, "kron", rule=rule, temperature=True, detectors=True)
-            for rule in ("threshold", "nll", "distance")
-        ),
-    ]
-
-
-def _many_classes(_: Budget) -> list[SuiteMethod]:
-    # Without mean-field: its C x C pairs for each datum and candidate take half an hour a method with a thousand classes.
-    return [
-        LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
-        for structure in ("diag", "kron", "kron-diag", "kron-exact")
-        for link in ("probit", "probit-centred")
-    ]
-
-
-def _rules(_: Budget) -> list[SuiteMethod]:
-    return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
-
-
-def _weights(_: Budget) -> list[SuiteMethod]:
-    return [LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS]
-
-
-COMPARISONS: dict[str, Callable[[Budget], list[SuiteMethod]]] = {
-    "main": _main,
-    "beyond": _beyond,
-    "whole": _whole,
-    "variants": _variants,
-    "structures": _mixtures,
-    "components": _components,
-    "rules": _rules,
-    "weights": _weights,
-    "tempered": _tempered,
-    "many-classes": _many_classes,
-}
-"""By name: the paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their
-tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture
-weights; Laplace approximations after temperature scaling, for underconfident networks; structures and links that are feasible
-with a thousand classes."""
+COMPARISONS = (
+    "main",
+    "beyond",
+    "whole",
+    "variants",
+    "structures",
+    "components",
+    "rules",
+    "weights",
+    "tempered",
+    "many-classes",
+)
+"""The paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their tables; LLLA with
+every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture weights; Laplace
+approximations after temperature scaling, for underconfident networks; structures and links that are feasible with a thousand
+classes."""
 
 LONG = ("beyond", "whole")
 """Comparisons that take hours; the others take minutes."""
 
 NAMED = (*LONG, "tempered", "many-classes")
 """Comparisons that "all" leaves out."""
+
+
+def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
+    """Return the methods of one of `COMPARISONS`; the budget is that of methods that train."""
+    found: dict[str, list[SuiteMethod]] = {
+        "main": [
+            LastLayer("MAP", components=1, detectors=True),
+            LastLayer("MAP-T", components=1, temperature=True, detectors=True),
+            LastLayer("DE", detectors=True),
+            LastLayer("DE-T", temperature=True, detectors=True),
+            LastLayer("DE-L", temperature=True, mean="logits", detectors=True),
+            LastLayer("LLLA", components=1, structure="kron", detectors=True),
+            LastLayer("MoLA", structure="kron", detectors=True),
+            LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
+            LastLayer("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
+            LastLayer("MoLA (distance)", structure="kron", rule="distance", detectors=True),
+            LastLayer("LLLA (calibrated)", components=1, structure="kron", rule="calibrated", detectors=True),
+            LastLayer("MoLA (calibrated)", structure="kron", rule="calibrated", detectors=True),
+        ],
+        "beyond": [
+            SwagMixture("SWAG", budget.swag, components=1),
+            SwagMixture("MultiSWAG", budget.swag),
+            MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
+            MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+        ],
+        "whole": [
+            WholeNetworks("MoLA (all layers)", structure="kron"),
+            WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
+        ],
+        "variants": [
+            LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
+            for structure in STRUCTURES
+            for link in LINKS
+        ],
+        "structures": [
+            LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
+            for structure in STRUCTURES
+            for rule in ("threshold", "nll")
+        ],
+        "components": [
+            method
+            for count in range(1, SWEEP + 1)
+            for method in (
+                LastLayer(f"DE K={count}", "components", count),
+                LastLayer(f"DE-T K={count}", "components", count, temperature=True),
+                LastLayer(f"MoLA K={count}", "components", count, "kron"),
+                LastLayer(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
+            )
+        ],
+        "rules": [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES],
+        "weights": [
+            LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS
+        ],
+        "tempered": [
+            LastLayer("LLLA-T", "tempered", 1, "kron", temperature=True, detectors=True),
+            *(
+                LastLayer(f"MoLA-T by {rule}", "tempered", None, "kron", rule=rule, temperature=True, detectors=True)
+                for rule in ("threshold", "nll", "distance")
+            ),
+        ],
+        # Without mean-field: its C x C pairs for each datum and candidate take half an hour a method with a thousand classes.
+        "many-classes": [
+            LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
+            for structure in ("diag", "kron", "kron-diag", "kron-exact")
+            for link in ("probit", "probit-centred")
+        ],
+    }
+    return found[comparison]

@@ -4,9 +4,9 @@ Each is fitted on training features, `detector = Mahalanobis.fit(features, label
 `detector(features) -> (n,)` scores, higher for outliers. Training features are a tensor (n, d), or a function that returns them some
 rows at a time, for bounded memory.
 
-The members of an ensemble have features of their own, with other zeros and units of distance: a plain mean would weigh the member
-whose scores spread most. `DetectorEnsemble` therefore standardises each member's scores by their mean and spread on held-out
-in-distribution data, and averages those.
+The networks of an ensemble have their own features, and distances in their own units: a plain mean would weigh the network
+whose scores spread most. `DetectorEnsemble` therefore standardises each network's scores by their mean and standard deviation on
+held-out in-distribution data before it averages them.
 """
 
 from __future__ import annotations
@@ -31,39 +31,11 @@ Parts = Callable[[], Iterable[Tensor]]
 """Returns features some rows at a time, from the first row every time."""
 
 PAIRS_AT_ONCE = 2**23
-"""Distances in memory at once."""
-
-BANK_AT_ONCE = 2**14
-"""Training points that are compared with each input at once."""
-
-
-def _check(features: Tensor, width: int | None = None) -> Tensor:
-    if features.ndim != 2 or not features.is_floating_point() or (width is not None and features.shape[1] != width):
-        wanted = "(n, d)" if width is None else f"(n, {width})"
-        raise DataError(
-            f"features must be floating-point of shape {wanted}, got {tuple(features.shape)} of {features.dtype}."
-        )
-    if not torch.isfinite(features).all():
-        raise DataError(
-            f"features must be finite; {int((~torch.isfinite(features)).any(1).sum())} of {len(features)} rows are not."
-        )
-    return features.detach()
+"""Distances to training points in memory at once."""
 
 
 def _as_parts(features: Tensor | Parts) -> Parts:
-    if not isinstance(features, Tensor):
-        return features
-    values = _check(features)
-    return lambda: _chunks(values, values.shape[1])
-
-
-def _chunks(features: Tensor, numbers_per_row: int) -> tuple[Tensor, ...]:
-    return torch.split(features, max(1, PAIRS_AT_ONCE // numbers_per_row))
-
-
-def _like(values: Tensor, features: Tensor) -> Tensor:
-    # In the user's precision, but not in half precision: squared distances exceed its range.
-    return values.to(features.device, torch.promote_types(features.dtype, torch.float32))
+    return (lambda: [features]) if isinstance(features, Tensor) else features
 
 
 def _whitening(covariance: Tensor) -> Tensor:
@@ -114,50 +86,39 @@ class Mahalanobis:
             relative: subtract the distance under the covariance of all data.
             normalised: scale features to length 1 first.
         """
-        count, parts = len(labels), _as_parts(features)
-        fits = isinstance(features, Tensor) and labels.shape != features.shape[:1]
-        if fits or labels.ndim != 1 or labels.is_floating_point() or not count or int(labels.min()) < 0:
-            raise DataError(
-                f"labels must be one class index, 0 or more, for each row of features, got shape {tuple(labels.shape)} of "
-                f"{labels.dtype}."
-            )
 
-        def prepared(part: Tensor) -> Tensor:
-            values = to_float64(part.detach())
-            return _directions(values) if normalised else values
+        def prepared() -> Iterator[Tensor]:
+            for part in _as_parts(features)():
+                values = to_float64(part.detach())
+                yield _directions(values) if normalised else values
 
-        centre = sum(prepared(_check(part)).sum(0) / count for part in parts())
-        assert isinstance(centre, Tensor)  # there are data
+        centre = torch.stack([values.sum(0) / len(labels) for values in prepared()]).sum(0)
         _, index = torch.unique(labels.to(centre.device), return_inverse=True)
-        counts = torch.bincount(index)
+        counts, width = torch.bincount(index), len(centre)
 
-        def owned() -> Iterator[tuple[Tensor, Tensor]]:
+        def centred() -> Iterator[tuple[Tensor, Tensor]]:
             start = 0
-            for part in parts():
-                yield prepared(part) - centre, index[start : start + len(part)]
-                start += len(part)
+            for values in prepared():
+                yield values - centre, index[start : start + len(values)]
+                start += len(values)
 
-        width = len(centre)
         means, total = centre.new_zeros(len(counts), width), centre.new_zeros(width, width)
-        for values, owner in owned():
+        for values, owner in centred():
             means.index_add_(0, owner, values / counts[owner, None])
             if relative:
-                total += values.T @ values / count
+                total += values.T @ values / len(labels)
         within = torch.zeros_like(total)
-        for values, owner in owned():
+        for values, owner in centred():
             # Not total minus between: where classes are far apart, the difference would be rounding.
             residuals = values - means[owner]
-            within += residuals.T @ residuals / count
+            within += residuals.T @ residuals / len(labels)
         whitening = _whitening(within)
         return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None, normalised)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return scores (n,) of features (n, d), higher for outliers."""
-        parts = _chunks(_check(features, len(self.centre)), max(len(self.means), len(self.centre)))
-        return _like(torch.cat([self._distances(to_float64(part)) for part in parts]), features)
-
-    def _distances(self, features: Tensor) -> Tensor:
-        centred = (_directions(features) if self.normalised else features).to(self.centre.device) - self.centre
+        values = to_float64(features.detach())
+        centred = (_directions(values) if self.normalised else values).to(self.centre.device) - self.centre
         whitened = centred @ self.whitening
         squares = whitened.square().sum(1, keepdim=True) - 2 * whitened @ self.means.T + self.means.square().sum(1)
         nearest = squares.min(1).values.clamp_min(0)
@@ -188,25 +149,19 @@ class NearestNeighbours:
             labels: not used; every detector takes them.
             k: which neighbour; 50 is the authors' choice for CIFAR-10.
         """
-        values = _check(features)
-        if not 1 <= k <= len(values):
-            raise OptionError(f"k must be between 1 and the {len(values)} training points, got {k}.")
-        return cls(_directions(values), k)
+        if not 1 <= k <= len(features):
+            raise OptionError(f"k must be between 1 and the {len(features)} training points, got {k}.")
+        return cls(_directions(features.detach()), k)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return scores (n,) of features (n, d), higher for outliers."""
-        values = _directions(_check(features, self.bank.shape[1])).to(self.bank.device, self.bank.dtype)
-        parts = _chunks(values, BANK_AT_ONCE + self.k)
-        return _like(torch.cat([self._distances(part) for part in parts]), features)
-
-    def _distances(self, directions: Tensor) -> Tensor:
-        lengths = directions.square().sum(1, keepdim=True)
-        nearest = directions.new_empty(len(directions), 0)
-        for part in torch.split(self.bank, BANK_AT_ONCE):
-            squares = torch.addmm(lengths + part.square().sum(1), directions, part.T, alpha=-2)
-            nearest = torch.cat([nearest, squares], dim=1)
-            nearest = nearest.topk(min(self.k, nearest.shape[1]), dim=1, largest=False, sorted=False).values
-        return nearest.max(1).values.clamp_min(0).sqrt()
+        values, sizes = _directions(features.detach()).to(self.bank), self.bank.square().sum(1)
+        found = []
+        for part in torch.split(values, max(1, PAIRS_AT_ONCE // len(self.bank))):
+            lengths = part.square().sum(1, keepdim=True)
+            squares = torch.addmm(lengths + sizes, part, self.bank.T, alpha=-2)
+            found.append(squares.topk(self.k, dim=1, largest=False, sorted=False).values.max(1).values)
+        return torch.cat(found).clamp_min(0).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +212,7 @@ class VirtualLogit:
         origin = -torch.linalg.pinv(linear) @ offset
         moment = linear.new_zeros(width, width)
         for part in parts():
-            values = to_float64(_check(part, width)).to(origin) - origin
+            values = to_float64(part.detach()).to(origin) - origin
             moment += values.T @ values
         spread, directions = torch.linalg.eigh(moment)
         if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
@@ -268,22 +223,19 @@ class VirtualLogit:
         unscaled = cls(origin, directions[:, : width - kept].contiguous(), 1.0, linear, offset)
         largest = norms = 0.0
         for part in parts():
-            residual, logits = unscaled._parts(to_float64(part.detach()))
+            residual, logits = unscaled._parts(part)
             norms += float(residual.sum())
             largest += float(logits.amax(1).sum())
         return replace(unscaled, scale=largest / norms)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return scores (n,) of features (n, d), higher for outliers."""
-        found = []
-        for part in _chunks(_check(features, len(self.origin)), max(len(self.weight), len(self.origin))):
-            residual, logits = self._parts(to_float64(part))
-            found.append(self.scale * residual - logits.logsumexp(1))
-        return _like(torch.cat(found), features)
+        residual, logits = self._parts(features)
+        return self.scale * residual - logits.logsumexp(1)
 
     def _parts(self, features: Tensor) -> tuple[Tensor, Tensor]:
         # Distances (n,) from the subspace, and logits (n, C).
-        values = features.to(self.origin)
+        values = to_float64(features.detach()).to(self.origin)
         residual = torch.linalg.vector_norm((values - self.origin) @ self.residual, dim=1)
         return residual, values @ self.weight.T + self.bias
 
@@ -311,7 +263,7 @@ class DetectorEnsemble:
             reference: batches of features of held-out in-distribution data, each one tensor (n, d_k) for each network.
 
         Raises:
-            DataError: a member gives all reference data the same score, or a batch lacks a network's features.
+            DataError: a member gives all reference data the same score.
         """
         scores = torch.cat([_member_scores(members, batch) for batch in reference], dim=1)
         centres, scales = scores.mean(1), scores.std(1, correction=0)
@@ -329,12 +281,6 @@ class DetectorEnsemble:
 
 
 def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> Tensor:
-    counts = {len(values) for values in features}
-    if len(members) != len(features) or len(counts) != 1 or counts == {0}:
-        raise DataError(
-            f"expected features of the same inputs from each of the {len(members)} networks; got {len(features)} tensors with "
-            f"{[len(values) for values in features]} rows."
-        )
     return torch.stack([to_float64(member(values)) for member, values in zip(members, features, strict=True)])
 
 

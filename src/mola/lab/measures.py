@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,12 +15,8 @@ from mola.compare.tally import Answer, Tally, tally_set
 from mola.errors import DataError
 from mola.uncertainty import entropy
 
-
-class Answers(Protocol):
-    """Predictions of a method for a set, by the set's name: batch by batch, with the labels."""
-
-    def __call__(self, name: str, *, scores: bool = True) -> Iterable[tuple[Answer, Tensor]]:
-        """Predictions for one set, with outlier scores or without."""
+Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
+"""Predictions of a method for a set, by the set's name, with outlier scores or without: batch by batch, with the labels."""
 
 
 class Measure(Protocol):
@@ -29,10 +25,6 @@ class Measure(Protocol):
     @property
     def name(self) -> str:
         """Key of the numbers in a record; unique within the suite."""
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """Names of the sets that are read."""
 
     def __call__(self, answers: Answers, /) -> dict[str, float]:
         """Return the numbers of one method, by name."""
@@ -48,9 +40,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 
 def _ranks(values: NDArray[Any]) -> NDArray[Any]:
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # The last rank of each value, minus half the number of its other ties.
-    mean: NDArray[Any] = np.cumsum(counts) - (counts - 1) / 2
-    return mean[places]
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]  # ties share the mean of their ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,28 +54,23 @@ class HumanLabels:
     counts: Tensor
     """(n, C), in the order of the test set: number of people who gave each label."""
     name: str = "people"
-    sets: tuple[str, ...] = ("test",)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
         """Return the numbers of one method."""
         shares = self.counts.double() / self.counts.double().sum(1, keepdim=True)
         doubt = entropy(shares)
-        losses: list[Tensor] = []
+        parts: list[Tensor] = []
         scores: dict[str, list[Tensor]] = {}
-        for answer, labels in answers("test"):
-            start = sum(len(one) for one in losses)
-            here = shares[start : start + len(labels)]
-            if here.shape != answer.probs.shape:
-                break
-            # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
-            log_probs = answer.probs.clamp_min(torch.finfo(answer.probs.dtype).tiny).double().log()
-            losses.append(-(here * log_probs).sum(1))
+        for answer, _ in answers("test", True):
+            parts.append(answer.probs)
             for name, score in answer.scores().items():
                 scores.setdefault(name, []).append(score)
-        count = sum(len(one) for one in losses)
-        if count != len(shares):
+        probs = torch.cat(parts)
+        if probs.shape != shares.shape:
             raise DataError(f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set differs.")
-        loss = float(torch.cat(losses).mean())
+        # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
+        log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
+        loss = float(-(shares * log_probs).sum(1).mean())
         found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
         return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}
 
@@ -121,11 +106,6 @@ class Rejection:
     test: tuple[str, str]
     name: str = "rejection"
 
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """All four sets."""
-        return (*self.validation, *self.test)
-
     def __call__(self, answers: Answers) -> dict[str, float]:
         """Return the numbers of one method."""
         known, unknown, test, outside = (_tally(answers, name) for name in (*self.validation, *self.test))
@@ -150,11 +130,6 @@ class EstimatedAccuracy:
     shifted: tuple[tuple[str, int], ...]
     """Name of each shifted set, and the number of types of shift that are dealt over its data in turn."""
     name: str = "estimated accuracy"
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The validation data and the shifted sets."""
-        return ("validation", *(name for name, _ in self.shifted))
 
     def __call__(self, answers: Answers) -> dict[str, float]:
         """Return the numbers of one method."""
@@ -189,7 +164,7 @@ def accuracy_estimates(known: Mapping[str, Tensor], unknown: Mapping[str, Tensor
 
 def _certainty(answers: Answers, name: str) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {"confidence": [], "negative entropy": [], "correct": []}
-    for answer, labels in answers(name, scores=False):
+    for answer, labels in answers(name, False):
         confidence, predicted = answer.probs.double().max(1)
         found = (confidence, -entropy(answer.probs).double(), (predicted == labels).double())
         for values, part in zip(parts.values(), found, strict=True):
@@ -198,4 +173,4 @@ def _certainty(answers: Answers, name: str) -> dict[str, Tensor]:
 
 
 def _tally(answers: Answers, name: str) -> Tally:
-    return tally_set(({"": answer}, labels) for answer, labels in answers(name))[""]
+    return tally_set(({"": answer}, labels) for answer, labels in answers(name, True))[""]

@@ -24,7 +24,7 @@ from mola.compare.tally import Answer, Tally, tally_set
 from mola.distributed import Team
 from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
-from mola.lab.comparisons import COMPARISONS, LONG, SWEEP, SuiteMethod
+from mola.lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
 from mola.lab.context import Context
 from mola.lab.detectors import feature_scores
 from mola.lab.measures import Answers, Measure
@@ -108,7 +108,7 @@ class Plan:
 
     def methods(self, group: str) -> list[SuiteMethod]:
         """Return the methods of a group."""
-        return COMPARISONS[group](self.budget or self.suite.budget)
+        return methods_of(group, self.budget or self.suite.budget)
 
     def read_training(self, device: str) -> TrainingData:
         """Read the training data of the suite's networks onto a device."""
@@ -410,10 +410,7 @@ def _tally(fitted: Fitted, source: Source, scores: bool, seconds: dict[str, floa
 
 
 def _answers(fitted: Fitted) -> Answers:
-    def answers(name: str, *, scores: bool = True) -> Iterator[tuple[Answer, Tensor]]:
-        return ((fitted.answer(batch, scores), labels) for batch, labels in fitted.batches(name))
-
-    return answers
+    return lambda name, scores: ((fitted.answer(batch, scores), labels) for batch, labels in fitted.batches(name))
 
 
 def _finite(value: Any) -> Any:

@@ -135,7 +135,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _bench_uci(options: BenchOptions) -> None:
-    from mola.lab.uci import SETS, UciConfig, as_good, estimates, gap_table, read_records, run_uci, score_table
+    from mola.lab.uci import SETS, as_good, estimates, gap_table, read_records, run_uci, score_table
     from mola.options import one_of
 
     if options.data is None:
@@ -148,8 +148,15 @@ def _bench_uci(options: BenchOptions) -> None:
         else tuple(one_of(name.strip(), SETS, "--sets") for name in options.sets.split(","))
     )
     with showing_progress(quiet=options.quiet) as progress:
-        config = UciConfig(options.data, options.results, names, options.splits, options.gaps, options.fresh)
-        folder = run_uci(config, lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total))
+        folder = run_uci(
+            options.data,
+            options.results,
+            names,
+            splits=options.splits,
+            gaps=options.gaps,
+            fresh=options.fresh,
+            progress=lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total),
+        )
     if options.quiet:
         return
     records, console = read_records(options.results), Console(highlight=False)

@@ -1,13 +1,12 @@
 """The UCI regression sets: published splits, small networks on each split, a record for each split, and tables of the records."""
 
-from mola.lab.uci.comparison import METHODS, UciConfig, read_records, run_uci
+from mola.lab.uci.comparison import METHODS, read_records, run_uci
 from mola.lab.uci.data import SETS, read_uci
 from mola.lab.uci.tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
 
 __all__ = [
     "METHODS",
     "SETS",
-    "UciConfig",
     "as_good",
     "estimates",
     "gap_findings",

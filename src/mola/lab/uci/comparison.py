@@ -11,7 +11,6 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mola.baselines.noise import scale_noise
+from mola.baselines.swag import Swag
 from mola.errors import MolaWarning, StorageError
 from mola.fitting import ensemble, fit
 from mola.lab.runner import environment
+from mola.lab.suite import TrainingData
+from mola.lab.swag_mimo import Shuffled
 from mola.lab.training import DivergedError, Labelled, Recipe, fit_swag, train_mlps
 from mola.lab.uci.data import SETS, Split, UciSet, read_uci
 from mola.likelihoods import Gaussian
@@ -31,6 +33,9 @@ from mola.saving.files import write_atomically
 from mola.saving.schema import check, parse, sealed
 
 FORMAT, VERSION = "mola-uci", 1
+
+Rows = tuple[Tensor, Tensor]
+"""Inputs and targets."""
 
 MEMBERS = 5
 """Networks of a mixture."""
@@ -65,47 +70,40 @@ SCHEMA = {
 }
 
 
-@dataclass(frozen=True)
-class UciConfig:
-    """Options of `mola bench uci`.
+def run_uci(
+    data: Path,
+    results: Path,
+    sets: Sequence[str] = SETS,
+    *,
+    splits: int | None = None,
+    gaps: bool = False,
+    fresh: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Path:
+    """Train and compare; each record is written as soon as it is complete, and existing records are kept.
 
-    Attributes:
+    Args:
         data: folder with a subfolder for each set.
         results: folder for the records, in a subfolder `uci`.
         sets: names of sets.
         splits: largest number of published splits of each set; None is all.
         gaps: whether to run the splits that leave out the middle of each feature, too.
         fresh: whether to replace records.
-    """
-
-    data: Path
-    results: Path
-    sets: Sequence[str] = SETS
-    splits: int | None = None
-    gaps: bool = False
-    fresh: bool = False
-
-
-def run_uci(config: UciConfig, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Path:
-    """Train and compare; each record is written as soon as it is complete, and existing records are kept.
-
-    Args:
-        config: the options.
         progress: called with the set, the splits done, and their number.
 
     Returns:
         The folder of the records.
     """
-    folder = config.results / "uci"
-    for name in config.sets:
-        data = read_uci(config.data, name)
-        jobs = list(_jobs(data, config))
+    folder = results / "uci"
+    for name in sets:
+        found = read_uci(data, name)
+        jobs = list(_jobs(found, splits, gaps))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
-            path, settings = folder / name / f"{label}.json", _settings(data, methods)
-            if not config.fresh and path.exists():
+            path, settings = folder / name / f"{label}.json", _settings(found, methods)
+            if not fresh and path.exists():
                 record = _read(path)
-                if record["settings"] == settings and record["data"] == data.checksum:
+                if record["settings"] == settings and record["data"] == found.checksum:
                     continue
             document = {
                 "format": FORMAT,
@@ -113,8 +111,8 @@ def run_uci(config: UciConfig, progress: Callable[[str, int, int], None] = lambd
                 "set": name,
                 "split": label,
                 "settings": settings,
-                "data": data.checksum,
-                "methods": compare(data, split, methods, seed=_seed(label)),
+                "data": found.checksum,
+                "methods": compare(found, split, methods, seed=_seed(label)),
                 "environment": environment(),
             }
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,14 +124,12 @@ def run_uci(config: UciConfig, progress: Callable[[str, int, int], None] = lambd
     return folder
 
 
-def _jobs(data: UciSet, config: UciConfig) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
-    count = len(data.tests) if config.splits is None else min(config.splits, len(data.tests))
-    for number in range(count):
+def _jobs(data: UciSet, splits: int | None, gaps: bool) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
+    for number in range(len(data.tests))[:splits]:
         yield f"split-{number}", data.split(number), METHODS
-    if config.gaps:
-        for feature in range(data.inputs.shape[1]):
-            if len(set(data.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
-                yield f"gap-{feature}", data.gap(feature), GAP_METHODS
+    for feature in range(data.inputs.shape[1] if gaps else 0):
+        if len(set(data.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
+            yield f"gap-{feature}", data.gap(feature), GAP_METHODS
 
 
 def _seed(label: str) -> int:
@@ -202,100 +198,67 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
         loss="squared-error",
     )
     in_units = targets.double() * split.scale + split.location
-    work = _Work(
-        networks,
-        Gaussian(location=split.location, scale=split.scale),
-        (inputs[seen], in_units[seen]),
-        (inputs[held], in_units[held]),
-        (split.test[0].float(), split.test[1]),
-        seed,
-    )
+    train, validation = ((inputs[rows], in_units[rows]) for rows in (seen, held))
+    test = (split.test[0].float(), split.test[1])
+    likelihood = Gaussian(location=split.location, scale=split.scale)
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MolaWarning)  # of rules, about a split of hundreds
         for method in methods:
             start = time.perf_counter()
-            predictor = work.predictor(method)
-            found[method] = work.scored(predictor) | {"seconds": time.perf_counter() - start}
+            predictor = _predictor(method, networks, likelihood, train, validation, seed)
+            found[method] = _scores(predictor, validation[0], *test) | {"seconds": time.perf_counter() - start}
     return found
 
 
-@dataclass(frozen=True)
-class _Work:
-    networks: Sequence[nn.Sequential]
-    likelihood: Gaussian
-    train: tuple[Tensor, Tensor]
-    validation: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    seed: int
-
-    def predictor(self, method: str) -> Any:
-        """Return a method, fitted and tuned."""
-        if method == "SWAG":
-            return self._swag()
-        networks = self.networks[:1] if method in ("MAP", "LLLA") else self.networks
-        if method in ("MAP", "DE"):
-            return scale_noise(ensemble(networks, likelihood=self.likelihood), [self.validation])
-        rule = "distance" if "distance" in method else "nll"
-        return fit(
-            networks,
-            [self.train],
-            [self.validation],
-            structure=STRUCTURE,
-            rule=rule,
-            likelihood=self.likelihood,
-            progress=False,
-        )
-
-    def _swag(self) -> Any:
-        for rate in RATES:
-            try:
-                made = fit_swag(
-                    self.networks[0],
-                    _Shuffled(*self.train, SWAG_BATCH),
-                    learning_rate=rate,
-                    epochs=SWAG_EPOCHS,
-                    weight_decay=RECIPE.weight_decay,
-                    seed=self.seed,
-                    likelihood=self.likelihood,
-                    progress=False,
-                )
-                return scale_noise(made, [self.validation])
-            except DivergedError as error:
-                diverged = error
-        raise diverged
-
-    def scored(self, predictor: Any) -> dict[str, float]:
-        """Score a method on the test rows."""
-        inputs, targets = self.test
-        predicted: RegressionPrediction = predictor.predict(inputs)
-        inside: RegressionPrediction = predictor.predict(self.validation[0])
-        lower, upper = predicted.interval(0.9)
-        noise = predicted.aleatoric.mean().sqrt()
-        exponent = getattr(predictor, "distance_exponent", 0.0)
-        precision = predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0
-        return {
-            "rmse": float((predicted.mean - targets).square().mean().sqrt()),
-            "nll": float(-predicted.log_prob(targets).double().mean()),
-            "crps": float(predicted.crps(targets).double().mean()),
-            "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
-            "std": float(predicted.std.double().mean()),
-            "std_inside": float(inside.std.double().mean()),
-            "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
-            "ood": float(auroc(inside.ood_score, predicted.ood_score)),
-            "noise": float(noise),
-            "prior_precision": float(precision),
-            "distance_exponent": float(exponent),
-        }
+def _predictor(
+    method: str, networks: Sequence[nn.Module], likelihood: Gaussian, train: Rows, validation: Rows, seed: int
+) -> Any:
+    # A method, fitted and tuned.
+    if method in ("MAP", "LLLA", "SWAG"):
+        networks = networks[:1]
+    if method in ("MAP", "DE"):
+        return scale_noise(ensemble(networks, likelihood=likelihood), [validation])
+    if method == "SWAG":
+        return scale_noise(_swag(networks[0], likelihood, train, seed), [validation])
+    rule = "distance" if "distance" in method else "nll"
+    options: dict[str, Any] = {"structure": STRUCTURE, "rule": rule, "likelihood": likelihood, "progress": False}
+    return fit(networks, [train], [validation], **options)
 
 
-class _Shuffled:
-    def __init__(self, inputs: Tensor, targets: Tensor, size: int) -> None:
-        self.inputs, self.targets, self.size = inputs, targets, size
+def _swag(network: nn.Module, likelihood: Gaussian, train: Rows, seed: int) -> Swag:
+    data = TrainingData(Labelled(*train), lambda rows: rows)
+    for rate in RATES:
+        try:
+            return fit_swag(
+                network,
+                Shuffled(data, SWAG_BATCH),
+                learning_rate=rate,
+                epochs=SWAG_EPOCHS,
+                weight_decay=RECIPE.weight_decay,
+                seed=seed,
+                likelihood=likelihood,
+                progress=False,
+            )
+        except DivergedError as error:
+            diverged = error
+    raise diverged
 
-    def __len__(self) -> int:
-        return -(-len(self.inputs) // self.size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in torch.split(torch.randperm(len(self.inputs)), self.size):
-            yield self.inputs[rows], self.targets[rows]
+def _scores(predictor: Any, held_out: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    predicted: RegressionPrediction = predictor.predict(inputs)
+    inside: RegressionPrediction = predictor.predict(held_out)
+    lower, upper = predicted.interval(0.9)
+    return {
+        "rmse": float((predicted.mean - targets).square().mean().sqrt()),
+        "nll": float(-predicted.log_prob(targets).double().mean()),
+        "crps": float(predicted.crps(targets).double().mean()),
+        "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
+        "std": float(predicted.std.double().mean()),
+        "std_inside": float(inside.std.double().mean()),
+        "epistemic": float((predicted.epistemic / predicted.variance).double().mean()),
+        "ood": float(auroc(inside.ood_score, predicted.ood_score)),
+        "noise": float(predicted.aleatoric.mean().sqrt()),
+        "prior_precision": float(predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0),
+        "distance_exponent": float(getattr(predictor, "distance_exponent", 0.0)),
+    }

@@ -32,13 +32,11 @@ class Estimate:
         return f"{self.mean:.2f} \u00b1 {self.error:.2f}"
 
 
-def _published(*numbers: float) -> dict[str, dict[str, Estimate]]:
-    names = ("PBP", "MC dropout", "deep ensembles")
-    pairs = [Estimate(numbers[place], numbers[place + 1], 20) for place in range(0, 12, 2)]
-    return {"rmse": dict(zip(names, pairs[:3], strict=True)), "nll": dict(zip(names, pairs[3:], strict=True))}
+def _published(*numbers: float) -> list[Estimate]:
+    return [Estimate(mean, error, 20) for mean, error in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-PUBLISHED: dict[str, dict[str, dict[str, Estimate]]] = {
+PUBLISHED: dict[str, list[Estimate]] = {
     "bostonHousing": _published(3.01, 0.18, 2.97, 0.85, 3.28, 1.00, 2.57, 0.09, 2.46, 0.25, 2.41, 0.25),
     "concrete": _published(5.67, 0.09, 5.23, 0.53, 6.03, 0.58, 3.16, 0.02, 3.04, 0.09, 3.06, 0.18),
     "energy": _published(1.80, 0.05, 1.66, 0.19, 2.09, 0.29, 2.04, 0.02, 1.99, 0.09, 1.38, 0.22),
@@ -93,12 +91,12 @@ def score_table(records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool 
     """Make a table with a row for each set and a column for each method, the best in bold."""
     found = estimates(records, score, gaps=gaps)
     methods = [name for name in (GAP_METHODS if gaps else METHODS) if any(name in one for one in found.values())]
-    lines = [f"| set | splits | {' | '.join(methods)} |", f"|---|---|{'---|' * len(methods)}"]
+    rows = []
     for name, scores in found.items():
         best = min(one.mean for one in scores.values())
-        cells = [_cell(scores.get(method), best) for method in methods]
-        lines.append(f"| {name} | {max(one.count for one in scores.values())} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        count = max(one.count for one in scores.values())
+        rows.append([name, str(count), *[_cell(scores.get(method), best) for method in methods]])
+    return _markdown(["set", "splits", *methods], rows)
 
 
 def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -107,28 +105,22 @@ def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
     NLL is a median over splits, since the worst feature dominates the mean; coverage of 90 % intervals, and the ratio of the standard
     deviation to that on validation rows, are means.
     """
-    lines = [
-        "| set | features | method | median NLL | 90 % intervals hold | times as wide as inside |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in SETS:
-        own = [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
-        for method in GAP_METHODS if own else ():
+    rows = []
+    for name, own in _gaps(records).items():
+        for method in GAP_METHODS:
             values = [one[method] for one in own]
             median = statistics.median(one["nll"] for one in values)
             coverage = statistics.fmean(one["coverage"] for one in values)
             wider = statistics.fmean(one["std"] / one["std_inside"] for one in values)
-            lines.append(f"| {name} | {len(values)} | {method} | {median:.2f} | {100 * coverage:.0f} % | {wider:.2f} |")
-    return "\n".join(lines)
+            rows.append([name, str(len(values)), method, f"{median:.2f}", f"{100 * coverage:.0f} %", f"{wider:.2f}"])
+    header = ["set", "features", "method", "median NLL", "90 % intervals hold", "times as wide as inside"]
+    return _markdown(header, rows)
 
 
 def gap_findings(records: Sequence[Mapping[str, Any]]) -> str:
     """Make a table of these splits: the numbers of splits on which a method has lower, about equal or higher NLL."""
-    heads = [f"{one} against {other}" for one, other in DUELS]
-    lines = [f"| set | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    totals = [[0, 0, 0] for _ in DUELS]
-    for name in SETS:
-        own = [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
+    totals, rows = [[0, 0, 0] for _ in DUELS], []
+    for name, own in _gaps(records).items():
         cells = []
         for (one, other), total in zip(DUELS, totals, strict=True):
             counts = [0, 0, 0]
@@ -137,23 +129,29 @@ def gap_findings(records: Sequence[Mapping[str, Any]]) -> str:
                 counts[0 if apart < -ALIKE else 2 if apart > ALIKE else 1] += 1
             total[:] = [a + b for a, b in zip(total, counts, strict=True)]
             cells.append("{} / {} / {}".format(*counts))
-        if own:
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    all_of_them = " | ".join("**{} / {} / {}**".format(*total) for total in totals)
-    return "\n".join([*lines, f"| all | {all_of_them} |"])
+        rows.append([name, *cells])
+    rows.append(["all", *["**{} / {} / {}**".format(*total) for total in totals]])
+    return _markdown(["set", *[f"{one} against {other}" for one, other in DUELS]], rows)
 
 
 def published_table(sets: Sequence[str]) -> str:
     """Make a table of the published numbers."""
-    lines = [
-        "| set | RMSE: PBP | MC dropout | deep ensembles | NLL: PBP | MC dropout | deep ensembles |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in sets:
-        one = PUBLISHED[name]
-        cells = [str(value) for score in ("rmse", "nll") for value in one[score].values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    header = ["set", "RMSE: PBP", "MC dropout", "deep ensembles", "NLL: PBP", "MC dropout", "deep ensembles"]
+    return _markdown(header, [[name, *map(str, PUBLISHED[name])] for name in sets])
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
+
+
+def _gaps(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    # Methods of the splits with a gap, by set.
+    own = {
+        name: [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
+        for name in SETS
+    }
+    return {name: methods for name, methods in own.items() if methods}
 
 
 def _cell(value: Estimate | None, best: float) -> str:
