@@ -28,8 +28,8 @@ COMPARISONS = (
     "tempered",
     "many-classes",
 )
-"""The paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their tables; LLLA with
-every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture weights; Laplace
+"""The paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their tables; LLLA
+with every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture weights; Laplace
 approximations after temperature scaling, for underconfident networks; structures and links that are feasible with a thousand
 classes."""
 
