@@ -16,7 +16,7 @@ import copy
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -43,12 +43,10 @@ from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import describe, rebuild
-from mola.saving.schema import Optional
 
-TUNING = Optional({"rule": str, "learning_rate": float, "curve": {str: [float]}, "notes": [str]})
 SCHEMA = {
     **dict.fromkeys(("snapshots", "rank", "samples", "seed"), int),
-    **{"scale": float, "tuning": TUNING, "likelihood": {"name": str}},
+    **{"scale": float, "likelihood": {"name": str}},
 }
 SMALLEST_VARIANCE = 1e-30  # of a weight that did not move
 DRAWS = 1  # purpose of the seeds of the draws
@@ -128,26 +126,6 @@ class Moments:
         return Moments(count, below(tensors, "mean."), below(tensors, "squares."), below(tensors, "columns."))
 
 
-@dataclass(frozen=True)
-class LearningRateTuning:
-    """How a learning rate was chosen."""
-
-    rule: str
-    learning_rate: float
-    curve: dict[str, tuple[float, ...]]
-    """Scores of the candidates in the order they were tried: "learning_rate", "confidence", "accuracy", "brier"."""
-    notes: tuple[str, ...] = ()
-    """Warnings for the user: rates that diverged, a threshold that no rate met."""
-
-    @staticmethod
-    def from_json(entry: Mapping[str, Any] | None) -> LearningRateTuning | None:
-        """From the JSON of `dataclasses.asdict`."""
-        if entry is None:
-            return None
-        curve = {name: tuple(values) for name, values in entry["curve"].items()}
-        return LearningRateTuning(entry["rule"], entry["learning_rate"], curve, tuple(entry["notes"]))
-
-
 class Swag(Mixture):
     """The average prediction of networks drawn around a path of SGD. Made by `mola.lab.training.fit_swag` or `Swag.load`.
 
@@ -160,7 +138,6 @@ class Swag(Mixture):
         samples: number of draws.
         scale: factor of the covariance.
         seed: of the draws.
-        tuning: how the learning rate was chosen, if it was.
         likelihood: as for `mola.fit`.
     """
 
@@ -173,7 +150,6 @@ class Swag(Mixture):
         samples: int,
         scale: float = 0.5,
         seed: int = 0,
-        tuning: LearningRateTuning | None = None,
         likelihood: str | Likelihood = CATEGORICAL,
     ) -> None:
         meaning = homoscedastic(likelihood, "SWAG")
@@ -186,14 +162,13 @@ class Swag(Mixture):
         self.network: nn.Module = network.eval().requires_grad_(False)
         self.moments: Moments = moments
         self.statistics: dict[str, Tensor] = dict(statistics)
-        self.tuning: LearningRateTuning | None = tuning
         self.samples: int = samples
         self.scale: float = scale
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
         """The same draws under a likelihood with other settings, such as another noise."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("samples", "scale", "seed", "tuning")}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("samples", "scale", "seed")}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
     def train(self, mode: bool = True) -> Self:
@@ -230,7 +205,6 @@ class Swag(Mixture):
             "samples": self.samples,
             "scale": self.scale,
             "seed": self.seed,
-            "tuning": None if self.tuning is None else asdict(self.tuning),
             "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
         }
         parts = {
@@ -268,7 +242,6 @@ class Swag(Mixture):
                 own,
                 Moments.from_tensors(document["snapshots"], below(tensors, "moments.")),
                 below(tensors, "statistics."),
-                tuning=LearningRateTuning.from_json(document["tuning"]),
                 likelihood=rebuild(document["likelihood"], LIKELIHOODS, "likelihood"),
                 **{name: document[name] for name in ("samples", "scale", "seed")},
             )
@@ -332,25 +305,22 @@ class MultiSwag(Mixture):
 
     Args:
         swags: one for each trained network.
-        tuning: how their learning rate was chosen, if it was.
     """
 
-    def __init__(self, swags: Sequence[Swag], tuning: LearningRateTuning | None = None) -> None:
+    def __init__(self, swags: Sequence[Swag]) -> None:
         super().__init__(swags)
         self.swags: tuple[Swag, ...] = tuple(swags)
-        self.tuning: LearningRateTuning | None = tuning
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
         """The same draws under a likelihood with other settings, such as another noise."""
-        return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags], self.tuning)
+        return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:
         """Save each SWAG to a subfolder, for `MultiSwag.load(directory, networks)`."""
         names = [f"swag-{index}" for index in range(len(self.swags))]
         for name, swag in zip(names, self.swags, strict=True):
             swag.save(Path(directory) / name)
-        tuning = None if self.tuning is None else asdict(self.tuning)
-        return write_folder(directory, {"kind": "multi-swag", "swags": names, "tuning": tuning}, {})
+        return write_folder(directory, {"kind": "multi-swag", "swags": names}, {})
 
     @classmethod
     def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MultiSwag:
@@ -360,11 +330,11 @@ class MultiSwag(Mixture):
             directory: folder that `save` wrote.
             networks: one network of the same architecture for all, or one for each; copies are used.
         """
-        document, _ = read_folder(directory, "multi-swag", {"swags": [str], "tuning": TUNING})
+        document, _ = read_folder(directory, "multi-swag", {"swags": [str]})
         names, given = document["swags"], as_networks(networks)
         given = given * len(names) if len(given) == 1 else given
         if not names or len(given) != len(names):
             raise StorageError(f"{directory} was saved with {len(names)} SWAGs, got {len(given)} networks.")
         pairs = zip(names, given, strict=True)
         swags = [Swag.load(Path(directory) / Path(name).name, network) for name, network in pairs]
-        return cls(swags, LearningRateTuning.from_json(document["tuning"]))
+        return cls(swags)
