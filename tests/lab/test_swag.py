@@ -246,7 +246,7 @@ def test_multi_swag_is_the_mixture(tmp_path):
     again = MultiSwag.load(tmp_path, [problem.network, other.network])
     assert torch.equal(again(problem.inputs), mixture(problem.inputs))
     with pytest.raises(StorageError, match="2 SWAGs, got 3"):
-        MultiSwag.load(tmp_path, [problem.network] * 3)
+        MultiSwag.load(tmp_path, [make_problem(seed).network for seed in range(3)])
     with pytest.raises(StorageError, match="saved multi-swag, expected a saved swag"):
         Swag.load(tmp_path, problem.network)
 
