@@ -17,7 +17,6 @@ from mola.app.jobs.job import Job
 from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
-from mola.app.options import as_document
 from mola.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
@@ -208,14 +207,6 @@ def test_names_in_a_csv_need_an_order(desk, tmp_path):
         run_fit(job, tmp_path / "posterior")
 
 
-def test_names_of_classes_that_are_numbers_are_no_places(desk, tmp_path):
-    (tmp_path / "a.png").write_bytes(next((desk.root / "val" / "cat").iterdir()).read_bytes())
-    (tmp_path / "val.csv").write_text("path,label\na.png,0\na.png,1\na.png,3\n")
-    listed = open_set(str(tmp_path / "val.csv"), Intake(), labelled=True, classes=("1", "2", "3"), outputs=3)
-    assert listed.labels.tolist() == [-1, 0, 2]
-    assert "has the label '0', which is none of the 3 classes" in listed.problems[0]
-
-
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
@@ -356,13 +347,6 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
-
-
-def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lenet").mkdir()
-    job = Job(network=("lenet", "models:build"))
-    assert as_document(job, "fit", tmp_path / "deep")["options"]["network"] == ["lenet", "models:build"]
 
 
 def test_data_without_labels_cannot_be_tuned_on():

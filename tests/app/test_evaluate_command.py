@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import mola
 from mola import metrics
 from mola.app.cli import app
-from mola.app.jobs import evaluate, pictures
+from mola.app.jobs import evaluate
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import alarm, open_posterior
@@ -243,14 +243,6 @@ def test_labels_in_another_order_are_refused(desk, fitted, tmp_path, role):
     names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
     with pytest.raises(DataError, match="another order"):
         run_evaluate(fitted, to_evaluate(names["test"], val=names["val"]))
-
-
-@pytest.mark.usefixtures("_at_the_desk")
-def test_the_validation_data_are_read_once(fitted, monkeypatch):
-    opened, read = [], pictures.read_pixels
-    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
-    run_evaluate(fitted, to_evaluate("test.npz"))
-    assert len(opened) == len(set(opened)) == 18
 
 
 @pytest.mark.usefixtures("_at_the_desk", "_blank_figures")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import os
 import re
@@ -17,7 +16,6 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
-from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,7 @@ from torch import nn
 import mola
 from mola.__main__ import main
 from mola.app.explore import ExploreOptions
-from mola.app.explore.pictures import MAX_SIDE, PREFIX, SLIDERS, Sight, change, read_changes, to_image, to_url
+from mola.app.explore.pictures import MAX_SIDE, PREFIX, SLIDERS, Sight, change, to_image, to_url
 from mola.app.explore.subject import EXAMPLES, Subject, digits_subject, make_reference, ood_examples, open_subject
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.job import Job
@@ -40,7 +38,6 @@ from mola.errors import DataError, MolaError, OptionError
 from mola.lab.data.images import NORMALISATIONS
 from mola.saving.weights import save_weights
 from tests.closeness import assert_close
-from tests.forked_python import run_python
 from tests.own_work import CLASSES, job_for, with_job
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'mola-torch[explore]' to test the explorer.")
@@ -106,13 +103,6 @@ def test_changes_are_what_they_are_called():
     for scale in (0.25, 0.5, 0.9, 1.5, 2.5):
         assert np.asarray(change(disc, scale=scale)).sum() / np.asarray(disc).sum() == pytest.approx(scale**2, rel=0.03)
     assert change(grey, brightness=0.2).getextrema() == (151, 151)
-
-
-def test_values_that_no_slider_has_become_the_nearest():
-    changes = read_changes({"rotation": 1e9, "noise": -3, "blur": math.nan, "seed": -(10**30)})
-    assert (changes["rotation"], changes["noise"], changes["scale"]) == (180, 0, 1)
-    assert math.isfinite(changes["blur"])
-    assert change(noise((1, 8, 8)), **changes).size == (8, 8)
 
 
 def encoded(data):
@@ -207,16 +197,6 @@ def test_the_answer_is_what_the_public_predictors_return(shape):
         assert_close(share, mola.ensemble([network])(inputs).max())
 
 
-def test_shares_of_validation_scores():
-    scores = torch.randn(5000, generator=torch.Generator().manual_seed(0)) ** 3
-    reference = make_reference(scores)
-    for probe in (*torch.quantile(scores, torch.tensor([0.02, 0.7, 0.99])).tolist(), 0.0):
-        assert reference.share_below(probe) == pytest.approx(float((scores < probe).double().mean()), abs=0.001)
-    assert reference.share_below(float(scores.min()) - 1) == 0
-    assert reference.share_below(float(scores.max()) + 1) == 1
-    assert reference.alarm == mola.alarm_threshold(scores, 0.05)
-
-
 class Tags(HTMLParser):
     """Collects tags, and notices those that are not closed."""
 
@@ -267,11 +247,6 @@ def test_the_page_shows_the_numbers_of_the_answer():
     assert html.count("<polyline") == (3 if explorer.has_curve else 0)
     assert "data-share" not in Explorer(replace(explorer.subject, reference=None)).look({"picture": to_url(image)})
     assert "Draw something" in explorer.look({})
-
-
-def test_percentages_never_claim_certainty():
-    shown = [percent(value).replace("\N{NO-BREAK SPACE}", "") for value in (1.0, 0.99999, 0.9994, 0.0001, 0.0)]
-    assert shown == ["100.0%", "> 99.9%", "99.9%", "< 0.1%", "0.0%"]
 
 
 # --- folders --------------------------------------------------------------------------------------------------------------
@@ -401,20 +376,6 @@ def address(fitted, desk):
         yield found
 
 
-def ask(address, method, path, body=None, **headers):
-    """Status, headers and content of an answer."""
-    host, port = re.search(r"http://([\d.]+):(\d+)/", address).groups()
-    connection = HTTPConnection(host, int(port), timeout=PATIENCE)
-    try:
-        connection.request(
-            method, path, body=body, headers={name.replace("_", "-"): one for name, one in headers.items()}
-        )
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-    finally:
-        connection.close()
-
-
 def test_only_this_machine_reaches_the_server(address):
     assert address.startswith("http://127.0.0.1:")
     port = int(address.rpartition(":")[2].strip("/"))
@@ -425,68 +386,6 @@ def test_only_this_machine_reaches_the_server(address):
         for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]
         if line.split()[3] == "0A"
     )
-
-
-WAYS = [
-    "../" * 12,
-    "%2e%2e/" * 12,
-    "..%2f" * 12,
-    "..\\" * 12,
-    "/",
-    "%2f",
-    "x/" + "../" * 13,
-    "%00/",
-    "http://127.0.0.1:1/",
-]
-
-
-def test_no_file_of_the_machine_is_served(address, desk):
-    (desk.root / "secret.txt").write_text("a secret of this test")
-    places = (
-        "/assets/",
-        "/static/",
-        "/file=",
-        "/gradio_api/file=",
-        "/gradio_api/custom_component/",
-    )
-    for path in (
-        f"{place}{way}{name}" for place in places for way in ("", *WAYS) for name in ("etc/hostname", "secret.txt")
-    ):
-        status, _, content = ask(address, "GET", path.replace("\\", "%5c"))
-        assert status >= 400, path
-        assert Path("/etc/hostname").read_bytes().strip() not in content
-    for file in (desk.root / "secret.txt", "/etc/hostname"):
-        assert ask(address, "GET", f"/gradio_api/file={file}")[0] >= 400
-    upload = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.html"\r\n\r\nhello\r\n--x--\r\n'
-    assert ask(address, "POST", "/gradio_api/upload", upload, Content_Type="multipart/form-data; boundary=x")[0] >= 400
-
-
-def test_hostile_requests_get_an_answer_in_words(address):
-    config = json.loads(ask(address, "GET", "/config")[2])
-    (component,) = (one for one in config["components"] if one["props"].get("elem_id") == "explorer")
-    assert component["props"]["html_template"] == "${value}"  # gradio evaluates the template, and not the value
-
-    def look(data, fn_name="look"):
-        body = {"data": data, "component_id": component["id"], "fn_name": fn_name, "session_hash": "hostile"}
-        return ask(address, "POST", "/gradio_api/component_server", json.dumps(body), Content_Type="application/json")
-
-    file = {"path": "/etc/hostname", "meta": {"_type": "gradio.FileData"}}
-    for data in (
-        *({"picture": text} for text in list(HOSTILE.values())[:-1]),
-        {"picture": file},
-        file,
-        [file],
-        3,
-        None,
-        "x",
-    ):
-        status, _, content = look(data)
-        assert status in (200, 422)
-        assert b"<img" not in content
-        assert Path("/etc/hostname").read_bytes().strip() not in content
-    assert look({}, "preprocess")[0] == look({}, "__init__")[0] == 404
-    _, headers, _ = ask(address, "GET", "/config", Origin="http://evil.example")
-    assert headers["Access-Control-Allow-Origin"] is None
 
 
 def run(monkeypatch, *arguments):
@@ -510,13 +409,3 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
             error = capsys.readouterr().err.splitlines()[-1]
             assert error.startswith("mola: ")
             assert words in error
-
-
-def test_a_missing_extra_is_named_with_its_remedy():
-    outcome = run_python(
-        "-c",
-        "import sys; sys.modules['gradio'] = None; sys.argv = ['mola', 'explore', '--no-browser']\n"
-        "from mola.__main__ import main; main()",
-    )
-    assert outcome.returncode == 1
-    assert "mola-torch[explore]" in outcome.stderr

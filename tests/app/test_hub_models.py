@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.errors import DataError, HeadError
-from mola.lab.training import fit_swag
+from mola.errors import DataError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
@@ -82,13 +81,6 @@ KINDS = {
         "BertForSequenceClassification", "BertConfig", SMALL | WORDS, "classifier",
         lambda network, batch: network.bert(**batch).pooler_output,
     ),
-    "distilbert": Kind(
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        WORDS | {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 20, "num_labels": CLASSES},
-        "classifier",
-        lambda network, batch: network.pre_classifier(network.distilbert(**batch).last_hidden_state[:, 0]).relu(),
-    ),
     "roberta": Kind("RobertaForSequenceClassification", "RobertaConfig", SMALL | WORDS, "classifier.out_proj", roberta_features),
     "gpt2": Kind(
         "GPT2ForSequenceClassification",
@@ -97,10 +89,6 @@ KINDS = {
         | {"n_embd": 16, "n_layer": 1, "n_head": 2},
         "score",
         lambda network, batch: last_token(network.transformer(**batch).last_hidden_state, batch),
-    ),
-    "llama": Kind(
-        "LlamaForSequenceClassification", "LlamaConfig", SMALL | WORDS | SPECIAL | {"num_key_value_heads": 2}, "score",
-        lambda network, batch: last_token(network.model(**batch).last_hidden_state, batch),
     ),
     "vit": Kind(
         "ViTForImageClassification", "ViTConfig", SMALL | {"image_size": 16, "patch_size": 8}, "classifier",
@@ -113,14 +101,6 @@ KINDS = {
         {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "num_labels": CLASSES},
         "classifier.1",
         lambda network, batch: network.resnet(**batch).pooler_output.flatten(1),
-        images=True,
-    ),
-    "convnext": Kind(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2, "num_labels": CLASSES},
-        "classifier",
-        lambda network, batch: network.convnext(**batch).pooler_output,
         images=True,
     ),
 }  # fmt: skip
@@ -210,7 +190,7 @@ def test_neither_padding_nor_batches_matter(name):
     torch.testing.assert_close(alone.ood_score, together.ood_score, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_mixture_reweighting_and_files(name, tmp_path):
     """Saved beside the networks by transformers' own `save_pretrained`; loaded onto networks read from there."""
     train, held_out, new = data(name), list(batches(data(name, 20, seed=1), 6)), without_labels(data(name, 8, seed=2))
@@ -227,19 +207,30 @@ def test_mixture_reweighting_and_files(name, tmp_path):
         mola.load(tmp_path / "posterior", read[::-1])
 
 
-@pytest.mark.parametrize("name", ["distilbert", "gpt2", "vit"])
-def test_ensembles_temperatures_and_swag(name):
-    train, held_out, new = data(name), list(batches(data(name, 20, seed=1), 6)), without_labels(data(name, 8, seed=2))
-    with torch.no_grad():
-        logits = torch.stack([copy.deepcopy(network).eval()(**new).logits for network in networks(name)])
-    torch.testing.assert_close(mola.ensemble(networks(name))(new), logits.softmax(-1).mean(0), rtol=1e-9, atol=1e-12)
-    scaled = mola.baselines.temperature_scaled(networks(name)[0], held_out)
-    torch.testing.assert_close(
-        scaled(new), (logits[0] / float(scaled.temperatures[0])).softmax(-1), rtol=1e-6, atol=1e-9
-    )
-    # A path of vanishing steps has the network itself as its mean, and no spread.
-    still = fit_swag(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
-    torch.testing.assert_close(still(new), logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_exported_files_give_the_prediction_at_any_batch_size(name, tmp_path):
+    pytest.importorskip("onnxruntime")
+    made = [copy.deepcopy(network).float().eval() for network in networks(name)]
+
+    def inputs(count, seed):
+        return {
+            key: v.float() if v.is_floating_point() else v for key, v in without_labels(data(name, count, seed)).items()
+        }
+
+    posterior = mola.fit(made, [{**inputs(30, 0), "labels": data(name)["labels"]}], rule="evidence", progress=False)
+    outputs = ["probs", "label", "confidence", "ood_score"]
+    onnx = mola.export.onnx(posterior, tmp_path / "file.onnx", inputs(2, 3), outputs=outputs)
+    program = mola.export.torch_export(posterior, tmp_path / "file.pt2", inputs(2, 3), outputs=outputs)
+    for written in (onnx, program):
+        loaded = mola.export.load(written.path, trust=True)
+        for count in (1, 5):
+            batch = inputs(count, 10 + count)
+            found, expected = loaded(batch), posterior.predict(batch)
+            for part in outputs:
+                # 5e-5: the outputs of a last LayerNorm are in a plane, and the score magnifies rounding out of the plane.
+                torch.testing.assert_close(found[part].double(), getattr(expected, part).double(), rtol=0, atol=5e-5)
+        with pytest.raises(DataError, match="shapes"):
+            loaded({key: value[..., :-1] for key, value in inputs(2, 5).items()})
 
 
 def test_batches_of_a_tokenizer_and_its_collator():
@@ -283,13 +274,7 @@ def test_an_entry_that_forward_does_not_take_is_named():
         mola.fit(Strict(networks("resnet")[0]), [{**batch, "idx": batch["labels"]}])
 
 
-def test_the_head_may_be_named_and_a_wrong_name_is_refused():
-    assert mola.fit(networks("gpt2")[0], [data("gpt2")], head="score").components[0].head.every_position
-    with pytest.raises(HeadError, match=r"'pre_classifier' was given.*'classifier'"):
-        mola.fit(networks("distilbert")[0], [data("distilbert")], head="pre_classifier")
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_bfloat16_costs_the_rounding_of_the_network_alone(name):
     """Features and logits as the network rounds them; all sums, and the prediction, are those of the twin in float64."""
     train, new = data(name, 60), data(name, 8, seed=2)

@@ -21,8 +21,6 @@ from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import (
     alarm,
-    describe_inputs,
-    example_of,
     holds_posterior,
     open_posterior,
     read_information,
@@ -32,9 +30,8 @@ from mola.app.jobs.predict import run_predict
 from mola.errors import DataError, OptionError, StorageError
 from mola.saving.files import write_folder
 from mola.saving.posterior import pack
-from mola.saving.weights import load_weights, save_weights
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, build, job_for, to_evaluate, to_predict, with_job
+from tests.own_work import CLASSES, job_for, to_evaluate, to_predict, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -152,7 +149,7 @@ def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(OptionError, match="taken is a file"):
         run_fit(job_for(desk), tmp_path / "taken")
-    with pytest.raises(OptionError, match=r"cannot be created: .*taken is not a writable folder"):
+    with pytest.raises(OptionError, match="taken is not a writable folder"):
         run_fit(job_for(desk), tmp_path / "taken" / "below" / "posterior")
 
 
@@ -192,19 +189,6 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
         OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
     ):
         open_posterior(away / "plain")
-
-
-def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
-    """Each file is to take the other's place."""
-    folder = tmp_path / "posterior"
-    run_fit(job_for(desk, weights=tuple(desk.weights(2))), folder, bundle=True)
-    first, second = sorted(map(str, (folder / "weights").iterdir()))
-    old = [Path(one).read_bytes() for one in (first, second)]
-    run_fit(job_for(desk, weights=(second, first)), folder, bundle=True)
-    new = sorted((folder / "weights").iterdir())
-    assert [path.read_bytes() for path in new] == old[::-1]
-    assert [path.name[:2] for path in new] == ["0-", "1-"]
-    open_posterior(folder)
 
 
 @pytest.mark.parametrize(
@@ -277,31 +261,6 @@ def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
         read_information(tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        torch.ones(5, 3, 2),
-        {"input_ids": torch.ones(5, 7).long(), "attention_mask": torch.ones(5, 7).long()},
-        (torch.ones(5, 1), torch.ones(5, 2)),
-    ],
-    ids=["tensor", "mapping", "tuple"],
-)
-def test_examples_have_the_form_of_the_inputs(inputs):
-    example = example_of(describe_inputs(inputs))
-    if isinstance(inputs, dict):
-        assert {name: (one.shape, one.dtype) for name, one in example.items()} == dict.fromkeys(
-            inputs, ((2, 7), torch.int64)
-        )
-        assert example["attention_mask"].all(), "a network that may look at nothing gives no numbers"
-    else:
-        pairs = zip(
-            [inputs] if isinstance(inputs, torch.Tensor) else inputs,
-            [example] if isinstance(example, torch.Tensor) else example,
-            strict=True,
-        )
-        assert all(made.shape[1:] == given.shape[1:] and made.dtype == given.dtype for given, made in pairs)
-
-
 # --- the order of the classes -------------------------------------------------------------------------------------------
 
 
@@ -326,11 +285,6 @@ def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
     job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
     with pytest.raises(DataError, match=r"another order.*networks\[1\]"):
         run_fit(job, tmp_path / "posterior")
-
-
-def test_a_number_of_classes_that_the_networks_do_not_have_is_refused(desk, tmp_path):
-    with pytest.raises(DataError, match="--classes 5 was given, but the networks have 3 outputs"):
-        run_fit(job_for(desk, classes=5), tmp_path / "posterior")
 
 
 # --- the validation data: read once, and what is kept of them ----------------------------------------------------------
@@ -394,12 +348,3 @@ def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
         run_fit(job_for(desk, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
     with pytest.raises(DataError, match="'cat', which is none of the 3 classes"):
         run_fit(job_for(desk, classes=("a", "b", "c")), tmp_path / "posterior")
-
-
-def test_weights_load_in_the_networks_own_precision(desk, tmp_path):
-    """A file in half precision, a network in float32: inputs follow the network."""
-    network = build()
-    load_weights(network, desk.weights()[0])
-    save_weights(network.half(), tmp_path / "half.safetensors")
-    run_fit(job_for(desk, weights=(str(tmp_path / "half.safetensors"),), train="train.npz"), tmp_path / "posterior")
-    assert open_posterior(tmp_path / "posterior").example.dtype == torch.float32

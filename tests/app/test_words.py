@@ -10,17 +10,12 @@ from torch import nn
 
 import mola
 from mola.app.jobs.networks import build_networks
-from mola.app.jobs.preparation import Intake
-from mola.app.jobs.sets import BUILT_IN, open_set
 from mola.errors import MolaWarning, OptionError, StorageError
-from mola.lab.corruptions.catalogue import CORRUPTIONS
-from mola.lab.data.catalogue import DATASETS
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
 from mola.likelihoods import CATEGORICAL
 from mola.links import LINKS, as_link
-from mola.options import one_of
 from mola.tuning import RULES, as_rule
 from mola.weights import check_weighting
 
@@ -62,22 +57,6 @@ def test_a_name_that_is_almost_right_is_answered_with_the_right_one(taker):
             assert repr(wrong) in str(caught.value) or wrong in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["mnits:test", "digist:val"])
-def test_a_data_set_that_is_almost_right_is_answered_with_the_right_one(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match=r"Did you mean '(mnist|digits)'"):
-        open_set(name.partition(":")[0], Intake(), labelled=True)
-    assert set(DATASETS) < set(BUILT_IN)
-    assert CORRUPTIONS
-
-
-def test_what_is_no_name_at_all_gets_no_guess():
-    with pytest.raises(OptionError, match=r"must be one of a, b, or a number; got 3\.$"):
-        one_of(3, ("a", "b"), "it", "a number")
-    with pytest.raises(OptionError, match="or a Structure object; got None"):
-        as_structure(None)
-
-
 @pytest.mark.parametrize(
     "models", ["net0.pt", Path("net0.pt"), ["net0.pt", "net1.pt"], [nn.Linear(1, 2), "net0.pt"]], ids=repr
 )
@@ -99,17 +78,6 @@ def test_a_tuple_that_the_network_does_not_take_is_explained():
     for use in (ensemble, ensemble.predict):
         with pytest.raises(mola.errors.DataError, match=r"A tuple holds .*pass the inputs alone"):
             use((x, torch.arange(4)))
-
-
-def test_a_file_is_not_a_folder(tmp_path):
-    network = nn.Linear(3, 2)
-    mola.fit(network, [torch.randn(5, 3)], progress=False).save(tmp_path)
-    with pytest.raises(mola.errors.StorageError, match=r"is a file; pass the folder that holds it"):
-        mola.load(tmp_path / "posterior.json", network)
-
-
-def test_an_empty_prediction_shows_no_nan():
-    assert repr(mola.ensemble(nn.Linear(3, 2)).predict(torch.zeros(0, 3))) == "Prediction(0 inputs, 2 classes)"
 
 
 # --- rule= --------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -220,6 +221,18 @@ def relative(value: str, folder: Path) -> str:
 
 def _located(value: str, names: Collection[str], folder: Path) -> str:
     return os.path.normpath(folder / Path(value).expanduser()) if _names_path(value, names, folder) else value
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before any work, a file or folder that cannot be made."""
+    above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
+    try:
+        with tempfile.TemporaryFile(dir=above):  # permissions do not tell: root may write anywhere, except in /proc
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"cannot write {path}: {above} is not a writable folder ({error.strerror}). Choose another --output."
+        ) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

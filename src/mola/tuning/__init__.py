@@ -32,12 +32,12 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     """The rule of that name, or the rule itself; None is the likelihood's default. Checks that it applies and has its data."""
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):
-        chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Evidence()")]
+        chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
     elif callable(name) and not isinstance(name, type):
         chosen = name
     else:
         raise OptionError(
-            f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Evidence(); got {rule!r}."
+            f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}."
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
     if not getattr(chosen, "applies_to", lambda _: True)(likelihood):

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.groups import Computing, Device
-from mola.app.options import option
+from mola.app.options import check_writable, option
 from mola.errors import OptionError
 
 NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "The suite uci (regression)"
@@ -90,6 +90,7 @@ def bench(options: BenchOptions) -> None:
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
 
+    check_writable(options.results)
     if options.suite == "uci":
         _bench_uci(options)
         return

@@ -29,10 +29,10 @@ MOST_LINES = 25
 def evaluate(options: EvaluateOptions) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
-    Accuracy, NLL, Brier score and calibration on the test data, overall and by class; OOD detection by every score that a
-    method has; for regression RMSE, NLL, CRPS, coverage and width of intervals. All with standard errors. Dense outputs are
-    compared at 256 positions of each input. Writes index.html, which needs no other file, numbers.json, tables.md, the
-    figures, and run.toml, which --config takes.
+    Classification and multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and by class, selective
+    prediction and conformal sets. Regression: RMSE, NLL, CRPS, coverage and width of intervals. With --ood, OOD detection by
+    every score that a method has. All numbers have standard errors. Dense outputs are compared at 256 positions of each
+    input. Writes index.html, which needs no other file, numbers.json, tables.md, the figures, and run.toml for --config.
 
         mola evaluate posterior --test images/test --ood images/strange -o report
     """

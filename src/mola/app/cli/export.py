@@ -11,8 +11,8 @@ from rich.table import Table
 
 from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import check_writable
 from mola.app.jobs.export import ExportOptions, run_export
+from mola.app.options import check_writable
 from mola.export import Written
 
 

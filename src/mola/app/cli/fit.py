@@ -57,7 +57,8 @@ def fit(options: FitOptions) -> None:
     """Give trained networks honest confidence in one pass over the training data.
 
     Puts a Laplace approximation on the last layer of each network, tunes it on the validation data and writes a folder that
-    the other commands open. Networks are neither retrained nor changed.
+    the other commands open. Handles classification, multi-label classification, regression and dense outputs. The validation
+    data also calibrate OOD alarms, selective prediction and conformal sets. Networks are neither retrained nor changed.
 
         mola fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """

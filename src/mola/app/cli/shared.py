@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.jobs.rows import Account
+from mola.app.options import check_writable
 from mola.errors import OptionError
 
 LEFT_OUT = 3
@@ -30,13 +30,6 @@ def check_report_folder(output: Path) -> None:
             f"{output} holds other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) and no report: choose "
             f"another --output."
         )
-
-
-def check_writable(path: Path) -> None:
-    """Refuse, before any work, a file or folder that cannot be made."""
-    above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise OptionError(f"cannot write {path}: {above} is not a writable folder. Choose another --output.")
 
 
 def finish(account: Account, summary: dict[str, Any], *, as_json: bool, quiet: bool) -> None:

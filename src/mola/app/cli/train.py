@@ -11,7 +11,7 @@ from rich.markup import escape
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.groups import Computing, Device
 from mola.app.jobs.job import RUN
-from mola.app.options import option
+from mola.app.options import check_writable, option
 
 RECIPE = "Recipe, by default the paper's"
 
@@ -50,13 +50,15 @@ def train(options: TrainOptions) -> None:
     from mola.lab.suites.registry import find_suite
 
     suite = find_suite(options.suite)
+    output = options.output or Path("networks") / suite.name
+    check_writable(output)
     names = ("epochs", "batch_size", "learning_rate", "weight_decay")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     data = DataOptions(directory=options.data, train=options.train_images, download=options.download)
     recipe = replace(suite.recipe, **given)
     training = Training(suite, options.networks, recipe, options.network, options.seed, data, options.device)
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
-        paths = train_networks(training, options.output or Path("networks") / suite.name, progress, team)
+        paths = train_networks(training, output, progress, team)
     if not options.quiet and team.first:
         Console(highlight=False).print(
             f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold]", soft_wrap=True

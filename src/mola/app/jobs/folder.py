@@ -28,7 +28,7 @@ from mola.app.jobs.job import NAME, Job, job_of, read_job
 from mola.app.jobs.networks import build_networks, check_unchanged, checksum, is_whole
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, is_own_function, open_set
-from mola.app.options import options_of
+from mola.app.options import check_writable, options_of
 from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.lab.models import MODELS
@@ -288,9 +288,7 @@ def example_of(result: dict[str, Any]) -> Any:
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into."""
     if not output.exists():
-        above = next(path for path in output.absolute().parents if path.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise OptionError(f"{output} cannot be created: {above} is not a writable folder. Choose another --output.")
+        check_writable(output)
         return False
     if not output.is_dir():
         raise OptionError(f"{output} is a file; expected a folder to write the posterior to.")

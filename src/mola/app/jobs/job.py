@@ -30,7 +30,12 @@ RULE_NAMES = (*RULES, "outliers", "none")
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
-PREPARATION, METHOD, OTHER, RUN = "Preparation of images", "Method", "Regression and dense outputs", "Run"
+PREPARATION, METHOD, OTHER, RUN = (
+    "Preparation of images",
+    "Method (the first of a list is the default)",
+    "Regression and dense outputs",
+    "Run",
+)
 """Headings of the help."""
 
 
@@ -124,11 +129,11 @@ class Job:
         None,
         ", ".join(RULE_NAMES),
         metavar="NAME",
-        shown=f"{CATEGORICAL.default_rule}; {GAUSSIAN.default_rule} for regression",
+        shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
     )
     classes: int | tuple[str, ...] | None = option(
         None,
-        "Class names in the order of the outputs (a,b,c or the lines of a file), or their number",
+        "Class names by output (a,b,c, or a file), or a number",
         metavar="NAMES",
         parse=parse_class_names,
     )
@@ -153,7 +158,7 @@ class Job:
     )
     mean: tuple[float, ...] | None = option(
         None,
-        "Of the pixels, instead: 0.5 or 0.49,0.48,0.45",
+        "Pixel statistics instead: 0.5 or 0.49,0.48,0.45",
         panel=PREPARATION,
         metavar="X",
         parse=parse_numbers,
@@ -161,27 +166,27 @@ class Job:
     std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
     workers: int = option(2, "Threads that decode images", panel=PREPARATION, minimum=0)
 
-    structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME")
-    link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME")
-    mixing: str = option("uniform", f"Weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME")
+    structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME", shown="")
+    link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME", shown="")
+    mixing: str = option("uniform", f"Weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
     head: str | None = option(None, "Name of the last layer [default: found]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "What caution may cost (--rule calibrated, distance): 0.02 is 2 % more log loss; loss, that of the threshold rule",
+        "Log loss that caution far from the data may cost: 0.02 is 2 %; or loss, that of --rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", path=True)
-    distances: bool = option(True, "Keep no class means: no distances, less memory", panel=METHOD)
+    distances: bool = option(True, "Leave out distances from the classes: less memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
         None, "Regression: noise std. deviation [default: chosen]", panel=OTHER, metavar="X", parse=parse_numbers
     )
     location: tuple[float, ...] | None = option(
-        None, "Regression: how targets were standardised", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: mean and std. deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
     )
     scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
     heteroscedastic: bool = option(False, "Regression: log-variances follow the means", panel=OTHER)

@@ -157,7 +157,8 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
             raise OptionError(
-                f"{path} holds weights for {found} classes, not for {classes}: leave --classes out, or name all {found} classes."
+                f"{path} holds weights for {found} classes, not for {classes}. With `mola fit`, leave --classes out, or name "
+                f"all {found} classes."
             )
         network = build(classes or found or 10)
     elif is_imported(name):

@@ -161,8 +161,8 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     if unknown:
         raise DataError(
             f"{root} has the subfolder {unknown[0]!r}, which is none of the {len(order)} classes ({', '.join(order[:5])}"
-            f"{', ...' if len(order) > 5 else ''}). Name the subfolders like the classes, or name the classes, in the order of "
-            f"the networks' outputs, with --classes."
+            f"{', ...' if len(order) > 5 else ''}). Name the subfolders like the classes, or fit with all names, in the order "
+            f"of the networks' outputs: `mola fit --classes`."
         )
     number = {name: index for index, name in enumerate(order)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
@@ -241,7 +241,10 @@ def list_csv(
 def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
     found = next((name for name in heading if name.strip().lower() in known), None)
     if found is None:
-        raise DataError(f"{message}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}.")
+        raise DataError(
+            f"{message}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}. A CSV lists image files; "
+            f"save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
+        )
     return found
 
 

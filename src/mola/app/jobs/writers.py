@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from mola.app.jobs.columns import Summary
 from mola.app.jobs.pictures import require_pillow
 from mola.app.jobs.rows import Rows
+from mola.app.options import check_writable
 from mola.errors import DataError, MissingExtraError, OptionError
 from mola.saving.files import partial_file
 
@@ -97,9 +97,7 @@ def check_output(output: Path, data: str) -> None:
         raise OptionError(f"{output}: writing Parquet needs pyarrow: pip install pyarrow.")
     if output.suffix and output.is_dir():
         raise OptionError(f"{output} is a folder: choose another --output.")
-    above = next(path for path in output.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise OptionError(f"cannot write {output}: {above} is not a writable folder. Choose another --output.")
+    check_writable(output)
     if not output.suffix and output.exists():
         holds_maps = output.is_dir() and ((output / PICTURE_KEY).is_file() or not any(output.iterdir()))
         if not holds_maps:
