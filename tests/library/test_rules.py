@@ -422,7 +422,7 @@ class TestWrongUse:
             posterior.tune()
         with pytest.raises(OptionError, match=r"'nil'.*'nll'"):
             posterior.tune(validation, rule="nil")
-        with pytest.raises(OptionError, match="Evidence"):
+        with pytest.raises(OptionError, match="Outliers"):
             posterior.tune(validation, rule=Score)
         with pytest.raises(OptionError, match=r"crps.*categorical"):
             posterior.tune(validation, rule="crps")
