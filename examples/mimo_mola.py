@@ -2,9 +2,9 @@
 
     python examples/mimo_mola.py
 
-A MIMO network takes three digits at once and has a head for each. At test time it is given the same digit three times, and its
-heads vote like an ensemble at the cost of one network. `mola.baselines.mimo_mola` makes the heads cautious. Compares a single network,
-MIMO and MIMO-MoLA on digits, on photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
+A MIMO network takes three digits at once and has a head for each. At test time it gets the same digit three times, and its heads
+form an ensemble at the cost of one network. `mola.baselines.mimo_mola` puts a Laplace approximation on each head. Compares one
+network, MIMO and MIMO-MoLA on digits, photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def adam(parameters):
 
 
 class Shuffled:
-    """Batches in a new order every epoch: what `DataLoader(..., shuffle=True)` does, faster for small tensors."""
+    """Batches in a new order every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
 
     def __init__(self, images, labels) -> None:
         self.images, self.labels = images, labels
@@ -68,14 +68,14 @@ def main() -> None:
     train_set, val_set, test_set = ((images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
     shuffled = Shuffled(*train_set)
 
-    # One network with three inputs and three heads, made of the architecture and trained from scratch.
+    # One network with three inputs and three heads, built from the architecture and trained from scratch.
     mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
 
-    # The Laplace approximations: one pass of the network serves all heads. The paper's covariance is "full"; "kron" is its
-    # Algorithm 1, which sees more of what is strange.
+    # One pass of the network fits the Laplace approximations of all heads. The paper uses a full covariance; "kron", its
+    # Algorithm 1, detects more outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,

@@ -1,11 +1,10 @@
-"""An alarm for strange inputs, with a false-alarm rate that you choose.
+"""OOD detection: an alarm for outliers with a chosen false-alarm rate.
 
     python examples/ood_alarm.py
 
-Networks classify handwritten digits, and people send them other things. `prediction.ood_score` is higher for more outlying
-inputs; `mola.alarm_threshold` turns it into an alarm that goes off for at most 5 % (or 1 %) of real digits. No outlier is
-needed to set it. Checks the rate on unused digits, and counts which outliers are caught. About ten seconds. Needs
-`pip install 'mola-torch[bench]'`.
+`prediction.ood_score` is higher for more outlying inputs; `mola.alarm_threshold` turns it into an alarm that at most 5 % (or
+1 %) of real digits raise. Setting it needs no outliers. Checks the rate on fresh digits, and counts the outliers that raise
+it. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down networks this small
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
@@ -55,13 +54,13 @@ def main() -> None:
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
     posterior = mola.fit(networks, [train_set], [val_set])
 
-    # The threshold. The score does not depend on the prior precision, so data that tuned it may set the threshold too.
+    # The score does not depend on the prior precision, so the data that tuned it can also set the threshold.
     usual, unseen = (posterior.predict(some[0]).ood_score for some in (val_set, test_set))
     thresholds = {rate: mola.alarm_threshold(usual, rate) for rate in RATES}
 
-    # The promise holds on average over validation sets; with these 400 the rate on 400 others lies in the given range.
+    # The guarantee is an average over validation sets. The range is that of the realised rate on 400 test digits.
     print("False alarms among 400 test digits, thresholds from 400 validation digits:\n")
-    print(f"{'asked for':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
+    print(f"{'requested':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
     for rate, threshold in thresholds.items():
         alarms = int((len(usual) + 1) * rate)
         low, high = betabinom(len(unseen), alarms, len(usual) + 1 - alarms).interval(0.95)
@@ -70,17 +69,17 @@ def main() -> None:
             f"{100 * rate:10.0f} %{threshold:12.3f}{100 * realised:10.1f} %   "
             f"{100 * low / len(unseen):.1f} % to {100 * high / len(unseen):.1f} %"
         )
-    print(f"\nAveraged over 1000 ways to share out the same 800 digits: {', '.join(shared_out(usual, unseen))}.")
+    print(f"\nMean over 1000 random splits of the same 800 digits: {', '.join(over_splits(usual, unseen))}.")
 
-    # What it catches. Nobody has shown it any of these.
+    # Outliers that raise the alarm. None was used to fit or tune.
     test = test_set[0]
     grain = torch.randn(test.shape, generator=torch.Generator().manual_seed(options.seed))
     groups = {
         "test digits": test,
         "photographs": natural_patches(400, 8, seed=options.seed),
         "noise": uniform_noise(400, 8, seed=options.seed),
-        "ink and paper exchanged": 1 - test,
-        "digits turned by 90°": rotate(test, 90),
+        "inverted digits": 1 - test,
+        "digits rotated by 90°": rotate(test, 90),
         "two digits at once": (test + test.roll(1, 0)).clamp(max=1),
         "digits with a little noise": (test + 0.2 * grain).clamp(0, 1),
     }
@@ -94,8 +93,8 @@ def main() -> None:
     draw(predictions, thresholds[0.05], options.output / "ood_alarm.png")
 
 
-def shared_out(usual, unseen):
-    """Mean rates of false alarms where validation and test digits change places at random."""
+def over_splits(usual, unseen):
+    """Mean false-alarm rates over random splits into validation and test digits."""
     pool, generator = torch.cat([usual, unseen]), torch.Generator().manual_seed(0)
     splits = [pool[torch.randperm(len(pool), generator=generator)].split([400, 400]) for _ in range(1000)]
     for rate in RATES:
@@ -109,7 +108,7 @@ def draw(predictions, threshold: float, path: Path) -> None:
     panel.boxplot(
         [some.numpy() for some in scores.values()], orientation="horizontal", whis=(5, 95), sym="", widths=0.6
     )
-    panel.axvline(threshold, color="tab:red", label="alarm to the right of this: 5 % of real digits")
+    panel.axvline(threshold, color="tab:red", label="alarm threshold: 5 % of real digits exceed it")
     panel.set(yticks=range(1, len(scores) + 1), yticklabels=scores, xlabel="ood_score (whiskers: 5 % and 95 %)")
     panel.invert_yaxis()
     panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.12))

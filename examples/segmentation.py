@@ -1,11 +1,11 @@
-"""Segmentation: how sure are MAP, a deep ensemble and MoLA of every pixel, on pictures like those they know and on others?
+"""Segmentation: pixelwise confidence of MAP, a deep ensemble and MoLA, in distribution and under shift.
 
     python examples/segmentation.py
 
-Draws pictures of discs, squares and triangles, trains three small U-Nets to name every pixel, and puts a posterior on their last
-layers, which are 1x1 convolutions. Then it shows them a shifted twin of the test pictures (dimmer, and noisy) and pictures with
-rings, a shape that they have never seen. Prints a table and draws maps; distances are medians over pixels, and rings are told from
-the rest by the outlier score (AUROC). About a minute. Needs `pip install 'mola-torch[bench]'`.
+Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior on their last layers,
+which are 1x1 convolutions. Evaluates on test pictures, on shifted copies (dimmer and noisy), and on pictures with rings, a shape
+absent from the training data. Prints a table and draws maps; distances are medians over pixels, and the AUROC measures how well
+the OOD score separates rings from the rest. About a minute. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mola.metrics import (
 
 NETWORKS, SIZE, CLASSES = 3, 48, 4
 NAMES = ("background", "disc", "square", "triangle")
-RING = -100  # of no class: the label that fit and tune leave out
+RING = -100  # ignored by fit and tune
 
 
 def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=300, help="of training, for each network")
+    parser.add_argument("--steps", type=int, default=300, help="training steps per network")
     options = parser.parse_args()
     methods, sets = study(10 * options.seed, options.steps)
 

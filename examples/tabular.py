@@ -2,9 +2,9 @@
 
     python examples/tabular.py
 
-`mola.MolaClassifier` is an estimator like any other: it works in pipelines and cross-validation. Compares its
-probabilities with those of logistic regression and of scikit-learn's network on the chemistry of 178 wines, then sends it rows
-whose columns were mixed up. About ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
+`mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. Compares its probabilities
+with those of logistic regression and of `MLPClassifier` on the chemistry of 178 wines, then predicts rows with mistakes in
+them. About ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down networks this small
     wine = load_wine()
     rows, labels = wine.data, wine.target
 
@@ -49,7 +49,7 @@ def compare(rows, labels, seed: int) -> None:
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     print(f"{'5-fold cross-validation':28}{'accuracy %':>12}{'log loss':>10}{'ECE %':>8}{'confidence %':>14}")
     for name, model in models.items():
-        # MolaClassifier standardises by itself; in a pipeline all of them get the same.
+        # MolaClassifier also standardises by itself; the pipeline gives all models the same inputs.
         pipeline = make_pipeline(StandardScaler(), model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # MLPClassifier stops at max_iter, which is enough here
@@ -61,7 +61,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Alarms for rows as they are, and as they should not be, over several splits: one of 178 wines is a matter of luck."""
+    """Alarms for correct rows and for rows with mistakes, over several splits: a single split of 178 wines is noisy."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -69,7 +69,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
         held_out, test = rest[::2], rest[1::2]
         model = mola.MolaClassifier(random_state=SPLITS * seed + split).fit(train, train_labels)
 
-        # The threshold is set on rows that the classifier has not seen, for at most one false alarm in ten.
+        # Set the threshold on held-out rows, for at most one false alarm in ten.
         threshold = mola.alarm_threshold(model.ood_score(held_out), 0.1)
         low, high = train.min(0), train.max(0)
         margin = 0.5 * (high - low)
@@ -79,19 +79,19 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
             confidence = model.predict_proba(some).max(1)
             found.setdefault(name, []).append((alarm.mean(), outside.mean(), confidence.mean()))
 
-    print(f"\n{len(test)} test wines, as they are and as they should not be; mean of {SPLITS} splits:\n")
-    print(f"{'':34}{'alarm by ood_score':>20}{'a column out of range':>24}{'confidence':>13}")
+    print(f"\n{len(test)} test wines, correct and with mistakes; mean of {SPLITS} splits:\n")
+    print(f"{'':34}{'alarm by ood_score':>20}{'column out of range':>24}{'confidence':>13}")
     for name, splits in found.items():
         alarm, outside, confidence = np.mean(splits, axis=0)
         print(f"{name:34}{alarm:20.0%}{outside:24.0%}{confidence:13.1%}")
     print(
-        "\nThe score reads the direction of a network's features and hardly their length: it sees that columns do not belong"
-        "\ntogether, and hardly that all of them are too large, or missing. Checking ranges sees the rest. Do both."
+        "\nThe score depends on the direction of a network's features and hardly on their norm: it detects unusual combinations"
+        "\nof values, and hardly rows in which all columns are too large or missing. A range check catches these. Do both."
     )
 
 
 def calibration_error(probs, labels, bins: int = 10) -> float:
-    """Expected calibration error: mean distance of confidence and accuracy, in bins of confidence."""
+    """Expected calibration error: mean gap between confidence and accuracy over bins of confidence."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
@@ -99,7 +99,7 @@ def calibration_error(probs, labels, bins: int = 10) -> float:
 
 
 def mistakes(rows, names):
-    """Rows with the mistakes that happen between a laboratory and a model."""
+    """Correct rows, and rows with typical mistakes of data entry."""
 
     def scaled(name: str, factor: float):
         changed = rows.copy()
@@ -110,10 +110,10 @@ def mistakes(rows, names):
     first, second = names.index("alcohol"), names.index("malic_acid")
     swapped[:, [first, second]] = swapped[:, [second, first]]
     return {
-        "as they are": rows,
+        "correct": rows,
         "alcohol by weight, not volume": scaled("alcohol", 0.79),
-        "ash in other units (x 10)": scaled("ash", 10),
-        "magnesium in other units (x 0.1)": scaled("magnesium", 0.1),
+        "ash in the wrong unit (x 10)": scaled("ash", 10),
+        "magnesium in wrong unit (x 0.1)": scaled("magnesium", 0.1),
         "alcohol and malic acid swapped": swapped,
         "columns in reverse order": rows[:, ::-1],
         "each column from another wine": np.random.default_rng(0).permuted(rows, axis=0),

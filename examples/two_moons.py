@@ -1,4 +1,4 @@
-"""Two moons: how confident are MAP, a deep ensemble, LLLA and MoLA, near the data and far from them? MoLA also by distance.
+"""Two moons: confidence of MAP, a deep ensemble, LLLA and MoLA, near the data and far away.
 
     python examples/two_moons.py
 
@@ -17,7 +17,7 @@ from torch import nn
 import mola
 
 NETWORKS = 5
-REACH = 8.0  # of the maps; the data lie within 2 of the origin
+REACH = 8.0  # half the side of the maps; the data are within 2 of the origin
 
 
 def moons(count: int, seed: int):
@@ -41,27 +41,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down networks this small
 
     train_set, val_set, test_set = (moons(200, seed=3 * options.seed + part) for part in range(3))
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
 
-    # One pass over the training data, then one number tuned on validation data. A loader is any iterable of batches.
+    # One pass over the training data, then tuning on the validation data. A loader is any iterable of batches.
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
         "LLLA": mola.fit(networks[0], [train_set], [val_set]),
         "MoLA": (posterior := mola.fit(networks, [train_set], [val_set], rule="threshold")),
-        "MoLA, distance": posterior.tune(
-            [val_set], rule="distance"
-        ),  # as sure of the validation data, and not far away
+        "MoLA, distance": posterior.tune([val_set], rule="distance"),
     }
 
-    # How sure each method is on new data, and on circles ever farther away.
+    # Confidence on test data, and on circles of growing radius.
     angles = torch.linspace(0, 2 * torch.pi, 361)[:-1]
     circle = torch.stack([angles.cos(), angles.sin()], dim=1)
     inputs, labels = test_set
-    print("Mean confidence in %, and how often the prediction is right:\n")
+    print("Accuracy and mean confidence in %:\n")
     print(f"{'':16}{'accuracy':>10}{'test data':>12}{'radius 5':>12}{'radius 10':>12}{'radius 100':>12}")
     for name, method in methods.items():
         probs = method(inputs)

@@ -1,4 +1,4 @@
-"""One comparison for all tests of numbers that were computed in two ways.
+"""One comparison for all tests of numbers computed in two ways.
 
 float32 sums depend on the order of their terms, which the processor, the number of threads and the batch size decide. Errors are
 therefore proportional to the largest value of a quantity, and a small value next to a large one may have no correct digit.

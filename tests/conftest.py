@@ -9,10 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # read when numpy and torch are loaded, here and in processes that tests start
+# Test problems are tiny and workers run in parallel: one thread. Read on import by numpy and torch, also in child processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same hypothesis examples in every run, unless `--hypothesis-seed` is given; few: `benchmarks/fuzz.py` is for many."""
+    """Draw the same few hypothesis examples in every run, unless `--hypothesis-seed` is given; `benchmarks/fuzz.py` draws many."""
     settings.register_profile(
         "tests",
         derandomize=config.getoption("hypothesis_seed", None) is None,
@@ -39,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-"""Real datasets and networks, where they are."""
+"""Folder of real data sets and networks."""
 
 
 LONGEST = (
@@ -57,7 +55,7 @@ LONGEST = (
     "library/test_dense.py",
     "app/test_export_command.py",
 )
-"""Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
+"""Slowest test files, run first so that no worker is left with a long file at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
@@ -79,13 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded now stays: to look through it again and again for garbage would take a twentieth of the time."""
+    """Exclude loaded modules from garbage collection, which would take 5 % of the time."""
     gc.collect()
     gc.freeze()
 
 
 def require_shared(name: str) -> Path:
-    """A file or folder of the real data; where it is missing the test is skipped loudly, and fails in CI."""
+    """Return a file or folder of the real data; if it is missing, skip the test with a message, or fail in CI."""
     if not (SHARED / name).exists():
         message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds {name}."
         if os.environ.get("CI"):
@@ -96,11 +94,11 @@ def require_shared(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory) -> Path:
-    """The real data in their standard files, unpacked once for all workers."""
+    """Folder of the real data in their standard files, unpacked once for all workers."""
     script, common = require_shared("unpack.py"), tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         common = common.parent
-    with FileLock(common / "unpacked.lock"):  # files that are there already are left alone
+    with FileLock(common / "unpacked.lock"):  # existing files are kept
         subprocess.run([sys.executable, script, common / "unpacked"], check=True)
     return common / "unpacked"
 
@@ -111,7 +109,7 @@ CLOSED_FORM_LINKS = ("probit", "probit-centred", "mean-field", "bridge")
 
 @dataclass
 class Problem:
-    """A small network, its data, and what the dense references need."""
+    """A small network and its data, as the dense references need them."""
 
     network: nn.Module
     inputs: Tensor
@@ -126,7 +124,7 @@ class Problem:
         return list(zip(self.inputs.split(size), self.labels.split(size), strict=True))
 
     def features(self, inputs: Tensor | None = None) -> Tensor:
-        """What the head sees, the constant 1 included."""
+        """Inputs of the head, with the constant 1 for a bias."""
         with torch.no_grad():
             values = self.network[:-1](self.inputs if inputs is None else inputs)
         return torch.cat([values, torch.ones(len(values), 1)], dim=1) if self.bias else values
@@ -152,7 +150,7 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
 
 @pytest.fixture
 def _blank_figures(monkeypatch) -> None:
-    """Figures of reports are empty. They are drawn where they are looked at: test_report.py, test_demo.py, test_cli_work.py."""
+    """Leave the figures of reports empty. test_report.py, test_demo.py and test_cli_work.py draw them."""
     from mola.compare.report import style, writing
 
     monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "<svg ></svg>\n", b""))
@@ -160,7 +158,7 @@ def _blank_figures(monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _float64_and_own_random_state():
-    """Every test computes in float64 and leaves the random state as it found it."""
+    """Run every test in float64, and restore the random state afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with torch.random.fork_rng(devices=[]):

@@ -1,9 +1,8 @@
 """Start Python with torch already loaded: loading it takes most of the time of a test that starts a process.
 
-A server (`multiprocessing`'s, one for each worker of the tests) has loaded torch and nothing else. A process is a fork of it with a
-folder, an environment, arguments and streams of its own; `mola` and all extras it loads itself, and it ends with a code or a signal
-like any other. What depends on how Python itself starts (options of the interpreter, variables that torch reads while it is loaded)
-needs a real process: `subprocess`.
+A fork server of `multiprocessing`, one for each test worker, has loaded only torch. Each process is a fork of it with its
+own folder, environment, arguments and streams; it imports `mola` itself and ends with an exit code or a signal. Tests of
+interpreter options, or of variables that torch reads on import, need a real process: `subprocess`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def start_python(
         arguments: `-m module ...` or `-c code ...`.
         stdout: the file to write to.
         stderr: the file to write to.
-        cwd: its folder; by default that of this process.
-        env: its environment; by default that of this process.
+        cwd: working directory; by default that of this process.
+        env: environment; by default that of this process.
 
     Returns:
         The process: `join(seconds)`, `exitcode`, `pid`, `kill()`.
@@ -67,7 +66,7 @@ def run_python(
         timeout: seconds after which it is killed.
 
     Returns:
-        Its code, and what it wrote.
+        Its exit code and output.
 
     Raises:
         TimeoutExpired: if it was killed.
@@ -83,7 +82,7 @@ def run_python(
 
 
 def wait_for(process: BaseProcess, timeout: float) -> int | None:
-    """Wait for its end; kill it, and give None, if that does not come in time."""
+    """Wait for a process to end and return its exit code; kill it and return None after the timeout."""
     process.join(timeout)
     code = process.exitcode
     if code is None:
@@ -101,18 +100,18 @@ def run_team(
     cwd: Path | None = None,
     **environment: str,
 ) -> tuple[list[int | None], list[str]]:
-    """Run so many processes that know of each other as those of torchrun do.
+    """Run several processes as one torchrun job.
 
     Args:
-        size: how many.
+        size: number of processes.
         arguments: of each, see `start_python`.
-        folder: for what they write to stderr.
-        timeout: seconds after which those that have not ended are killed, all of them after one.
+        folder: for their stderr files.
+        timeout: seconds after which all that still run are killed.
         cwd: see `start_python`.
-        environment: added to that of this process.
+        environment: variables added to the environment of this process.
 
     Returns:
-        Their codes, None for those that were killed here; and what they wrote to stderr.
+        Their exit codes, None for killed processes, and their stderr.
     """
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **environment}
     said = [folder / f"{rank}-of-{size}.stderr" for rank in range(size)]
@@ -132,7 +131,7 @@ def _free_port() -> int:
 
 
 def _be_python(arguments: list[str], stdout: str, stderr: str, folder: str, environment: dict[str, str]) -> None:
-    """What the fork does."""
+    """Become `python` with these arguments, in the fork."""
     for number, path in ((1, stdout), (2, stderr)):
         written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(written, number)

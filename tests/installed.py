@@ -1,10 +1,10 @@
-"""What users get: the wheel is built, compared with the sources, installed into an empty environment, and used from an empty folder.
+"""Test the wheel as users get it: build it, compare it with the sources, install it into an empty environment, use it.
 
     make test-wheel
 
-Nothing of the clone is on the path then. First without any extra: it imports, fits, and says which extra a command needs. Then
-with `cli` and `bench`: snippets of README and docs, and every command that needs no data folder. It needs the package index, and takes
-about two minutes.
+The clone is not on the path. First without extras: the package imports and fits, and commands name the extra they need. Then with
+`cli` and `bench`: snippets of README and docs, and every command that needs no data folder. Needs the package index, and takes about
+two minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from build.env import DefaultIsolatedEnv
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "cli,bench"
 BARE = {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
-"""What the package may need without extras."""
+"""Allowed dependencies without extras."""
 
 SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)
 IS_WHOLE = """
@@ -43,7 +43,7 @@ for name in dir(mola):
     except mola.errors.MissingExtraError as error:
         assert "pip install" in str(error), name
 """
-"""It is the installed package, and every public name is there or says which extra it needs."""
+"""Check that this is the installed package, and that every public name exists or names its extra."""
 
 
 def say(words: str) -> None:
@@ -51,11 +51,11 @@ def say(words: str) -> None:
 
 
 NOT_OURS = {"PYTHONPATH", "VIRTUAL_ENV", "MOLA_DATA", "PYTHONDONTWRITEBYTECODE"}
-"""Variables that tell of another environment. With the last one, every command would compile all of torch anew."""
+"""Variables of another environment. With the last, every command would compile torch again."""
 
 
 def run(*command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a command that must end with this code, without what an environment of ours would add to it."""
+    """Run a command outside the current environment, and check its exit code."""
     kept = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=kept, capture_output=True, text=True, check=False
@@ -72,7 +72,7 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def tracked() -> dict[str, bytes]:
-    """Every file of the package as git has it: what the wheel must hold, and all it may hold."""
+    """Every file of the package that git tracks: the exact contents of the wheel."""
     listed = run("git", "ls-files", "-z", "--", "src/mola", cwd=ROOT).stdout.split("\0")
     paths = [Path(line) for line in listed if line]
     return {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
@@ -85,8 +85,8 @@ def packed(wheel: Path) -> dict[str, bytes]:
 
 
 def build(folder: Path) -> Path:
-    """Build a wheel from the sources and one from the source distribution; both must hold the package, and nothing else."""
-    with DefaultIsolatedEnv() as tools:  # what pyproject.toml asks for to build, and nothing else; once for all
+    """Build a wheel from the sources and from the source distribution; both must contain the package and nothing else."""
+    with DefaultIsolatedEnv() as tools:  # build requirements of pyproject.toml only
         builder = ProjectBuilder.from_isolated_env(tools, ROOT)
         tools.install(builder.build_system_requires)
         for kind in ("wheel", "sdist"):
@@ -111,7 +111,7 @@ def build(folder: Path) -> Path:
 
 
 class Environment:
-    """An environment that holds what pip installs and nothing else, and an empty folder to use it from."""
+    """A fresh virtual environment, and an empty working directory."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "environment" / ("Scripts" if os.name == "nt" else "bin")
@@ -134,11 +134,11 @@ class Environment:
 
 
 SECTIONS = (("README.md", "Use it from Python"), ("docs/default.md", "Set an option"))
-"""Pages and their sections whose snippets need no extra."""
+"""Sections whose snippets need no extras."""
 
 
 def snippets() -> str:
-    """The snippets of these sections, and the setups that their pages give them."""
+    """Return the snippets of these sections with their setup code."""
     code = ["import torch"]
     for page, title in SECTIONS:
         section = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
@@ -149,7 +149,7 @@ def snippets() -> str:
 
 
 def try_bare(environment: Environment) -> None:
-    """Without extras: it needs no more than it should, snippets run, and a command names the extra that it needs."""
+    """Without extras: check the dependencies, run the snippets, and check that a command names its extra."""
     wanted = (
         "import importlib.metadata as m, re; "
         "print(*sorted(re.match(r'[\\w-]+', r)[0] for r in m.requires('mola-torch') if 'extra ==' not in r))"
@@ -163,7 +163,7 @@ def try_bare(environment: Environment) -> None:
 
 
 def try_commands(environment: Environment) -> None:
-    """With the extras: the snippets again, and each command from an empty folder to what it leaves."""
+    """With the extras: run the snippets and each command, and check the output."""
     environment.python(IS_WHOLE + snippets())
     mola, desk = environment.mola, environment.desk
     mola("demo", "--quiet")
@@ -203,7 +203,7 @@ def main() -> None:
         say("installed without extras")
         try_bare(environment)
         say("without extras: imports, fits, predicts, saves")
-        # The bare environment has done its work, and torch takes longest to install: the extras come on top of it.
+        # Reuse the environment: torch takes longest to install.
         for left in environment.desk.iterdir():
             left.rename(folder / f"bare-{left.name}")
         environment.install(f"{wheel}[{EXTRAS}]")

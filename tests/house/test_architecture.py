@@ -1,4 +1,4 @@
-"""House rules: no grab-bags, a light import, a documented public API, nothing unpickled. import-linter checks the layers."""
+"""House rules: no grab-bag modules, a light import, a documented public API, no pickle. import-linter checks the layers."""
 
 import ast
 import re
@@ -48,7 +48,7 @@ HEAVY = {
 
 
 def test_importing_mola_costs_little_more_than_torch():
-    """Counted in modules, not in seconds: nothing foreign that torch and the core's own needs have not loaded already."""
+    """Counted in modules, not in seconds: `import mola` loads no third-party module beyond torch and the core dependencies."""
     code = (
         "import sys, torch, numpy.random, safetensors.torch, tqdm.auto; before = set(sys.modules); import mola; "
         "print(' '.join(sorted(set(sys.modules) - before))); import mola.lab.models; print(' '.join(sys.modules))"
@@ -87,15 +87,14 @@ def unsafe_loads(source):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (f"from {node.module} import load" for alias in node.names if alias.name == "load")
         elif isinstance(node, ast.Import):
-            # Under another name, the checks above would not see it.
+            # The checks above would miss torch under another name.
             yield from (
                 f"import torch as {alias.asname}" for alias in node.names if alias.name == "torch" and alias.asname
             )
 
 
 TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
-"""Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py and
-test_export.py), or that were just written (the check of an export)."""
+"""Loaders that unpickle, called only for files that the user trusts (test_jobs.py, test_export.py) or that were just written."""
 
 
 def test_no_pickle():

@@ -1,4 +1,4 @@
-"""The long campaigns, in short: a few random calls against the closed form, and a few kills. `make fuzz` and `make crash` do many."""
+"""Short versions of `make fuzz` and `make crash`: a few random calls against the closed form, and a few kills."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ def fuzz():
 
 @pytest.fixture
 def campaign(fuzz, monkeypatch, capsys):
-    """The script's own `main` with options, in this process: its code, and what it printed."""
+    """Run the script's `main` with options in this process; return its exit code and output."""
 
     def run(*options):
         torch.set_default_dtype(torch.float32)
@@ -51,7 +51,7 @@ def test_killed_work_is_neither_lost_nor_half_done():
 
 
 def test_a_mistake_is_noticed(fuzz, campaign, monkeypatch):
-    """The closed form does catch a wrong constant: else the campaign would prove nothing."""
+    """The closed form catches a wrong constant."""
     monkeypatch.setattr(
         "mola.links.probit.probit_scaled", lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt()
     )

@@ -27,7 +27,7 @@ def test_closed_forms_are_within_the_error_of_a_few_draws(script, structure):
 
 
 def test_a_mistake_is_noticed(script, monkeypatch):
-    """A mixture's spread that counts half as much: else the comparison would prove nothing."""
+    """The comparison catches variances that are 20 % too large."""
     right = normal_mixtures.crps
 
     def wrong(weights, means, variances, targets):
@@ -47,4 +47,4 @@ def test_the_record_has_every_closed_form_of_every_structure(script):
     assert len(record["rows"]) == len(script.STRUCTURES) * (11 + 11 + 7)
     for row in record["rows"]:
         assert not row["exact"] or row["standard_errors"] <= script.JUDGED, row
-        assert row["exact"] or row["error"] < 0.0177, row  # what docs/labels.md promises of MacKay's approximation
+        assert row["exact"] or row["error"] < 0.0177, row  # the bound in docs/labels.md

@@ -1,7 +1,7 @@
-"""Every Python snippet of README and docs runs, in order, in one namespace for each page.
+"""Run every Python snippet of README and docs, in order, in one namespace per page.
 
-Comments in a page say more: `<!-- setup ... -->` holds what the reader has already, `<!-- file: NAME -->` that the snippet below it
-is a file, `<!-- run -->` that the commands below it run there and then.
+Hidden comments add to a page: `<!-- setup ... -->` is code for objects that the reader already has, `<!-- file: NAME -->` writes the
+next snippet to a file, and `<!-- run -->` runs the commands of the next block.
 """
 
 import re
@@ -39,7 +39,7 @@ def name_of(page):
 
 
 def run_command(line, monkeypatch):
-    """What a shell would do with it, in this process."""
+    """Run a command line in this process."""
     words = shlex.split(line, comments=True)
     monkeypatch.setattr("sys.argv", words)
     if words[0] == "python":
@@ -87,7 +87,7 @@ def test_links_to_files_exist():
 
 
 def test_the_files_for_adding_things_exist():
-    """Each file of the table in ARCHITECTURE.md is there, and defines the name that is given after `::`."""
+    """Each file in the table of ARCHITECTURE.md exists, and defines the name after `::`."""
     table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Adding things\n")[1]
     named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
     assert len(named) > 25
@@ -119,7 +119,7 @@ def write_idx(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray)
 
 
 def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Images in MNIST's form that ten epochs of nothing can learn: a bar at the height of its class."""
+    """Easy images in MNIST's format: a bar at the height of its class."""
     labels = np.arange(count, dtype=np.uint8) % 10
     pixels = draw.integers(0, 60, (count, 28, 28))
     for place, label in enumerate(labels):
@@ -128,7 +128,7 @@ def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]
 
 
 def prepare(folder: Path) -> None:
-    """What the pages say the reader has: checkpoints, data in their standard files, images and a module."""
+    """Create what the pages assume: checkpoints, data in their standard files, images and a module."""
     draw = np.random.default_rng(0)
     for prefix, count in (("train", 200), ("t10k", 100)):
         write_idx(folder / "DIR" / "MNIST" / "raw", prefix, *bars(count, draw))
@@ -145,7 +145,7 @@ def prepare(folder: Path) -> None:
             nn.functional.cross_entropy(network(inputs), targets).backward()
             optimiser.step()
         save_weights(network, folder / "checkpoints" / f"{seed}.safetensors")
-    # Images of 6 by 6 pixels; the pages resize to 32, so the networks are made for that.
+    # Images have 6 x 6 pixels; the pages resize to 32 x 32, the input size of the networks.
     desk = make_desk(folder, "models", side=32)
     for name, network in zip("ab", desk.networks(2), strict=True):
         torch.save(network.state_dict(), folder / f"{name}.pt")

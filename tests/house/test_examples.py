@@ -1,4 +1,4 @@
-"""Every example runs as it stands, says nothing on stderr, and shows what it claims to show."""
+"""Run every example: nothing on stderr, and results as claimed."""
 
 import os
 import re
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIMIT = 600
-"""Seconds after which a process counts as hanging; it takes a few on a machine that has nothing else to do."""
+"""Seconds after which a process counts as hanging."""
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run an example in this process, as `python examples/NAME.py` would, in an empty folder; gives what it prints."""
+    """Run an example in this process and an empty folder, as `python examples/NAME.py`, and return its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -43,7 +43,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def numbers(printed, row, skip=0):
-    """The numbers in the line that begins with these words; `skip` leaves out tables before."""
+    """Numbers in the line that begins with `row`, after skipping `skip` earlier matches."""
     lines = [line for line in printed.splitlines() if re.match(rf"\s*{re.escape(row)}\s", line)]
     return [float(found) for found in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", lines[skip][len(row) :])]
 
@@ -61,7 +61,7 @@ def test_examples_say_how_to_run_them(path):
 
 def test_segmentation(run, tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # networks that were trained for a moment may be less sure than right
+        warnings.simplefilter("ignore")  # networks trained this briefly may be underconfident
         printed = run("segmentation.py", "--steps", "40")
     plain, careful = numbers(printed, "MAP"), numbers(printed, "MoLA, distance")
     assert careful[-1] < 2  # the median distance of the test pictures; that of the shifted ones is farther
@@ -71,7 +71,7 @@ def test_segmentation(run, tmp_path):
 
 
 def test_imagenet_networks(run):
-    """Their packages may not be there: then it says so."""
+    """Missing packages are reported."""
     printed = run("imagenet_networks.py")
     for name, size in (("lite0", 224), ("lite1", 240), ("lite2", 260)):
         assert f"{name}: not installed" in printed or f"{name}: {size} x {size} pixels" in printed
@@ -116,12 +116,12 @@ def test_ood_alarm(run, tmp_path):
         assert abs(float(realised) / 100 - rate) < 3 * (rate * (1 - rate) * (1 / 400 + 1 / 400)) ** 0.5
     averages = [float(found) for found in re.findall(r"([\d.]+)% for", printed)]
     for asked, average in zip((1, 5, 10), averages, strict=True):
-        assert asked - 100 / 401 - 0.05 < average < asked + 0.05  # of 1000 ways to share the data out
+        assert asked - 100 / 401 - 0.05 < average < asked + 0.05  # mean over 1000 splits
     _, usual, _, _ = numbers(printed, "test digits")
     for name, at_least in (
         ("photographs", 50),
         ("noise", 50),
-        ("ink and paper exchanged", 80),
+        ("inverted digits", 80),
         ("two digits at once", 15),
     ):
         assert numbers(printed, name)[1] > max(at_least, usual), name
@@ -136,14 +136,14 @@ def test_tabular(run):
         assert loss < 0.1
     assert numbers(printed, "MolaClassifier, 5 networks")[1] < 1.15 * numbers(printed, "logistic regression")[1]
     # alarm by score, a column out of range, confidence
-    usual = numbers(printed, "as they are")
+    usual = numbers(printed, "correct")
     assert usual[0] < 10 + 100 * 3 * (0.1 * 0.9 * (1 / 225 + 1 / 220)) ** 0.5  # five splits of 45 and 44 rows
-    assert numbers(printed, "ash in other units (x 10)")[0] > 90
+    assert numbers(printed, "ash in the wrong unit (x 10)")[0] > 90
     mixed_up = numbers(printed, "each column from another wine")
     assert mixed_up[0] > 35
-    assert mixed_up[1] < 10  # which no check of ranges would find
+    assert mixed_up[1] < 10  # a range check would miss these rows
     nothing = numbers(printed, "all columns missing (0)")
-    assert nothing[0] < 20  # what the page warns of: the score does not see it
+    assert nothing[0] < 20  # the score misses these rows, as the page warns
     assert nothing[1] == 100
 
 
@@ -155,7 +155,9 @@ def test_mimo_mola(run):
         assert ours[0] > 94
         assert ours[0] > plain[0] - 1.5
         assert ours[2] < plain[2] + 0.05  # confidence on digits
-        assert all(one < other for one, other in zip(ours[3:5], plain[3:5], strict=True))  # and on what is no digit
+        assert all(
+            one < other for one, other in zip(ours[3:5], plain[3:5], strict=True)
+        )  # and on photographs and noise
         assert all(one > other - 2 for one, other in zip(ours[5:], plain[5:], strict=True))  # AUROC
 
 

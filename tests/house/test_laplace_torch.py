@@ -19,9 +19,9 @@ RECORDS = ("compare_laplace_torch", "compare_laplace_torch_regression")
 
 
 class Dense:
-    """What laplace-torch's `Laplace` says of a last layer, by differentiating its loss twice and inverting.
+    """Dense stand-in for laplace-torch's `Laplace` on a last layer: the Hessian of the loss by autograd, inverted.
 
-    Parameters are weights row by row, and then biases. `kron` is `full` here, which it is for numbers without a bias.
+    Parameters are weights row by row, and then biases. `kron` is `full` here, as it is for regression without a bias.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Dense:
         return functional_call(self.head, named, (features,))
 
     def unit_loss(self, flat: Tensor) -> Tensor:
-        """Without the noise, and what depends on it alone."""
+        """Loss at unit noise, without terms that depend only on the noise."""
         outputs = self.outputs(flat, self.features)
         if self.likelihood == "regression":
             return (outputs - self.labels).square().sum() / 2
@@ -131,7 +131,7 @@ def test_regression_agrees_with_a_dense_peer(peers, outputs, bias):
     data = TensorDataset(inputs, peers.observed(inputs, outputs))
     network = peers.mlp(outputs, bias)
     peers.train(network, data)
-    # For regression, `kron-exact` is `full`: so it is with a bias, too, for a peer that does not set the bias apart.
+    # For regression `kron-exact` equals `full`, also with a bias if the peer does not treat the bias separately.
     for structure in ("full", "diag", "kron-exact"):
         rows = peers.compare("MLP", network, structure, data, (unseen, peers.observed(unseen, outputs)), Dense)
         assert {row["quantity"] for row in rows} >= {"predictive variance", "log marginal likelihood", "slope in noise"}
@@ -140,7 +140,7 @@ def test_regression_agrees_with_a_dense_peer(peers, outputs, bias):
 
 
 def test_another_noise_is_noticed(peers, monkeypatch):
-    """Else the comparison would prove nothing."""
+    """The comparison catches a noise that is 0.1 % too large."""
     inputs = torch.randn(60, 8)
     data, network = TensorDataset(inputs, peers.observed(inputs, 2)), peers.mlp(2, True)
     right = peers.compare("MLP", network, "full", data, data.tensors, Dense)
@@ -173,7 +173,7 @@ def test_the_record_agrees_wherever_definitions_do(name):
 
 @pytest.mark.slow
 def test_laplace_torch_itself_agrees(monkeypatch, capsys):
-    """Where an environment for it is there: making one takes minutes, and the package index."""
+    """Runs only if the environment exists: creating it takes minutes and needs the package index."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     environment = importlib.import_module("peer_environment")
     if not (environment.cache_folder() / "ready.json").exists():

@@ -1,4 +1,4 @@
-"""What git ignores is left out of the wheel, and no linter reads it: no file of the project may be ignored.
+"""No file of the project may be ignored by git: ignored files are missing from the wheel and are not linted.
 
 `make test-wheel` tests the wheel itself.
 """
@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_ANY_FOLDER = {"__pycache__/", "*.partial"}
-"""Names that no source has."""
+"""Patterns that may match in any folder."""
 
 
 def test_no_tracked_file_is_ignored():
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no clone: git tracks nothing here")
+        pytest.skip("not a git clone")
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert not ignored, "anchor the pattern of .gitignore that these match"

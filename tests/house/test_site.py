@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, is whole, and asks no other host for anything."""
+"""The documentation site builds without warnings, has no dead links, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "embed": "src", "object": "data"}
-"""Elements that fetch something when a page is shown, and where they say what."""
+"""Elements that load a resource, and the attribute with its address."""
 
 
 def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ def test_nothing_is_loaded_from_another_host(site, pages):
             aim = attributes.get(LOADING.get(tag, "")) or (attributes.get("href") if tag == "link" else None)
             if aim is not None and (tag != "link" or attributes.get("rel") not in ("canonical", "next", "prev")):
                 assert not re.match(r"(https?:)?//", aim), (name, tag, aim)
-            # The theme would fetch a library to draw it.
+            # The theme would load a library from another host for diagrams.
             assert "mermaid" not in (attributes.get("class") or ""), name
     for style in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
@@ -138,7 +138,7 @@ def test_formulas_are_mathml(pages):
     assert "<math " in pages["reference/structures.html"]
     for name, text in pages.items():
         assert 'class="arithmatex"' not in text, name
-        # What the translation does not know is passed on as it is: a backslash and a name.
+        # Unknown LaTeX commands pass through the conversion unchanged: a backslash and a name.
         assert re.findall(r"<(?:mi|mo|mtext)[^>]*>\\\w+", text) == [], name
         assert ":math:" not in text, name
         assert ".. math" not in text, name

@@ -1,4 +1,4 @@
-"""Numbers on the pages: each comes from a record."""
+"""Every measured number on the pages comes from a record."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_no_number_is_written_by_hand(page):
 
 
 def test_the_table_of_readme_is_that_of_the_records():
-    """README is also read as plain text, so its numbers are written without marks."""
+    """README is also read as plain text, so its numbers have no marks."""
     shown = {
         "deep ensemble": "DE",
         "deep ensemble, temperature-scaled": "DE-T",
