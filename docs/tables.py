@@ -8,19 +8,19 @@ under other names (`cifar10 ablation rules; MoLA by nll = log loss | MoLA by thr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from mola.compare.record import Record
-from mola.compare.report.reading import read_suites
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
+from mola.compare.report.reading import SuiteResults, read_suites
 from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import ARROWS, Column, Table, as_markdown
-from mola.compare.store import Store
+from mola.compare.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
 from mola.lab.uci import (
     METHODS,
     as_good,
@@ -49,19 +49,24 @@ def table(place: str) -> str:
     found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
     better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
     header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]
-    return markdown(header, [[shown, *cells(found, row, list(columns))] for row, shown in rows.items()])
+    return markdown_rows(header, [[shown, *cells(found, row, list(columns))] for row, shown in rows.items()])
 
 
 @cache
-def _suite(name: str) -> dict[str, Table]:
+def _suite(name: str) -> SuiteResults:
     (found,) = read_suites(RESULTS, [name])
-    return suite_tables(found)
+    return found
+
+
+@cache
+def _suite_tables(name: str) -> dict[str, Table]:
+    return suite_tables(_suite(name))
 
 
 def suite_table(name: str) -> Table:
     """A table of a suite, by the suite's name and its own."""
     suite, _, rest = name.partition(" ")
-    if rest not in (known := _suite(suite)):
+    if rest not in (known := _suite_tables(suite)):
         raise KeyError(f"{suite} has no table {rest!r}; it has {', '.join(known)}.")
     return known[rest]
 
@@ -84,20 +89,31 @@ def _names(listed: str) -> dict[str, str]:
     return {name.strip(): (other or name).strip() for name, _, other in pairs}
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Rows of text as a Markdown table: the first columns aligned left, the others right."""
-    aligned = ["---"] * left + ["---:"] * (len(header) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
-
-
 @cache
 def record(name: str) -> Any:
     """A record of a benchmark."""
     return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _percent(value: float, digits: int = 1) -> str:
-    return f"{100 * value:.{digits}f}"
+class Cells(string.Formatter):
+    """Texts by templates: `{ece:* 100 .1f}` writes a hundred times the entry, and None is a dash."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """The text of a value."""
+        if value is None:
+            return MISSING
+        if not format_spec.startswith("* "):
+            return format(value, format_spec)
+        factor, form = format_spec.removeprefix("* ").split(" ")
+        return format(value * float(factor), form)
+
+
+def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]], left: int = 1) -> str:
+    """Rows of a record as a Markdown table; a column is a heading and a template of its cells."""
+    write = Cells().vformat
+    return markdown_rows(
+        [head for head, _ in columns], [[write(one, (), row) for _, one in columns] for row in rows], left
+    )
 
 
 def _uci(name: str) -> str:
@@ -108,7 +124,7 @@ def _uci(name: str) -> str:
         scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
         found = {words: estimates(records, score) for score, words in scores}
         rows = [[words, *[str(len(as_good(one, method))) for method in METHODS]] for words, one in found.items()]
-        return markdown(
+        return markdown_rows(
             [f"best, or within a standard error of the best, of {len(one_set(found))} sets", *METHODS], rows
         )
     others = {"gaps": gap_table, "gap findings": gap_findings}
@@ -129,49 +145,31 @@ def _closed_forms(likelihood: str) -> str:
         worst, most = max(same, key=lambda row: row["error"]), max(row["standard_errors"] for row in same)
         note = "" if worst["exact"] else " (an approximation)"
         lines.append([name, f"{worst['error']:.1e}", f"{worst['standard_error']:.1e}", f"{most:.1f}{note}"])
-    return markdown(["closed form", "largest error", "standard error there", "largest error in standard errors"], lines)
+    return markdown_rows(
+        ["closed form", "largest error", "standard error there", "largest error in standard errors"], lines
+    )
 
 
 def _links(name: str) -> str:
     """Links against the integral: scores, variances, or errors by the rule that chose the prior precision."""
     document = record("links_against_monte_carlo")
     if name == "scores":
-        lines = [
-            [
-                row["structure"],
-                row["link"],
-                "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}",
-                f"{row['nll']:.4f}",
-                _percent(row["ece"], 2),
-                _percent(row["svhn_auroc"], 2),
-            ]
-            for row in document["tuned"]
-        ]
-        return markdown(["structure", "link", "λ", "test NLL", "ECE %", "SVHN AUROC %"], lines, 2)
+        columns = [("structure", "{structure}"), ("link", "{link}"), ("λ", "{prior_precision:.2g}")]
+        columns += [("test NLL", "{nll:.4f}"), ("ECE %", "{ece:* 100 .2f}"), ("SVHN AUROC %", "{svhn_auroc:* 100 .2f}")]
+        return listed(document["tuned"], columns, 2)
     if name == "variances":
-        names = ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
-        lines = [[f"`{row['structure']}`", *[f"{row[one]:.2g}" for one in names]] for row in document["variances"]]
-        return markdown(["structure", "λ", "common mode: test", "SVHN", "contrasts: test", "SVHN"], lines)
+        columns = [("structure", "`{structure}`"), ("λ", "{prior_precision:.2g}")]
+        columns += [("common mode: test", "{common_test:.2g}"), ("SVHN", "{common_svhn:.2g}")]
+        columns += [("contrasts: test", "{contrast_test:.2g}"), ("SVHN", "{contrast_svhn:.2g}")]
+        return listed(document["variances"], columns)
     rows = {(one["data"], one["structure"], one["link"]): one for one in document["rows"] if one["rule"] == name}
-    lines = []
-    for (data, structure, link), test in rows.items():
-        if data == "test":
-            svhn = rows["svhn", structure, link]
-            lines.append(
-                [
-                    f"`{structure}`, λ = {test['prior_precision']:.2g}",
-                    link,
-                    _percent(test["mean_tv"], 2),
-                    _percent(test["max_tv"]),
-                    f"{100 * test['confidence_error']:+.2f}",
-                    f"{test['nll_difference']:+.4f}",
-                    _percent(svhn["mean_tv"], 2),
-                    _percent(svhn["max_tv"]),
-                    f"{100 * svhn['confidence_error']:+.2f}",
-                ]
-            )
-    header = ["structure", "link", "test: TV mean", "max", "confidence", "NLL", "SVHN: TV mean", "max", "confidence"]
-    return markdown(header, lines, 2)
+    pairs = [{"test": one, "svhn": rows["svhn", *key[1:]]} for key, one in rows.items() if key[0] == "test"]
+    columns = [("structure", "`{test[structure]}`, λ = {test[prior_precision]:.2g}"), ("link", "{test[link]}")]
+    for data, title in (("test", "test: "), ("svhn", "SVHN: ")):
+        columns += [(f"{title}TV mean", f"{{{data}[mean_tv]:* 100 .2f}}"), ("max", f"{{{data}[max_tv]:* 100 .1f}}")]
+        columns += [("confidence", f"{{{data}[confidence_error]:* 100 +.2f}}")]
+        columns += [("NLL", "{test[nll_difference]:+.4f}")] if data == "test" else []
+    return listed(pairs, columns, 2)
 
 
 def _labels(data: str) -> str:
@@ -179,12 +177,11 @@ def _labels(data: str) -> str:
     scores = {"confidence": "mean conf. %", "auroc": "AUROC %"}
     if data != "photographs":
         scores = {"nll": "log loss", "ece": "ECE %", **scores, "average_precision": "AP %"}
-    rows = []
-    for method, found in record("labels")["methods"].items():
-        pairs = [(found[data][name], (1, 3) if name == "nll" else (100, 1)) for name in scores]
-        texts = [f"{factor * one['mean']:.{n}f} ± {factor * one['error']:.{n}f}" for one, (factor, n) in pairs]
-        rows.append([method, *texts])
-    return markdown(["", *scores.values()], rows)
+    columns = [("", "{method}")]
+    for name, title in scores.items():
+        form = ".3f" if name == "nll" else "* 100 .1f"
+        columns.append((title, f"{{{name}[mean]:{form}}} ± {{{name}[error]:{form}}}"))
+    return listed([{"method": method, **one[data]} for method, one in record("labels")["methods"].items()], columns)
 
 
 CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
@@ -194,77 +191,66 @@ def _decisions(name: str) -> str:
     """Whether guarantees are kept, or what is left of them under shift in one of `CASES`."""
     cases = record("decisions")["cases"]
     if name != "kept":
-        fields = ("alarms", "answered", "error", "answered_gated", "error_gated", "coverage", "coverage_gated")
-        rows = [
-            [row["set"], *[MISSING if row.get(field) is None else _percent(row[field]) for field in fields]]
-            for row in cases[name]["shift"]
-        ]
-        header = [
-            "% of",
-            "alarms",
-            "answered",
-            "errors",
-            "answered, no alarm",
-            "errors",
-            "coverage",
-            "coverage, no alarm",
-        ]
-        return markdown(header, rows)
+        fields = {"alarms": "alarms", "answered": "answered", "error": "errors", "answered_gated": "answered, no alarm"}
+        fields |= {"error_gated": "errors", "coverage": "coverage", "coverage_gated": "coverage, no alarm"}
+        columns = [("% of", "{set}"), *((title, f"{{{field}:* 100 .1f}}") for field, title in fields.items())]
+        return listed([dict.fromkeys(fields) | row for row in cases[name]["shift"]], columns)
     rows = []
     for case, shown in CASES.items():
         for row in cases[case]["answers"]:
             if (row["method"], row["score"]) == ("MoLA", "confidence"):
-                promised = f"at most {100 * row['promised']:g} % errors"
-                detail = f"{_percent(row['violations'])} % of draws above; answers {_percent(row['answered'][0])} %"
-                rows.append([shown, promised, _mean(row["realised"]), detail])
+                words = "at most {promised:* 100 g} % errors"
+                detail = "{violations:* 100 .1f} % of draws above; answers {answered[0]:* 100 .1f} %"
+                rows.append((shown, words, detail, row))
         for row in cases[case]["sets"]:
             if (row["method"], row["kind"], row["by"]) == ("MoLA", "lac", "all"):
-                promised = f"{100 * row['promised']:g} % coverage"
-                rows.append([shown, promised, _mean(row["realised"]), f"{row['size'][0]:.2f} classes per set"])
-        rows += [
-            [shown, f"at most {100 * row['promised']:g} % false alarms", _mean(row["realised"]), ""]
-            for row in cases[case]["alarms"]
-        ]
-    return markdown(["data", "guarantee", "realised %", ""], rows, 2)
-
-
-def _mean(pair: Sequence[float]) -> str:
-    return f"{100 * pair[0]:.2f} ± {100 * pair[1]:.2f}"
+                rows.append((shown, "{promised:* 100 g} % coverage", "{size[0]:.2f} classes per set", row))
+        rows += [(shown, "at most {promised:* 100 g} % false alarms", "", row) for row in cases[case]["alarms"]]
+    realised = "{realised[0]:* 100 .2f} ± {realised[1]:* 100 .2f}"
+    write = Cells().vformat
+    texts = [[shown, *(write(one, (), row) for one in (words, realised, detail))] for shown, words, detail, row in rows]
+    return markdown_rows(["data", "guarantee", "realised %", ""], texts, 2)
 
 
 def _saturated(name: str) -> str:
     """AUROC in % of far inputs by features, outputs and score."""
     scores = ("ood_score", "distance", "confidence, DE")
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for row in record("saturated_features")["rows"]:
         key = f"{row['activation']}, {row['likelihood']}, {row['far']}"
-        text = f"{_percent(row['auroc'], 0)} ± {_percent(row['standard_error'], 0)}"
-        rows.setdefault(key, {})[row["score"]] = text
-    return markdown(
-        ["features, likelihood, far inputs", *scores], [[key, *map(one.get, scores)] for key, one in rows.items()]
-    )
+        rows.setdefault(key, {"key": key})[row["score"]] = row
+    form = "{{{0}[auroc]:* 100 .0f}} ± {{{0}[standard_error]:* 100 .0f}}"
+    columns = [("features, likelihood, far inputs", "{key}"), *((one, form.format(one)) for one in scores)]
+    return listed(rows.values(), columns)
 
 
 def _ranks(name: str) -> str:
     """Mean ranks of sums of outlier scores: F the far field, E the energy, D the distance, H the entropy, r(x) = max(0, x)."""
     chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
-    rows = [
-        [f"`{one}`", f"{rank:.2f}", f"{confirmed[one]:.2f}"] for one, rank in sorted(chosen.items(), key=lambda i: i[1])
-    ]
-    return markdown(["score", "mean rank, choosing half", "confirming half"], rows)
+    rows = [{"score": one, "one": chosen[one], "two": confirmed[one]} for one in sorted(chosen, key=chosen.__getitem__)]
+    columns = [("score", "`{score}`"), ("mean rank, choosing half", "{one:.2f}"), ("confirming half", "{two:.2f}")]
+    return listed(rows, columns)
+
+
+def _five(name: str) -> str:
+    """One mixture of five ResNet-20s: every method, structure and rule."""
+    scores = {"SVHN auroc": "SVHN", "CIFAR-100 auroc": "CIFAR-100", "SVHN auroc, ood_score": "SVHN, `ood_score`"}
+    scores = {"ece": "ECE %", **scores, "CIFAR-100 auroc, ood_score": "CIFAR-100, `ood_score`"}
+    columns = [("method", "{method}"), ("test NLL", "{nll:.3f}")]
+    columns += [(title, f"{{{field}:* 100 .1f}}") for field, title in scores.items()]
+    rows = record("real_cifar10")["rows"]
+    return listed([{"method": method, **dict.fromkeys(scores), **row} for method, row in rows.items()], columns)
 
 
 def _segmentation(name: str) -> str:
     """Pixels of test pictures and of their shifted twins, and rings found by the outlier score."""
-    rows = []
-    for method, found in record("segmentation").items():
-        texts = []
-        for data in ("test", "shifted"):
-            one = found[data]
-            texts += [_percent(one["accuracy"]), _percent(one["confidence"]), f"{one['nll']:.3f}", _percent(one["ece"])]
-        rows.append([method, *texts, _percent(found["with rings"]["rings"])])
-    header = ["accuracy %", "conf. %", "NLL", "ECE %"]
-    return markdown(["", *header, *(f"shifted: {one}" for one in header), "rings, AUROC %"], rows)
+    columns = [("", "{method}")]
+    for data, title in (("test", ""), ("shifted", "shifted: ")):
+        fields = {"accuracy": "accuracy %", "confidence": "conf. %", "nll": "NLL", "ece": "ECE %"}
+        forms = {field: ".3f" if field == "nll" else "* 100 .1f" for field in fields}
+        columns += [(f"{title}{shown}", f"{{{data}[{field}]:{forms[field]}}}") for field, shown in fields.items()]
+    columns.append(("rings, AUROC %", "{with rings[rings]:* 100 .1f}"))
+    return listed([{"method": method, **found} for method, found in record("segmentation").items()], columns)
 
 
 def _nodes(name: str) -> str:
@@ -272,31 +258,24 @@ def _nodes(name: str) -> str:
     rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
     layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
     lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
-    return markdown(["", *layouts.values()], lines)
+    return markdown_rows(["", *layouts.values()], lines)
 
 
 def _export(name: str) -> str:
     """Largest differences between exported files and `predict`."""
-    outputs = ("probabilities", "confidence", "entropy", "mutual_information", "ood_score")
-    rows = [
-        [
-            precision,
-            f"{row['tolerance']:g}",
-            *[f"{row[one]:.1e}" for one in outputs],
-            f"{row['labels']} of {row['rows']}",
-        ]
-        for precision, row in record("export_agreement")["summary"].items()
-    ]
-    names = {"probabilities": "probs", "mutual_information": "epistemic"}  # as exported files name them
-    return markdown(["", "allowed", *[names.get(one, one) for one in outputs], "labels that differ"], rows)
+    names = {"probabilities": "probs", "confidence": "confidence", "entropy": "entropy"}  # as exported files name them
+    names |= {"mutual_information": "epistemic", "ood_score": "ood_score"}
+    columns = [("", "{precision}"), ("allowed", "{tolerance:g}")]
+    columns += [(title, f"{{{field}:.1e}}") for field, title in names.items()]
+    columns.append(("labels that differ", "{labels} of {rows}"))
+    summary = record("export_agreement")["summary"]
+    return listed([{"precision": precision, **row} for precision, row in summary.items()], columns)
 
 
 def _crash(name: str) -> str:
     """Kills, by what was killed."""
-    fields = ("kills", "lost", "half-written", "differs")
-    return markdown(
-        ["killed", *fields], [[row["kind"], *[str(row[one]) for one in fields]] for row in record("crash")["rows"]]
-    )
+    columns = [("killed", "{kind}"), *((one, f"{{{one}}}") for one in ("kills", "lost", "half-written", "differs"))]
+    return listed(record("crash")["rows"], columns)
 
 
 def _many_classes(name: str) -> str:
@@ -316,7 +295,7 @@ def _many_classes(name: str) -> str:
         "largest mean distance",
         "log loss of kron, kron-diag",
     ]
-    return markdown(header, rows)
+    return markdown_rows(header, rows)
 
 
 def _size(value: float) -> str:
@@ -344,7 +323,7 @@ def _speed(name: str) -> str:
                 if row["setting"] == setting and row["kind"] in defaults[row["work"]]
             }
             rows.append([setting, *(found.get(work, MISSING) for work in defaults)])
-        return markdown(["network", "`fit`", "`tune`", "`posterior(x)`"], rows)
+        return markdown_rows(["network", "`fit`", "`tune`", "`posterior(x)`"], rows)
     if name == "overhead":
         rows = []
         for row in record("speed")["rows"]:
@@ -355,14 +334,14 @@ def _speed(name: str) -> str:
             rows.append(
                 [row["setting"], row["work"], row["kind"], *ratios, _seconds(row["seconds"]), *verdict(row, bar)]
             )
-        return markdown(["network", "work", "", "added", "ratio", "CPU time", "bar", ""], rows, 3)
+        return markdown_rows(["network", "work", "", "added", "ratio", "CPU time", "bar", ""], rows, 3)
     if name == "memory":
         rows = []
         for row in record("memory")["rows"]:
             sizes = [row["work"], row["structure"], *(f"{row[one]:,}" for one in ("features", "classes", "data"))]
             bar = "" if row["bar"] is None else f"at most {row['bar']:.0f} MB"
             rows.append([*sizes, _size(row["peak"]), _size(row["needed"]), *verdict(row, bar)])
-        return markdown(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
+        return markdown_rows(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
     if name.startswith("laplace-torch"):
         measured, rows = record("speed_against_laplace_torch")["rows"], []
         if name.endswith("summary"):  # the fastest backend of each work
@@ -372,7 +351,7 @@ def _speed(name: str) -> str:
             times = [_seconds(row[f"{who}seconds"]) for who in ("bare_", "", "peer_")]
             ratio = f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]"
             rows.append([row["work"], f"P={row['features']}, C={row['classes']}", row["peer"], *times, ratio])
-        return markdown(
+        return markdown_rows(
             ["work", "size", "backend", "bare passes", "mola", "laplace-torch", "times [quartiles]"], rows, 3
         )
     rows = []
@@ -380,7 +359,7 @@ def _speed(name: str) -> str:
         found = record(one)["environment"]
         load = "unknown" if found.get("load") is None else f"{found['load']:.1f} on {found['cores']} cores"
         rows.append([one, f"{found['system']}, {found['machine']}, torch {found['packages']['torch']}", load])
-    return markdown(["record", "machine", "load at the start"], rows, 2)
+    return markdown_rows(["record", "machine", "load at the start"], rows, 2)
 
 
 DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
@@ -391,77 +370,55 @@ def _default(name: str) -> str:
     if name == "summary":
         return _default_summary()
     suite, kind = name.split()
-    runs = _runs(suite)
+    found = _suite(suite)
     if kind == "accuracy":
-        return _accuracy_estimates(runs)
-    first = runs[DEFAULT][0]
+        return _accuracy_estimates(found)
+    numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
     if kind == "outliers":
         header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
-        rows = [[place, *_compared(runs, partial(_auroc, place), 100, 2, higher=True)] for place in first.outliers]
-        return markdown(header, rows)
+        on = {one.name: On(one.name, "auroc", BY_CONFIDENCE) for one in found.of_role("outlier")}
+        return markdown_rows(header, [[one, *_compared(numbers, on[one], 100, 2, sign=1)] for one in on])
     columns = {"NLL": ("nll", 1, 4), "ECE %": ("ece", 100, 2), "AURC x 1000": ("aurc", 1000, 2)}
     header = ["", *(f"{title} {word}" for title in columns for word in (*RIVALS, "default", "difference"))]
     rows = []
-    for place in first.labelled:
-        row = [place]
+    for one in (*found.of_role("test"), *found.of_role("shift")):
+        row = [one.name]
         for metric, factor, digits in columns.values():
-            row += _compared(runs, partial(_metric, place, metric), factor, digits, higher=False)[:-1]
+            row += _compared(numbers, On(one.name, metric), factor, digits, sign=-1)[:-1]
         rows.append(row)
-    return markdown(header, rows)
+    return markdown_rows(header, rows)
+
+
+def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sign: int) -> list[str]:
+    """Means of both rivals and of the default, its difference from the first with a standard error, and the runs that it leads."""
+    estimates = [one for one in numbers(quantity, factor).values() if one is not None]
+    gap = estimates[-1].minus(estimates[0])
+    ahead = sum(sign * value >= 0 for value in gap.by_run.values())
+    means = [f"{one.mean:.{digits}f}" for one in estimates]
+    return [*means, f"{gap.mean:+.{digits}f} ± {gap.error:.{digits}f}", f"{ahead} of {gap.runs}"]
 
 
 def _default_summary() -> str:
     """Means over runs and sets of every suite."""
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
-        runs = _runs(suite)
-        first = runs[DEFAULT][0]
-        shifted = [place for place in first.labelled if place != "test"]
-        for name, quantities, factor, digits in (
-            ("test NLL", [partial(_metric, "test", "nll")], 1, 3),
-            ("shifted NLL", [partial(_metric, place, "nll") for place in shifted], 1, 2),
-            ("OOD AUROC %", [partial(_auroc, place) for place in first.outliers], 100, 1),
+        found = _suite(suite)
+        numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
+        outliers = tuple(one.name for one in found.of_role("outlier"))
+        for name, quantity, factor, digits in (
+            ("test NLL", On("test", "nll"), 1, 3),
+            ("shifted NLL", numbers.shifted("nll"), 1, 2),
+            ("OOD AUROC %", On(outliers, "auroc", BY_CONFIDENCE), 100, 1),
         ):
-            means = [
-                np.mean([factor * one(run) for one in quantities for run in runs[method]])
-                for method in (*RIVALS, DEFAULT)
-                if quantities
-            ]
-            if means:
-                rows.append([f"{title}, {name}", *(f"{mean:.{digits}f}" for mean in means)])
-    return markdown(["", *RIVALS, "default"], rows)
+            means = [f"{one.mean:.{digits}f}" for one in numbers(quantity, factor).values() if one is not None]
+            rows += [[f"{title}, {name}", *means]] if means else []
+    return markdown_rows(["", *RIVALS, "default"], rows)
 
 
-def _runs(suite: str) -> dict[str, list[Record]]:
-    records = sorted((one for one in Store(RESULTS).records(suite) if one.group == "main"), key=lambda one: one.run)
-    return {method: [one for one in records if one.method == method] for method in (DEFAULT, *RIVALS, "DE")}
-
-
-def _metric(place: str, metric: str, record: Record) -> float:
-    return record.labelled[place].metrics[metric]
-
-
-def _auroc(place: str, record: Record) -> float:
-    return record.outliers[place].scores["max probability"]["auroc"]
-
-
-def _compared(
-    runs: dict[str, list[Record]], quantity: Callable[[Record], float], factor: float, digits: int, *, higher: bool
-) -> list[str]:
-    """Means of both rivals and of the default, its difference from the first with a standard error, and the runs that it leads."""
-    values = {method: factor * np.array([quantity(one) for one in runs[method]]) for method in (*RIVALS, DEFAULT)}
-    gap, overlap = values[DEFAULT] - values[RIVALS[0]], runs[DEFAULT][0].overlap
-    error = gap.std(ddof=1) * np.sqrt(1 / len(gap) + overlap) if len(gap) > 1 else np.nan
-    ahead = int(((gap if higher else -gap) >= 0).sum())
-    means = [f"{one.mean():.{digits}f}" for one in values.values()]
-    return [*means, f"{gap.mean():+.{digits}f} ± {error:.{digits}f}", f"{ahead} of {len(gap)}"]
-
-
-def _accuracy_estimates(runs: dict[str, list[Record]]) -> str:
+def _accuracy_estimates(found: SuiteResults) -> str:
     """Mean absolute error, in points, of accuracies estimated without labels."""
     methods = {"DE": "ensemble", "DE-T": "DE-T", "DE-L": "DE-L", DEFAULT: "default"}
-    found = {method: [one.measures["estimated accuracy"] for one in runs[method]] for method in methods}
-    sets = list(dict.fromkeys(key.partition(", ")[0] for key in found[DEFAULT][0]))
+    numbers, sets = Numbers(found.runs), [one.name for one in found.of_role("shift")]
     estimators = {
         "confidence": "mean confidence",
         "DoC": "DoC",
@@ -471,9 +428,10 @@ def _accuracy_estimates(runs: dict[str, list[Record]]) -> str:
     rows = []
     for method, shown in methods.items():
         for estimator, title in estimators.items():
-            cells = [100 * np.mean([one[f"{place}, {estimator}"] for one in found[method]]) for place in sets]
-            rows.append([f"{title} of {shown}", *(f"{cell:.1f}" for cell in (*cells, np.mean(cells)))])
-    return markdown(["estimate", *sets, "mean"], rows)
+            found_by_set = [numbers(On("estimated accuracy", f"{one}, {estimator}"), 100)[method] for one in sets]
+            means = [one.mean for one in found_by_set if one is not None]
+            rows.append([f"{title} of {shown}", *(f"{one:.1f}" for one in (*means, fmean(means)))])
+    return markdown_rows(["estimate", *sets, "mean"], rows)
 
 
 def _default_rule(_: str) -> str:
@@ -488,7 +446,7 @@ def _default_rule(_: str) -> str:
         rest = f"{ours.shifted_nll:.3f} ({gap.shifted_nll:+.3f})", f"{100 * ours.auroc:.1f} ({100 * gap.auroc:+.1f})"
         rows.append([*(str(one) for one in key), *numbers, *rest])
     header = [*keys, "test NLL", "test ECE %", "mean shifted NLL", "mean AUROC"]
-    return markdown(header, rows, left=2)
+    return markdown_rows(header, rows, left=2)
 
 
 SOURCES: dict[str, Callable[[str], str]] = {

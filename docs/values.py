@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tables import ROOT, cells, suite_table, table
+from tables import ROOT, Cells, cells, suite_table, table
 
 VALUE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- /= -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -62,10 +62,7 @@ def _value(place: str) -> str:
     value = _document(source)
     for step in path:
         value = _step(value, step)
-    if form.startswith("* "):
-        factor, form = form.removeprefix("* ").split(" ")
-        value *= float(factor)
-    return f"{value:{form}}"
+    return Cells().format_field(value, form)
 
 
 def fill(page: str) -> str:
