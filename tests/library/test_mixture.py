@@ -11,6 +11,7 @@ from torch import nn
 
 import mola
 from mola.errors import DataError, OptionError
+from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.witness import unchanged
 
@@ -106,16 +107,15 @@ def test_mixture_is_the_weighted_mean_of_any_predictors(name):
     mixture = mola.Mixture(predictors, weights)
     members = [probabilities(predictor, X) for predictor in predictors]
     expected = sum(weight * probs for weight, probs in zip(weights, members, strict=True))
-    close = {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(mixture(X).double(), expected, **close)
+    assert_close(mixture(X), expected)
     prediction = mixture.predict(X)
-    torch.testing.assert_close(prediction.probs.double(), expected, **close)
+    assert_close(prediction.probs, expected)
     spread = entropy(expected) - sum(weight * entropy(probs) for weight, probs in zip(weights, members, strict=True))
-    torch.testing.assert_close(prediction.mutual_information.double(), spread, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(prediction.ood_score.double(), 1 - expected.amax(1), **close)
+    assert_close(prediction.mutual_information, spread, "difference")
+    assert_close(prediction.ood_score, 1 - expected.amax(1))
     assert prediction.ood_score_name == "max-probability"
     assert not prediction.probs.requires_grad
-    np.testing.assert_allclose(mixture.predict_proba(X.numpy()), expected.numpy(), **close)
+    assert_close(mixture.predict_proba(X.numpy()), expected)
 
 
 def test_modules_are_registered_evaluated_and_left_as_they_were():
@@ -249,8 +249,8 @@ def test_arrays_of_any_kind_are_taken():
     locked.flags.writeable = False
     for one in (locked, np.asfortranarray(array), np.repeat(array, 2, axis=0)[::2], array[::-1][::-1]):
         assert np.array_equal(posterior.predict_proba(one), expected)
-    np.testing.assert_allclose(posterior.predict_proba(array.astype(np.float32)), expected, rtol=1e-5)
-    np.testing.assert_allclose(posterior.predict_proba(array.astype(">f8")), expected, rtol=1e-12)
+    assert_close(posterior.predict_proba(array.astype(np.float32)), expected)
+    assert_close(posterior.predict_proba(array.astype(">f8")), expected, "float64")
     with pytest.raises(DataError, match="numeric array"):
         posterior.predict_proba(array.astype(str))
 

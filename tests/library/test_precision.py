@@ -7,6 +7,7 @@ from torch import nn
 import mola
 from mola.laplace import ClassDistance, Sums, distance_sums
 from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
+from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 from tests.library.problems import close, data, loader, networks
 
@@ -157,7 +158,7 @@ class TestFeaturesOfAnySize:
     def test_distances_are_those_of_the_direction(self, structure, scale):
         posterior, _ = pair(structure, bias=True)
         near, far = posterior.predict(rows()), posterior.predict(scale * rows())
-        assert torch.allclose(near.distance, far.distance, rtol=1e-4)
+        assert_close(near.distance, far.distance, "difference")
         assert far.distance.dtype == torch.float32
         if scale > 1:
             assert float(posterior.with_distance_exponent(1.0)(scale * rows()).max()) == pytest.approx(0.25, abs=1e-5)

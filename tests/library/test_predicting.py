@@ -17,6 +17,7 @@ from torch import nn
 import mola
 from mola.errors import DataError
 from mola.links import LINKS
+from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -313,7 +314,7 @@ def test_moving_the_network_takes_the_posterior_along():
     expected = posterior(X.float())
     net.double()
     assert posterior(X).dtype == posterior.predict(X).probs.dtype == torch.float64
-    torch.testing.assert_close(posterior(X).float(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(posterior(X), expected)
     posterior.to(torch.bfloat16)
     torch.testing.assert_close(posterior(X.bfloat16()), expected, rtol=0.1, atol=0.05)
 
