@@ -4,7 +4,7 @@ config.json                     contents, with checksums; written last
 networks/0/model.safetensors    weights of each network, with the network's own config.json for transformers
 posterior/                      as written by `posterior.save`
 tokenizer/, processor/          preprocessing of texts and images, if given
-README.md, reliability.png      the model card, as `huggingface_hub` writes it
+README.md                       the model card, as `huggingface_hub` writes it
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from mola.evaluation import Evaluation
 from mola.fitting import ensemble
 from mola.likelihoods import LIKELIHOODS
 from mola.posterior import MoLA
-from mola.reliability import draw_reliability
 from mola.saving.files import write_atomically
 from mola.saving.posterior import load_posterior
 from mola.saving.schema import Optional, check, check_seal, parse, sealed
 from mola.saving.weights import load_weights, save_weights
 
 FORMAT, VERSION = "mola-hub-folder", 1
-CONFIG, CARD, PICTURE, WEIGHTS = "config.json", "README.md", "reliability.png", "model.safetensors"
+CONFIG, CARD, WEIGHTS = "config.json", "README.md", "model.safetensors"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PREPROCESSING = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
 """What prepares the inputs of a task, and these inputs."""
@@ -98,7 +97,11 @@ def save(
             raise OptionError(f"{name}: expected an object with save_pretrained, got {type(helper).__name__}.")
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError("evaluation: expected that of this posterior alone: mola.evaluate(posterior, test_loader).")
-    names, place, library = _class_names(posterior, classes), Path(folder).resolve(), _card_library()
+    try:
+        import huggingface_hub as library
+    except ImportError as error:
+        raise MissingExtraError("a model card", "huggingface_hub", "hub") from error
+    names, place = _class_names(posterior, classes), Path(folder).resolve()
     _clear(place)
     described = [
         _save_network(network, place / "networks" / str(index), weights=networks)
@@ -128,10 +131,12 @@ def save(
         classes=names,
         build=build,
         needs_build=not all(one["from_pretrained"] and one["files"] for one in described),
-        helpers={name: (_import_name(helper), type(helper).__name__) for name, helper in helpers.items()},
+        helpers={
+            name: (re.sub(r"^transformers\..*", "transformers", type(one).__module__), type(one).__name__)
+            for name, one in helpers.items()
+        },
         missing=needed if needed and needed[0] not in helpers else None,
         evaluation=evaluation,
-        picture=PICTURE if _write_picture(evaluation, place / PICTURE) else None,
         plain=_plain,
         quoted=lambda text: json.dumps(text, ensure_ascii=False),
         listed=lambda values: ", ".join(f"{value:.4g}" for value in values),
@@ -194,14 +199,6 @@ def is_hub_folder(folder: str | Path) -> bool:
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
-def _card_library() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingExtraError("a model card", "huggingface_hub", "hub") from error
-    return huggingface_hub
-
-
 def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> list[Any] | None:
     return [
         library.EvalResult(
@@ -216,32 +213,9 @@ def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> l
     ] or None
 
 
-def _write_picture(evaluation: Evaluation | None, path: Path) -> bool:
-    # The reliability diagram of the first data set. Without matplotlib, the card's table shows the same.
-    bins = {} if evaluation is None else {name: evaluation.bins.get((key, name)) for key, name in evaluation.rows}
-    name, first = next(iter(bins.items()), ("", None))
-    if first is None:
-        return False
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(4, 4), layout="constrained")
-    panel = figure.subplots()
-    draw_reliability(panel, {name: (first.tolist(), {"color": "#1f5fa8"})}, min_count=1)
-    panel.set_title(name, parse_math=False)
-    figure.savefig(path, dpi=110)
-    return True
-
-
 def _plain(text: str) -> str:
     # Text that stays text in Markdown: on one line, without marks of HTML, tables, code and links.
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
-
-
-def _import_name(helper: Any) -> str:
-    module = type(helper).__module__
-    return "transformers" if module.startswith("transformers.") else module
 
 
 def _clear(folder: Path) -> None:
@@ -250,8 +224,7 @@ def _clear(folder: Path) -> None:
         raise StorageError(f"{folder} is a file; expected a folder.")
     if (folder / CONFIG).exists():
         _read_config(folder)  # refuses the folder of another library
-        for name in (CONFIG, PICTURE):
-            (folder / name).unlink(missing_ok=True)
+        (folder / CONFIG).unlink()
         for name in ("networks", "tokenizer", "processor", "posterior"):
             shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,18 +233,15 @@ def _clear(folder: Path) -> None:
 def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
     head = posterior.components[0].head
     width = None if head is None else posterior.likelihood.num_uncertain(head.outputs)
-    if given is not None:
-        names = [str(name) for name in given]
-        if len(set(names)) != len(names) or (width is not None and len(names) != width):
-            wanted = "different names" if width is None else f"{width} different names, one for each output"
-            raise OptionError(f"classes: expected {wanted}, got {names}.")
-        return names
     known = getattr(getattr(posterior.networks[0], "config", None), "id2label", None)
-    if isinstance(known, dict) and known:
-        return [str(known[index]) for index in sorted(known)]
-    if width is None:
+    if given is None and isinstance(known, dict) and known:
+        given = [known[index] for index in sorted(known)]
+    if given is None and width is None:
         raise OptionError("classes: pass the names (or numbers) of the classes; a plain ensemble has none.")
-    return [str(index) for index in range(width)]
+    names = [str(name) for name in (range(width or 0) if given is None else given)]
+    if len(set(names)) != len(names) or width not in (None, len(names)):
+        raise OptionError(f"classes: expected {width or ''} different names, one for each output; got {names}.")
+    return names
 
 
 def _save_network(network: nn.Module, place: Path, *, weights: bool) -> dict[str, Any]:
