@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
-Logits = Callable[[Any], Tensor]
+Logits: TypeAlias = "Callable[[Any], Tensor]"
 """From a network's output to its logits."""
 
 

@@ -41,7 +41,7 @@ TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassific
 """The hub's task, by the end of the class name of a transformers network."""
 
 TAGS = ("mola", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "kind": str,
     "classes": [str],
     "weights": [float],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from mola.errors import DataError
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """From outputs (n, C) and labels to the loss (n,) of each datum."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial, singledispatch
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from mola.numerics import to_float64
 from mola.options import counted, is_real
 from mola.uncertainty import entropy
 
-Field = Tensor | Callable[[], Tensor] | None
+Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
 """A tensor, a function that computes it when it is first read, or None where it is unknown."""
 
 

@@ -23,7 +23,7 @@ from mola.options import is_real, whole_number
 from mola.perceptrons import Loss, train_mlps
 from mola.posterior import MoLA
 from mola.scaling import FeatureScale
-from mola.tuning import as_rule
+from mola.tuning import Tuning, as_rule
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -60,6 +60,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     mean_: Array
     scale_: Array
     posterior_: MoLA
+    tuning_: Tuning | None
     _likelihood: Likelihood
 
     def _fit(
@@ -197,6 +198,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         n_features_in_: number of features.
         feature_names_in_: names of the features, where X had them.
     """
+
+    classes_: Array
 
     def __init__(
         self,

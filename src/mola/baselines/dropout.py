@@ -28,11 +28,11 @@ from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import check_networks, describe, rebuild
 
 KIND = "mc-dropout"
-SCHEMA = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
+SCHEMA: dict[str, Any] = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
 
 MASKS = 0  # purpose of the seeds of the draws
-WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-SELF_NORMALISING = (nn.AlphaDropout, nn.FeatureAlphaDropout)
+WHOLE_CHANNELS: tuple[type[nn.Module], ...] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+SELF_NORMALISING: tuple[type[nn.Module], ...] = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 ALPHA = -1.7580993408473766  # a SELU's value at minus infinity (Klambauer et al., 2017), which replaces a dropped unit
 
 _lock = threading.RLock()  # masks are hooks on the user's layers for the duration of a pass

@@ -32,7 +32,7 @@ from mola.options import whole_number
 from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
 
-FIRST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Mimo(Mixture):

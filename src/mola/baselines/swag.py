@@ -44,7 +44,7 @@ from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import describe, rebuild
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     **dict.fromkeys(("snapshots", "rank", "samples", "seed"), int),
     **{"scale": float, "likelihood": {"name": str}},
 }

@@ -42,7 +42,7 @@ CHUNK = 2**22  # logits at a time
 KIND = "temperature"
 MEANS = ("probabilities", "logits")
 MODES = ("shared", "members", "pooled")
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     **{"temperatures": [float], "weights": [float], "mean": str, "pooled": bool},
     **{"networks": [str], "likelihood": {"name": str}},
 }

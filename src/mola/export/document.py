@@ -19,7 +19,7 @@ PREFIX = "mola."
 THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
 """Thresholds of decisions. They are not part of the graph, so they can be changed later."""
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "format_version": int,
     "signature": {"kind": str, "names": [str]},
     "outputs": [str],

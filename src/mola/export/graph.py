@@ -181,7 +181,7 @@ class PosteriorGraph(nn.Module):
         self.outputs: tuple[str, ...] = tuple(outputs)
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
-        self.networks = nn.ModuleList(posterior.networks)
+        self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
         # Not registered as a module: its tables become constants of a trace, those in use alone.
         self.held: tuple[MoLA] = (posterior,)
 

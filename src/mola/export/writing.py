@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ FLOAT16_TOLERANCE = 5e-2
 BATCHES = (1, 3, 8)
 """Sizes of the batches that are compared."""
 
-Run = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
 """A file: from input tensors to outputs by name."""
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. It leaves every direction that the training
 data span alone, and makes a direction that they do not span very far instead of infinitely far."""
 
-Precision = float | Tensor
+Precision: TypeAlias = "float | Tensor"
 """One prior precision, or L of them as a tensor (L,): results then have a leading dimension of size L."""
 
 

@@ -51,7 +51,7 @@ class Head:
     """
 
     name: str
-    layer: Layer
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     every_position: bool = False
     dense_axes: int = 0
     ignore_index: int = IGNORE_INDEX
@@ -165,7 +165,7 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
 @dataclass
 class _Call:
     name: str
-    layer: Layer
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     shape: torch.Size
     tensors: tuple[Tensor, Tensor] | None
     """Input and output; None of dense layers before the last: all feature maps would fill memory."""

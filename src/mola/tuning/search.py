@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 Scored = dict[str, Tensor]
-Evaluate = Callable[[Sequence[float]], Scored]
+Evaluate: TypeAlias = "Callable[[Sequence[float]], Scored]"
 """From prior precisions to the scores (L,) of each."""
 
 LOW, HIGH, STEPS = 0, 99, (9, 3, 1)

@@ -31,9 +31,9 @@ STRUCTURES: dict[str, type[WholeStructure]] = {
     "full": WholeFull,
     "subnetwork": WholeFull,
 }
-BLOCK = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
-COMPONENT = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
-SCHEMA = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
+BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
+COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
+SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
 def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from mola.numerics import to_float64
 NUMBERS_AT_ONCE = 2**22
 """Numbers of Jacobians that are held at once: 32 MB in float64."""
 
-Directions = Callable[[Tensor], Tensor]
+Directions: TypeAlias = "Callable[[Tensor], Tensor]"
 """From logits (n, C) to directions (n, R, C) of the output space, both in float64."""
 
 
