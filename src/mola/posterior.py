@@ -516,7 +516,7 @@ class MoLA(Mixture):
                 data.check_labels()
                 if self.has_distances:
                     start = start._with(scaling=replace(start.scaling, reference=start.reference_on(data)))
-            tuning = chosen(start, data)
+            tuning = chosen(start, data)  # type: ignore[arg-type]
             if team is not None:
                 tuning = team.share(tuning)
         return start.tuned(tuning)

@@ -41,7 +41,7 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
     if not getattr(chosen, "applies_to", lambda _: True)(likelihood):
-        known = ", ".join(one for one, kind in RULES.items() if kind.applies_to(likelihood))
+        known = ", ".join(repr(one) for one, kind in RULES.items() if kind.applies_to(likelihood))
         raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}: use one of {known}.")
     needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:

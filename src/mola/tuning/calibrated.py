@@ -26,13 +26,11 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError
-from mola.likelihoods import Likelihood
 from mola.options import is_real
 from mola.scaling import NO_COVARIANCE
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import paired, scores
-from mola.tuning.search import require_classes, require_data
-from mola.tuning.tuning import Tuning
+from mola.tuning.tuning import Rule, Tuning
 
 if TYPE_CHECKING:
     from mola.posterior import MoLA
@@ -71,7 +69,7 @@ CLEAR = 2.0
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(Rule):
     """The default: gain log loss by pooling, and spend part of the gain on caution far from the training data.
 
     Chooses prior precision, temperature, pooling and distance exponent on one pass over the validation data.
@@ -81,7 +79,6 @@ class Calibrated:
     """
 
     price: float = 0.01
-    needs_data = True
     fixes_weights = True
     """Weights by evidence depend on the prior precision, and would be those of one network without covariance."""
 
@@ -91,14 +88,9 @@ class Calibrated:
                 f"price must be a number between 0 and 1, got {self.price!r}. At most 1 % more validation log loss is 0.01."
             )
 
-    def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
-        return likelihood.classification
-
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose prior precision, temperature, pooling and distance exponent."""
-        require_classes(posterior, self)
-        search = Search(posterior, require_data(data, self))
+        search = Search(posterior, data)
         plain, scaled = search.ensembles()
         best = search.keep_gains(scaled)
         chosen = best

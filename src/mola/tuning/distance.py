@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mola.errors import OptionError, warn
 from mola.likelihoods import Likelihood
@@ -13,7 +13,7 @@ from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.rules import PLAIN_RULES, Threshold
 from mola.tuning.scores import mean_scores
-from mola.tuning.search import Scored, curve_of, noted, require_data
+from mola.tuning.search import Scored, noted
 from mola.tuning.tuning import Rule, Tuning
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ FAR = 3.0
 
 
 @dataclass(frozen=True)
-class Distance:
+class Distance(Rule):
     """Divide logits by the distance from the training classes, at a price on validation data.
 
     The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule
@@ -53,7 +53,6 @@ class Distance:
 
     price: float | Literal["loss"] | None = None
     rule: Rule | str = "nll"
-    needs_data = True
 
     def __post_init__(self) -> None:
         named = self.price is None or self.price == "loss"
@@ -68,110 +67,74 @@ class Distance:
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
+        """Whether the rule is defined for a likelihood."""
         return True
 
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose prior precision, temperature and distance exponent."""
-        data = require_data(data, self)
         if not posterior.has_distances:
             raise OptionError(f"rule 'distance': {posterior._why_no_distances()}")
-        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        if not getattr(first, "applies_to", lambda _: True)(posterior.likelihood):
+            raise OptionError(f"rule {self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.")
         base = first(posterior, data if getattr(first, "needs_data", True) else None)
-        if not posterior.likelihood.classification:
-            return self._regression(posterior.tuned(base), data, base)
-        plain = self._scored(posterior, data, base, [0.0])
-        before = {name: float(values[0]) for name, values in plain.items()}
-        limits, origin, few = self._limits(posterior, data, before)
-        chosen, tried = _largest_exponent(lambda some: self._scored(posterior, data, base, some), limits)
-        notes = (*base.notes, *few, *_distance_notes(posterior))
-        summary = _distance_summary(tried, chosen, origin)
+        start = posterior.tuned(base)
+
+        def evaluate(exponents: Sequence[float]) -> Scored:
+            settings = {"temperature": base.temperature, "pooling": base.pooling, "onset": base.onset}
+            return mean_scores(start, data, exponent=exponents, **settings)
+
+        plain = {name: float(values[0]) for name, values in evaluate([0.0]).items()}
+        if posterior.likelihood.classification:
+            meets, limit, notes = self._limits(posterior, data, plain)
+            chosen, tried = _largest_exponent(evaluate, meets, EXPONENTS, FINEST)
+            summary = _summary(tried, chosen, limit)
+        else:
+            if isinstance(self.price, str):
+                raise OptionError(
+                    f"price {self.price!r} is for classes: for regression, pass nats per output, such as 0.01."
+                )
+            price = REGRESSION_PRICE if self.price is None else float(self.price)
+            most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
+            limit, notes = f"at most {price:.4g} nats more log loss per output", ()
+            chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
+            summary = _regression_summary(tried, chosen)
         if chosen == 0:
             warn(summary)
-        curve = {"distance_exponent": tuple(sorted(tried))}
-        curve |= {name: tuple(tried[one][name] for one in sorted(tried)) for name in tried[0.0]}
-        return Tuning(
-            f"Distance: {origin}, after {base.rule}",
-            base.prior_precision,
-            summary,
-            notes,
-            curve,
-            base.temperature,
-            base.pooling,
-            onset=base.onset,
+        order = sorted(tried)
+        return replace(
+            base,
+            rule=f"Distance: {limit}, after {base.rule}",
+            summary=summary,
+            notes=(*base.notes, *notes, *_notes(posterior)),
+            curve={"distance_exponent": tuple(order)}
+            | {name: tuple(tried[one][name] for one in order) for name in plain},
             distance_exponent=chosen,
-        )
-
-    def _scored(self, posterior: MoLA, data: HeldOut, base: Tuning, exponents: Sequence[float]) -> Scored:
-        return mean_scores(
-            posterior,
-            data,
-            precision=[base.prior_precision],
-            temperature=base.temperature,
-            pooling=base.pooling,
-            onset=base.onset,
-            exponent=exponents,
         )
 
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
+        # What the scores at an exponent must meet, in words, and notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
             return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss", ()
-        target, _, few = Threshold().target(data)
+        target, _, notes = Threshold().target(data)
         if self.price is None:
-            return (
-                lambda row: row["confidence"] >= target,
-                f"mean confidence at the paper's threshold, {target:.2%}",
-                few,
-            )
+            words = f"mean confidence at the paper's threshold, {target:.2%}"
+            return lambda row: row["confidence"] >= target, words, notes
         paper = Threshold()(posterior, data)
-        loss = float(curve_of(posterior, data)(paper.prior_precision[:1])["nll"][0])
-        return (
-            lambda row: row["confidence"] >= target and row["nll"] <= loss,
-            f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}",
-            few,
-        )
-
-    def _regression(self, posterior: MoLA, data: HeldOut, base: Tuning) -> Tuning:
-        if isinstance(self.price, str):
-            raise OptionError(
-                f"price {self.price!r} is a price in confidence. For regression it is in nats per output, such as 0.01."
-            )
-        price = REGRESSION_PRICE if self.price is None else float(self.price)
-        outputs = len(posterior.components[0].require_layer("distance").weights)
-
-        def evaluate(exponents: Sequence[float]) -> Scored:
-            return mean_scores(posterior, data, exponent=exponents)
-
-        most = float(evaluate([0.0])["nll"][0]) + price * outputs
-        chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
-        summary = (
-            f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation "
-            "data. For it, the standard "
-            f"deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
-            if chosen
-            else "The distance has no effect: the smallest exponent costs more than the price. Raise it: "
-            "mola.rules.Distance(price=0.05)."
-        )
-        curve = {"distance_exponent": tuple(sorted(tried)), "nll": tuple(tried[one]["nll"] for one in sorted(tried))}
-        return replace(
-            base,
-            rule=f"Distance: at most {price:.4g} nats more log loss per output, after {base.rule}",
-            summary=summary,
-            notes=(*base.notes, *_distance_notes(posterior)),
-            curve=curve,
-            distance_exponent=chosen,
-        )
+        loss = float(mean_scores(posterior, data, precision=paper.prior_precision[:1])["nll"][0])
+        words = f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}"
+        return lambda row: row["confidence"] >= target and row["nll"] <= loss, words, notes
 
 
 def _largest_exponent(
     evaluate: Callable[[Sequence[float]], Scored],
     meets: Callable[[dict[str, float]], bool],
-    first: Sequence[float] = EXPONENTS,
-    finest: float = FINEST,
+    first: Sequence[float],
+    finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
     """The largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
     tried: dict[float, dict[str, float]] = {}
@@ -193,32 +156,39 @@ def _largest_exponent(
         new = [last + step * part for part in range(1, round((above[0] - last) / step))]
 
 
-def _distance_summary(tried: dict[float, dict[str, float]], chosen: float, origin: str) -> str:
+def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) -> str:
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect: nothing is left to spend ({origin}). Without it the mean confidence on the "
-            "validation data is "
-            f"{plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
+            f"The distance has no effect: nothing is left to spend ({limit}). Without it the mean confidence on the validation data "
+            f"is {plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
-        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
-        f"({100 * change:+.1f} %) and the "
-        f"mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs "
-        "twice as far from the "
-        f"training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
+        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} ({100 * change:+.1f} %) "
+        f"and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs twice as "
+        f"far from the training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
     )
 
 
-def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
+def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> str:
+    if chosen == 0:
+        return (
+            "The distance has no effect: the smallest exponent costs more than the price. Raise it: "
+            "mola.rules.Distance(price=0.05)."
+        )
+    return (
+        f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. For it, the "
+        f"standard deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
+    )
+
+
+def _notes(posterior: MoLA) -> tuple[str, ...]:
     reference = posterior.scaling.reference
     assert reference is not None
-    distances = [
-        one.layer.distance for one in posterior.components if one.layer is not None and one.layer.distance is not None
-    ]
+    distances = [one.layer.distance for one in posterior.components if one.layer and one.layer.distance]
     notes = []
-    if any(not one.known for one in distances):
+    if not all(one.known for one in distances):
         notes.append(
             noted("all training features of a network are alike, so its distances carry no information and count as 1.")
         )
@@ -229,9 +199,8 @@ def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
         if ratio > FAR:
             notes.append(
                 noted(
-                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: "
-                    "few training data "
-                    f"for that many features, or data unlike those that the networks were trained on."
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training "
+                    f"data for that many features, or data unlike those that the networks were trained on."
                 )
             )
     if any(one.num_predicted for one in distances):

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from mola.errors import OptionError
-from mola.likelihoods import Gaussian, Likelihood, Predictive
+from mola.likelihoods import Gaussian, Likelihood
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
-from mola.tuning.scores import mean_scores, paired, scores, share_error
+from mola.tuning.scores import label_scores, mean_scores, paired, scores, share_error, without_labels
 from mola.tuning.search import (
     SAME,
     PrecisionSearch,
@@ -27,8 +26,6 @@ from mola.tuning.search import (
     maximise,
     noted,
     points,
-    require_classes,
-    require_data,
 )
 from mola.tuning.tuning import Rule, Tuning
 
@@ -57,7 +54,7 @@ NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Rule):
     """The paper's rule: the smallest prior precision whose mean confidence on validation data meets a threshold.
 
     Args:
@@ -72,7 +69,6 @@ class Threshold:
     brier: float | None = None
     margin: float = 0.01
     grid: Sequence[float] | None = None
-    needs_data = True
 
     def __post_init__(self) -> None:
         if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
@@ -83,7 +79,7 @@ class Threshold:
             raise OptionError(f"brier must lie between 0 and 2, got {self.brier!r}.")
 
     @property
-    def needs_labels(self) -> bool:
+    def needs_labels(self) -> bool:  # type: ignore[override]
         """Whether labels are needed: not for a given confidence."""
         return self.confidence is None or self.brier is not None
 
@@ -105,26 +101,23 @@ class Threshold:
             origin = f"which is chance: {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
 
-    def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
-        return likelihood.classification
-
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""
-        require_classes(posterior, self)
-        data = require_data(data, self)
         target, origin, notes = self.target(data)
-        search = PrecisionSearch(curve_of(posterior, _with_labels(data)), self.grid)
+        score = label_scores if data.labels is not None else without_labels(posterior.likelihood)
+        search = PrecisionSearch(lambda some: mean_scores(posterior, data, score, precision=some), self.grid)
 
         def meets(row: dict[str, float]) -> bool:
             return row["confidence"] >= target and (self.brier is None or row["brier"] <= self.brier)
 
         index = search.smallest_meeting(meets, "confidence")
-        rule = f"Threshold: target confidence {origin}"
         if index is None:
             index = max(search.tried)
             summary = noted(
-                self._no_effect(posterior, data, search.tried[index]["confidence"], target, search.value(index))
+                f"The threshold rule has no effect: without any covariance the mean confidence is "
+                f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
+                f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set to "
+                f"{search.value(index):.3g}, nearly the plain ensemble. Use the default rule, 'calibrated'."
             )
         else:
             notes = (*notes, *search.note(index))
@@ -134,52 +127,15 @@ class Threshold:
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
                 f"{search.value(index):.3g} (target: {origin}){above}."
             )
-        curve = search.curve()
-        if data.labels is None:  # other scores need labels
-            curve = {name: curve[name] for name in ("prior_precision", "confidence")}
-        return Tuning(rule, (search.value(index),) * len(posterior.components), summary, notes, curve)
-
-    def _no_effect(self, posterior: MoLA, data: HeldOut, confidence: float, target: float, precision: float) -> str:
-        start = (
-            f"The threshold rule has no effect here: without any covariance the mean confidence is {confidence:.2%}, "
-            "already below the "
-            f"target of {target:.2%}, and covariance only lowers it. "
-        )
-        end = (
-            f" The prior precision is set to {precision:.3g}, nearly the plain ensemble. Use the default rule, "
-            "'calibrated'."
-        )
-        if data.labels is None:
-            return start.rstrip() + end
-        likelihood: Any = posterior.likelihood
-        each = [likelihood.choices(likelihood.probabilities(one)).amax(-1).mean() for one in data.outputs]
-        single = float(torch.stack(each).mean())
-        if single >= target:
-            why = (
-                f"The single networks are confident enough ({single:.2%}), but they disagree, and their average is "
-                "less confident than "
-                f"each of them."
-            )
-        else:
-            why = f"The networks are underconfident: their own mean confidence is {single:.2%}, as after label smoothing or mixup."
-        return start + why + end
-
-
-def _with_labels(data: HeldOut) -> HeldOut:
-    # Confidence alone needs no labels; scores are computed for class 0 then.
-    if data.labels is not None:
-        return data
-    outputs = data.outputs[0]
-    exclusive = data.likelihood.mutually_exclusive
-    labels = torch.zeros(len(outputs), dtype=torch.int64, device="cpu") if exclusive else torch.zeros_like(outputs)
-    return replace(data, labels=labels)
+        chosen = (search.value(index),) * len(posterior.components)
+        return Tuning(f"Threshold: target confidence {origin}", chosen, summary, notes, search.curve())
 
 
 # --- scores --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Rule):
     """The prior precision with the best score on validation data.
 
     Where the data show beyond doubt that the networks are underconfident, logits are sharpened by a temperature below 1, too. For a
@@ -192,20 +148,17 @@ class Score:
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
     grid: Sequence[float] | None = None
-    needs_data = True
 
     def __post_init__(self) -> None:
         one_of(self.score, tuple(SCORE_NAMES), "score")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
+        """Whether the rule is defined for a likelihood."""
         return {"nll": True, "crps": not likelihood.classification}.get(self.score, likelihood.classification)
 
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""
-        data, score, name = require_data(data, self), self.score, f"Score({self.score!r})"
-        if not self.applies_to(posterior.likelihood):
-            raise OptionError(f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}.")
+        score = self.score
         if not posterior.likelihood.classification:
             return _tune_regression(posterior, data, score, self.grid)
         search = PrecisionSearch(curve_of(posterior, data), self.grid)
@@ -222,7 +175,7 @@ class Score:
             f"of those tried."
         )
         chosen = (search.value(index),) * len(posterior.components)
-        return Tuning(name, chosen, summary, (*notes, *search.note(index)), search.curve(), temperature)
+        return Tuning(f"Score({score!r})", chosen, summary, (*notes, *search.note(index)), search.curve(), temperature)
 
     def _sharpened(
         self, posterior: MoLA, data: HeldOut, search: PrecisionSearch, index: int
@@ -255,7 +208,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Outliers:
+class Outliers(Rule):
     """Validation log loss plus a penalty for confidence on outliers: their cross-entropy to the uniform distribution.
 
     Args:
@@ -267,34 +220,20 @@ class Outliers:
     loader: Iterable[Any] = field(repr=False)
     weight: float = 0.25
     grid: Sequence[float] | None = None
-    needs_data = True
 
     def __post_init__(self) -> None:
         if not (is_real(self.weight) and 0 <= self.weight < math.inf):
             raise OptionError(f"weight must be a finite number of at least 0, got {self.weight!r}.")
 
-    def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
-        return likelihood.classification
-
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""
-        require_classes(posterior, self)
-        data = require_data(data, self)
         outliers = posterior.read(self.loader, "outlier loader", labelled=False, team=data.team)
-
-        likelihood: Any = posterior.likelihood
-
-        def outlier_scores(predictive: Predictive, _: Tensor | None) -> Scored:
-            choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for labels
-            uniform = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
-            return {"confidence": choices.amax(-1).flatten(1), "uniform": uniform.flatten(1)}
 
         def evaluate(precisions: Sequence[float]) -> Scored:
             found = mean_scores(posterior, data, precision=precisions)
-            far = scores(posterior, outliers, outlier_scores, precision=precisions)
-            objective = found["nll"] + self.weight * far["uniform"].mean(1)
-            return found | {"outlier_confidence": far["confidence"].mean(1), "objective": objective}
+            far = mean_scores(posterior, outliers, without_labels(posterior.likelihood), precision=precisions)
+            objective = found["nll"] + self.weight * far["uniformity"]
+            return found | {"outlier_confidence": far["confidence"], "objective": objective}
 
         search = PrecisionSearch(evaluate, self.grid)
         index = search.minimise("objective")
@@ -312,7 +251,7 @@ class Outliers:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Rule):
     """The prior precision that maximises the log marginal likelihood of the training labels: no validation data needed.
 
     Args:
@@ -323,15 +262,11 @@ class Evidence:
     needs_data = False
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
+        """Whether the rule is defined for a likelihood."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
         """Choose the prior precision, and for a regression the noise unless it was given."""
-        if data is not None:
-            raise OptionError(
-                "Evidence uses the training data alone: call posterior.tune(rule='evidence') without a loader."
-            )
         count = len(posterior.components)
         free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mola.likelihoods import Predictive
+from mola.likelihoods import ClassificationLikelihood, Likelihood, Predictive
 from mola.metrics import bin_sums, calibration_gaps
 from mola.scaling import Candidates
 from mola.tuning.held_out import HeldOut
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 NUMBERS_AT_ONCE = 2**21
 """Candidates times rows times outputs that are held at once: 16 MB in float64."""
 
+Score = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
+"""From the predictive distribution of L candidates and labels to scores (L, m) by name."""
+
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
     """Scores of predictions with labels: log loss, and more by likelihood."""
@@ -27,10 +30,22 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
     return predictive.scores(labels)
 
 
+def without_labels(likelihood: Likelihood) -> Score:
+    """Scores that need no labels: confidence, and the cross-entropy of the uniform distribution to the prediction."""
+    assert isinstance(likelihood, ClassificationLikelihood)
+
+    def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
+        choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for labels
+        uniformity = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
+        return {"confidence": choices.amax(-1).flatten(1), "uniformity": uniformity.flatten(1)}
+
+    return score
+
+
 def scores(
     posterior: MoLA,
     data: HeldOut,
-    score: Callable[[Predictive, Tensor | None], dict[str, Tensor]] = label_scores,
+    score: Score = label_scores,
     *,
     precision: Sequence[Any] | None = None,
     temperature: Sequence[float] | float = 1.0,
@@ -75,11 +90,11 @@ def scores(
     }
 
 
-def mean_scores(posterior: MoLA, data: HeldOut, **settings: Any) -> dict[str, Tensor]:
-    """Mean (L,) of each of the `scores`, and the calibration error "ece" where there are confidences."""
-    scored = scores(posterior, data, **settings)
+def mean_scores(posterior: MoLA, data: HeldOut, score: Score = label_scores, **settings: Any) -> dict[str, Tensor]:
+    """Mean (L,) of each of the `scores`, and the calibration error "ece" of confidences with labels."""
+    scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
-    if "confidence" in scored:
+    if "correct" in scored:
         found["ece"] = calibration_gaps(bin_sums(scored["confidence"], scored["correct"]))
     return found
 

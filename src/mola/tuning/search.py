@@ -76,7 +76,7 @@ class PrecisionSearch:
                 self.tried[index] = {name: float(values[place]) for name, values in found.items()}
 
     def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Index of the smallest score."""
+        """Index of the smallest score; without `smooth`, every value of the grid is tried."""
 
         def best() -> int:
             return min(sorted(self.tried), key=lambda index: self.tried[index][score])
@@ -84,14 +84,8 @@ class PrecisionSearch:
         if self.given is not None:
             return best()
         self.try_at(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
-        while True:
-            index = best()
-            value, down = self.tried[index][score], index == min(self.tried)
-            if not (down or index == max(self.tried)) or not LOWEST < index < HIGHEST:
-                break
-            self.try_at([index + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
-            if value - self.tried[best()][score] <= SAME * abs(value):
-                break
+        for down in (True, False):
+            self._grow(score, down, lambda end: end == best())
         for step in STEPS[1:] if smooth else ():
             centre = best()
             self.try_at(centre + step * offset for offset in (-2, -1, 1, 2))
@@ -99,27 +93,31 @@ class PrecisionSearch:
 
     def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
         """Index of the smallest prior precision that meets a condition, assuming that larger ones do, too; None if none does."""
-        if self.given is not None:
+
+        def first() -> int | None:
             return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
+
+        if self.given is not None:
+            return first()
         self.try_at(range(LOW, HIGH + 1, STEPS[0]))
         for down in (True, False):
-            while True:
-                end = min(self.tried) if down else max(self.tried)
-                met = meets(self.tried[end])
-                if met != down or not LOWEST < end < HIGHEST:
-                    break
-                before = self.tried[end][score]
-                self.try_at([end + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
-                after = self.tried[min(self.tried) if down else max(self.tried)][score]
-                if abs(after - before) <= SAME * abs(before):
-                    break
+            self._grow(score, down, lambda end, down=down: meets(self.tried[end]) == down)  # type: ignore[misc]
         for step in STEPS[1:]:
-            first = next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
-            if first is None:
+            found = first()
+            if found is None:
                 return None
-            below = max((index for index in self.tried if index < first), default=first)
-            self.try_at(range(below, first, step))
-        return next(index for index in sorted(self.tried) if meets(self.tried[index]))
+            below = max((index for index in self.tried if index < found), default=found)
+            self.try_at(range(below, found, step))
+        return first()
+
+    def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
+        # Try values beyond one end of the grid while it is open and the score still changes.
+        end, sign = (min, -1) if down else (max, 1)
+        while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
+            before, last = self.tried[end(self.tried)][score], end(self.tried)
+            self.try_at([last + sign * STEPS[0] * step for step in (1, 2)])
+            if abs(self.tried[end(self.tried)][score] - before) <= SAME * abs(before):
+                break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
         """All that was tried, by increasing prior precision."""
@@ -175,19 +173,3 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
     """Mean scores of a mixture on held-out data, as a function of the prior precision."""
     return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)
-
-
-def require_data(data: HeldOut | None, rule: object) -> HeldOut:
-    """The validation data, or `OptionError` without them."""
-    if data is None:
-        raise OptionError(f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...).")
-    return data
-
-
-def require_classes(posterior: MoLA, rule: object) -> None:
-    """Raise `OptionError` for a regression."""
-    if not posterior.likelihood.classification:
-        raise OptionError(
-            f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use 'nll', 'crps', 'evidence' or "
-            f"'distance'."
-        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mola.likelihoods import Likelihood
@@ -36,18 +36,7 @@ class Tuning:
 
     def as_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "rule": self.rule,
-            "prior_precision": list(self.prior_precision),
-            "summary": self.summary,
-            "notes": list(self.notes),
-            "curve": {name: list(values) for name, values in self.curve.items()},
-            "temperature": self.temperature,
-            "pooling": self.pooling,
-            "distance_exponent": self.distance_exponent,
-            "onset": self.onset,
-            "noise_factors": list(self.noise_factors),
-        }
+        return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
@@ -57,19 +46,28 @@ class Tuning:
         return Tuning(**(entry | tuples | {"curve": curve}))
 
 
-class Rule(Protocol):
-    """A way to choose the prior precision and the scaling of logits; a plain function with this signature works, too."""
+class Rule:
+    """A way to choose the prior precision and the scaling of logits.
 
-    needs_data: bool
-    """Whether it uses validation data."""
+    A plain function `(posterior, data) -> Tuning` works, too.
+    """
+
+    needs_data = True
+    """Whether the rule uses validation data."""
+    needs_labels = True
+    """Whether the validation data must have labels."""
+    fixes_weights = False
+    """Whether weights by evidence stay those of the first prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule means anything for a likelihood."""
+        """Whether the rule is defined for a likelihood: by default for every classification."""
+        return likelihood.classification
 
-    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+    def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose.
 
         Args:
             posterior: at its first prior precision, with temperature 1, pooling 1 and distance exponent 0.
             data: validation data as the networks see it; None for a rule without `needs_data`.
         """
+        raise NotImplementedError
