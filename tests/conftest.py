@@ -153,7 +153,7 @@ def _blank_figures(monkeypatch) -> None:
     """Leave the figures of reports empty. test_report.py, test_demo.py and test_cli_work.py draw them."""
     from mola.compare.report import style, writing
 
-    monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "<svg ></svg>\n", b""))
+    monkeypatch.setattr(writing, "render", lambda name, _: style.Drawn(name, "", "", "<svg ></svg>\n", b""))
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from mola.compare.measured import Lead
 from mola.compare.record import ClassResult, Comparison, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import Estimate
+from mola.compare.report.figures import suite_figures
 from mola.compare.report.numbers import Numbers, On, numbers_frame
 from mola.compare.report.page import SuiteReport, evaluation_page, suites_page
 from mola.compare.report.reading import read_suites
@@ -40,7 +41,7 @@ from mola.compare.report.tables import (
     to_frame,
 )
 from mola.compare.report.words import evaluation_findings, suite_findings
-from mola.compare.report.writing import suite_figures, write_report
+from mola.compare.report.writing import write_report
 from mola.compare.store import Store
 from mola.errors import OptionError
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
@@ -470,7 +471,7 @@ def test_legends_cover_no_panel(suite, count):
     many = {f"MIMO-MoLA {index}": suite.runs["MoLA"] for index in range(count)}
     with drawing():
         for name in ("reliability", "shift"):
-            figure = suite_figures(replace(suite, groups={"main": many}))[name]()
+            figure = suite_figures(replace(suite, groups={"main": many}))[name].make()
             figure.draw_without_rendering()
             used = [panel for panel in figure.axes if panel.axison]
             (legend,) = [*figure.legends, *(one for panel in figure.axes if (one := panel.get_legend()))]
@@ -492,7 +493,7 @@ def test_methods_differ_in_their_lines():
 def test_types_are_drawn_with_their_numbers(tmp_path):
     openood_store(tmp_path)
     with drawing():
-        figure = suite_figures(read_suites(tmp_path)[0])["types"]()
+        figure = suite_figures(read_suites(tmp_path)[0])["types"].make()
     assert [text.get_text() for text in figure.axes[0].texts] == ["+0.010"] * 10
 
 
@@ -562,7 +563,7 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
 
 
 def test_the_page_of_one_run_escapes_every_name():
-    text = evaluation_page(one_run(), {})
+    text = evaluation_page(one_run(), [])
     assert {"script", "i", "b", "u"}.isdisjoint(Reader(text).tags)
     for words in (
         "&lt;i&gt;test&lt;/i&gt;",

@@ -16,12 +16,13 @@ from mola.app.cli import app
 from mola.compare.demo_result import DEFAULT, METHODS, DemoResult, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.style import Drawn
-from mola.compare.report.words import DEMO_FIGURES, demo_headlines
+from mola.compare.report.words import demo_headlines
 from mola.compare.report.writing import write_demo
 from mola.lab.demo import plane_points, run_demo
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
 TINY = DemoSettings(seed=1, members=2, epochs=2, outliers=20, moons_epochs=2, map_size=5)
+FIGURES = ("examples", "histograms", "reliability", "rotation", "distance", "moons")
 NEAR = ("natural patches", "noise")
 FAR, FAR_DIGITS = "noise \N{MULTIPLICATION SIGN}1000", "digits \N{MULTIPLICATION SIGN}1000"
 
@@ -237,9 +238,9 @@ class _Page(HTMLParser):
 def test_the_page_holds_every_figure_and_asks_for_nothing(written):
     text = (written / "index.html").read_text(encoding="utf-8")
     page = _Page(text)
-    for name in DEMO_FIGURES:
+    for name in FIGURES:
         assert any(one.startswith(f"{name}-") for one in page.ids), name
-    assert page.tags.count("svg") == len(DEMO_FIGURES)
+    assert page.tags.count("svg") == len(FIGURES)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in page.references)
     assert "://" not in text
@@ -266,7 +267,7 @@ def test_the_page_says_what_the_tables_say(written, result):
 
 def test_figures_and_numbers_stand_beside_the_page(written, result):
     assert sorted(path.name for path in written.iterdir()) == ["figures", "index.html", "numbers.json"]
-    for name in DEMO_FIGURES:
+    for name in FIGURES:
         assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (written / "figures" / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg style")
     stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
@@ -291,7 +292,7 @@ def test_every_method_is_shown_by_every_score_that_it_has(result):
 def _drawn_elsewhere(monkeypatch, result):
     """The command's own work, without another run and another drawing of what the tests above look at."""
     monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
-    monkeypatch.setattr("mola.compare.report.writing.render", lambda name, make: Drawn(name, "<svg ></svg>", b""))
+    monkeypatch.setattr("mola.compare.report.writing.render", lambda name, _: Drawn(name, "", "", "<svg ></svg>", b""))
 
 
 @pytest.mark.usefixtures("_drawn_elsewhere")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -32,34 +32,29 @@ class SuiteReport:
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 
 
-def demo_page(result: DemoResult, figures: Mapping[str, Drawn]) -> str:
-    """The page of the demo, with its figures by name and in order."""
+def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
+    """The page of the demo."""
     return _render(
         "demo",
         result=result,
         headlines=words.demo_headlines(result),
         tables=demo_tables(result.comparison),
         sizes={one.role: one.count for one in result.comparison.sets.values()},
-        figures=[(drawn, *words.DEMO_FIGURES[name]) for name, drawn in figures.items()],
+        figures=figures,
         remarks=words.demo_remarks(result),
     )
 
 
-def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str:
-    """The page of a comparison on a user's data, with its figures by name and in order."""
-    shown, outliers = [], comparison.of_role("outlier")
-    for name, drawn in figures.items():
-        kind, _, index = name.partition("-")
-        title, caption = words.EVALUATION_FIGURES[kind]
-        shown.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
+def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
+    """The page of a comparison on a user's data."""
     return _render(
         "evaluation",
         comparison=comparison,
-        outliers=len(outliers),
+        outliers=len(comparison.of_role("outlier")),
         findings=words.evaluation_findings(comparison),
         tables=evaluation_tables(comparison),
         detail=detail_table(comparison),
-        figures=shown,
+        figures=figures,
         described=words.REGRESSION_METHODS if comparison.regression else METHODS,
         remarks=words.evaluation_remarks(comparison),
     )
@@ -67,7 +62,7 @@ def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str
 
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
     """The page of several suites; `made_by` is its footer."""
-    return _render("suites", reports=reports, made_by=made_by, FIGURES=words.SUITE_FIGURES)
+    return _render("suites", reports=reports, made_by=made_by)
 
 
 def _render(template: str, **context: object) -> str:

@@ -160,10 +160,21 @@ def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[A
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A figure that has not been drawn yet."""
+
+    title: str
+    caption: str
+    make: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
 class Drawn:
     """A figure as SVG without a background, and as PNG on white."""
 
     name: str
+    title: str
+    caption: str
     svg: str
     png: bytes
 
@@ -174,13 +185,13 @@ class Drawn:
         (folder / f"{self.name}.png").write_bytes(self.png)
 
 
-def render(name: str, make: Callable[[], Figure]) -> Drawn:
+def render(name: str, planned: Planned) -> Drawn:
     """Draw a figure; its name is part of all ids in the SVG."""
     with drawing():
-        figure = make()
+        figure = planned.make()
         figure.draw_without_rendering()
         figure.set_layout_engine(None)  # arranged once, instead of once for each format
-        return Drawn(name, as_svg(figure, name), as_png(figure))
+        return Drawn(name, planned.title, planned.caption, as_svg(figure, name), as_png(figure))
 
 
 def as_png(figure: Figure) -> bytes:

@@ -1,4 +1,4 @@
-"""Sentences of reports: findings made from the numbers, remarks, and the titles and captions of figures."""
+"""Sentences of reports: findings made from the numbers, and remarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mola.compare.report.estimate import is_clear
 from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
 from mola.compare.report.reading import METHODS, SuiteResults, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of
-from mola.compare.report.suite_tables import GROUP_TITLES, paper_network
+from mola.compare.report.suite_tables import paper_network
 
 REGRESSION_METHODS = {
     **METHODS,
@@ -22,92 +22,6 @@ REGRESSION_METHODS = {
     "MAP-N": "MAP, its noise scaled on the validation data",
     "DE": "the deep ensemble: a mixture of all networks, each with its noise",
     "DE-N": "DE, its noise scaled on the validation data",
-}
-
-RELIABILITY = (
-    "Calibration",
-    "Accuracy over confidence, in bins of confidence. Overconfident predictions are below the dashed line. Areas of points show "
-    "the number of predictions; bins of fewer than five, or of less than a thousandth of all, are left out.",
-)
-
-DEMO_FIGURES = {
-    "examples": (
-        "The inputs",
-        "The first inputs of each kind. Patches and noise have the size and the value range of the digits.",
-    ),
-    "histograms": (
-        "Confidence in inputs that are not digits",
-        "Share of inputs (square-root scale) by confidence. Confidence is useful where the filled histogram, of inputs that are "
-        "not digits, stays left of the outline, of the test digits.",
-    ),
-    "reliability": RELIABILITY,
-    "rotation": (
-        "As the digits turn",
-        "Accuracy is nearly the same for all methods, so only MoLA's is drawn. Beyond 45° every method is overconfident; the "
-        "methods differ in the log loss that this costs.",
-    ),
-    "distance": (
-        "Far away from the data",
-        "First two panels: inputs multiplied by δ. The networks have no biases, so theory is exact: a single network becomes "
-        "certain, and MoLA approaches the dotted limits; with a distance exponent, which the default rule may choose, the limit "
-        "is 1/C. No curve crosses the Theorem's bound. Last panel, the paper's rule: the bound holds for every input at once, so "
-        "it falls below 1 only at prior precisions at which MoLA is no longer confident in the test digits either.",
-    ),
-    "moons": (
-        "Confidence over the plane",
-        "Two moons, in a window six times wider than the data. MAP is certain everywhere but on a thin line, DE uncertain where "
-        "its networks disagree, MoLA also in wide sectors around the boundary. These networks have biases.",
-    ),
-}
-"""Title and caption of each figure."""
-
-EVALUATION_FIGURES = {
-    "reliability": RELIABILITY,
-    "confidence": ("Distribution of confidence", "Share of inputs by confidence, on a square-root scale."),
-    "decisions": (
-        "Fewer answers, fewer errors",
-        "Error rate of the most confident predictions, by coverage. Crosses: answers chosen on the validation data so that their "
-        "error rate is, with 95 % certainty, at most that of the dotted line; inputs that raise the alarm are not answered.",
-    ),
-    "coverage": (
-        "Coverage of intervals",
-        "Share of the test targets in central intervals, by the intervals' probability. Calibrated intervals are on the dashed "
-        "line, overconfident ones below it. Bands: one standard error.",
-    ),
-    "spread": (
-        "Predicted standard deviation and error",
-        "Test data in groups of equal size by predicted standard deviation: its root mean square, and the root mean squared "
-        "error. Both are equal on the dashed line. A method with a constant standard deviation is a single cross.",
-    ),
-    "predicted": ("Predicted and true", "Means and 90 % intervals for some of the test data."),
-    "scores": (
-        "Distribution of outlier scores: {}",
-        "Share of inputs by outlier score, on a square-root scale. Less overlap separates outliers better. The outermost bins "
-        "include all values beyond.",
-    ),
-}
-
-BANDS = "Lines: means over runs. Bands: one standard error."
-
-SUITE_FIGURES = {
-    "histograms": (
-        "Confidence in outliers",
-        "Share of the data (square-root scale) by confidence, all runs together. Confidence is useful where the filled histogram "
-        "stays left of the outline.",
-    ),
-    "shift": ("Under shift", BANDS),
-    "types": (
-        "By type of shift, against the paper's rule",
-        "Differences from MoLA tuned by the paper's rule, means over runs: blue where the other method is better, orange where "
-        "it is worse. Each row has its own test images.",
-    ),
-    "reliability": (RELIABILITY[0], f"{RELIABILITY[1]} All runs together."),
-    "examples": (
-        "Example images",
-        "The first images of each set, with the confidence of each method in the first run.",
-    ),
-    **{group: (title, BANDS) for group, title in GROUP_TITLES.items()},
-    "components": (GROUP_TITLES["components"], f"{BANDS} Shifted: mean over levels. Outliers: mean over sets."),
 }
 
 

@@ -1,0 +1,176 @@
+"""The figures of each report: name, title, caption, and the function that draws them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mola.compare.demo_result import DemoResult
+from mola.compare.record import Comparison
+from mola.compare.report.confidence_figures import (
+    MOST_SETS,
+    draw_histograms,
+    draw_reliability_panels,
+    draw_score_histograms,
+)
+from mola.compare.report.curve_figures import (
+    component_sweep,
+    demo_distance,
+    demo_rotation,
+    draw_coverage,
+    draw_predicted,
+    draw_spread,
+    evaluation_decisions,
+    suite_ablation,
+    suite_components,
+    suite_shift,
+)
+from mola.compare.report.numbers import levels_of
+from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets, suite_types
+from mola.compare.report.reading import SuiteResults
+from mola.compare.report.style import Planned
+from mola.compare.report.suite_tables import GROUP_TITLES, ablation_groups, compared_by_type
+
+RELIABILITY = (
+    "Calibration",
+    "Accuracy over confidence, in bins of confidence. Overconfident predictions are below the dashed line. Areas of points show "
+    "the number of predictions; bins of fewer than five, or of less than a thousandth of all, are left out.",
+)
+
+BANDS = "Lines: means over runs. Bands: one standard error."
+
+
+def demo_figures(result: DemoResult) -> dict[str, Planned]:
+    """Figures of the demo by name, in the order of the page."""
+    comparison = result.comparison
+    shown = {0: "test digits", 15: "rotated by 15°", 30: "rotated by 30°"}
+    panels = {title: (float(angle), list(comparison.methods)) for angle, title in shown.items()}
+    return {
+        "examples": Planned(
+            "The inputs",
+            "The first inputs of each kind. Patches and noise have the size and the value range of the digits.",
+            partial(draw_examples, comparison),
+        ),
+        "histograms": Planned(
+            "Confidence in inputs that are not digits",
+            "Share of inputs (square-root scale) by confidence. Confidence is useful where the filled histogram, of inputs that "
+            "are not digits, stays left of the outline, of the test digits.",
+            partial(draw_histograms, comparison, comparison.of_role("outlier")[:3]),
+        ),
+        "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
+        "rotation": Planned(
+            "As the digits turn",
+            "Accuracy is nearly the same for all methods, so only MoLA's is drawn. Beyond 45° every method is overconfident; the "
+            "methods differ in the log loss that this costs.",
+            partial(demo_rotation, result),
+        ),
+        "distance": Planned(
+            "Far away from the data",
+            "First two panels: inputs multiplied by δ. The networks have no biases, so theory is exact: a single network becomes "
+            "certain, and MoLA approaches the dotted limits; with a distance exponent, which the default rule may choose, the "
+            "limit is 1/C. No curve crosses the Theorem's bound. Last panel, the paper's rule: the bound holds for every input at "
+            "once, so it falls below 1 only at prior precisions at which MoLA is no longer confident in the test digits either.",
+            partial(demo_distance, result),
+        ),
+        "moons": Planned(
+            "Confidence over the plane",
+            "Two moons, in a window six times wider than the data. MAP is certain everywhere but on a thin line, DE uncertain "
+            "where its networks disagree, MoLA also in wide sectors around the boundary. These networks have biases.",
+            partial(demo_moons, result),
+        ),
+    }
+
+
+def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
+    """Figures of a comparison on a user's data by name, in the order of the page."""
+    outliers = comparison.of_role("outlier")[:MOST_SETS]
+    scores = {
+        f"scores-{index}": Planned(
+            f"Distribution of outlier scores: {one.title}",
+            "Share of inputs by outlier score, on a square-root scale. Less overlap separates outliers better. The outermost bins "
+            "include all values beyond.",
+            partial(draw_score_histograms, comparison, one.name),
+        )
+        for index, one in enumerate(outliers)
+    }
+    alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
+    beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
+    if comparison.regression:
+        return {
+            "coverage": Planned(
+                "Coverage of intervals",
+                "Share of the test targets in central intervals, by the intervals' probability. Calibrated intervals are on the "
+                "dashed line, overconfident ones below it. Bands: one standard error.",
+                partial(draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
+            ),
+            "spread": Planned(
+                "Predicted standard deviation and error",
+                "Test data in groups of equal size by predicted standard deviation: its root mean square, and the root mean "
+                "squared error. Both are equal on the dashed line. A method with a constant standard deviation is a single cross.",
+                partial(draw_spread, comparison),
+            ),
+            "predicted": Planned(
+                "Predicted and true",
+                "Means and 90 % intervals for some of the test data.",
+                partial(draw_predicted, comparison),
+            ),
+            **scores,
+        }
+    panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
+    figures = {
+        "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
+        "confidence": Planned(
+            "Distribution of confidence",
+            "Share of inputs by confidence, on a square-root scale.",
+            partial(draw_histograms, comparison, outliers),
+        ),
+    }
+    if comparison.decisions is not None:
+        figures["decisions"] = Planned(
+            "Fewer answers, fewer errors",
+            "Error rate of the most confident predictions, by coverage. Crosses: answers chosen on the validation data so that "
+            "their error rate is, with 95 % certainty, at most that of the dotted line; inputs that raise the alarm are not "
+            "answered.",
+            partial(evaluation_decisions, comparison),
+        )
+    return figures | scores
+
+
+def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
+    """Figures that the records can fill by name, in the order of the page."""
+    figures: dict[str, Planned] = {}
+    levels, outliers = levels_of(suite), suite.of_role("outlier")
+    if suite.runs and outliers:
+        figures["histograms"] = Planned(
+            "Confidence in outliers",
+            "Share of the data (square-root scale) by confidence, all runs together. Confidence is useful where the filled "
+            "histogram stays left of the outline.",
+            partial(draw_histograms, suite, outliers[:MOST_SETS]),
+        )
+    if suite.runs and len(levels) > 1:
+        figures["shift"] = Planned("Under shift", BANDS, partial(suite_shift, suite))
+    if compared_by_type(suite) is not None:
+        figures["types"] = Planned(
+            "By type of shift, against the paper's rule",
+            "Differences from MoLA tuned by the paper's rule, means over runs: blue where the other method is better, orange "
+            "where it is worse. Each row has its own test images.",
+            partial(suite_types, suite),
+        )
+    if suite.runs and levels:
+        # The test set, the middle of the shift and its end.
+        shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
+        titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
+        panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
+        title, caption = RELIABILITY
+        drawn = partial(draw_reliability_panels, suite, panels)
+        figures["reliability"] = Planned(title, f"{caption} All runs together.", drawn)
+    if example_sets(suite):
+        caption = "The first images of each set, with the confidence of each method in the first run."
+        figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
+    for group in ablation_groups(suite):
+        title = GROUP_TITLES.get(group, group)
+        if group == "components" and component_sweep(suite):
+            caption = f"{BANDS} Shifted: mean over levels. Outliers: mean over sets."
+            figures[group] = Planned(title, caption, partial(suite_components, suite))
+        elif len(levels) > 1:
+            figures[group] = Planned(title, BANDS, partial(suite_ablation, suite, group))
+    return figures
