@@ -161,13 +161,6 @@ class Activations:
         team.collect(None)  # all files are complete before anybody reads them
         progress("activations are ready", 1.0)
 
-    def compute_together(self, networks: Sequence[Network], source: Source) -> None:
-        """Run networks that share a trunk over a set in one pass, unless their activations are there."""
-        paths = [self.paths(network, source)[0] for network in networks]
-        if not all(path.exists() for path in paths):
-            loaded, names = [network.load() for network in networks], [network.label for network in networks]
-            self._run(paths, loaded, source.open(), source, source.count, names)
-
     def _run(
         self,
         paths: Sequence[Path],

@@ -25,40 +25,26 @@ CHECKPOINT = 200
 
 
 class StreamedSums:
-    """A folder of sums, computed on demand.
-
-    Args:
-        directory: the folder.
-        device: device to run networks on.
-    """
+    """A folder of sums, computed on demand by networks on a device."""
 
     def __init__(self, directory: Path, device: str | torch.device = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
         self._loaded: dict[str, mola.MoLA] = {}
 
-    def path(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
-        """Return the folder of some sums."""
+    def _path(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
         return self.directory / checksum([network.checksum for network in networks], source.checksum, structure)
 
     def compute(
         self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
     ) -> None:
-        """Run all networks over a training set, unless the sums are there.
-
-        Args:
-            networks: the trained networks.
-            source: the training set.
-            structure: structure of the curvature.
-            progress: called with the share of the data that this process has read.
-            team: the processes that divide the data among them; all of them call this.
-        """
+        """Run all networks over a training set, unless the sums are there; all processes of a team call this."""
         if source.open_part is None and team.size > 1:
             raise OptionError(f"{source.title} can only be read from its start: stream it with one process.")
-        path = self.path(networks, source, structure)
+        path = self._path(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides: another rank may look later
             return
         posterior = mola.fit(
-            [network.to(self.device) for network in self._networks(networks, source)],
+            [network.to(self.device) for network in _load(networks, source)],
             _Shard(source, team, progress),
             structure=structure,
             team=team,
@@ -71,17 +57,10 @@ class StreamedSums:
         team.collect(None)  # complete before anybody reads it
 
     def read(self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]) -> mola.MoLA:
-        """Return the posterior at its first prior precision, over heads whose features are known.
-
-        Args:
-            networks: the networks of the sums.
-            source: the training set.
-            structure: structure of the curvature.
-            heads: heads of the first networks, or of all.
-        """
-        path = self.path(networks, source, structure)
+        """Return the posterior at its first prior precision, over heads of the first networks or of all."""
+        path = self._path(networks, source, structure)
         if path.name not in self._loaded:
-            self._loaded[path.name] = mola.load(path, self._networks(networks, source))
+            self._loaded[path.name] = mola.load(path, _load(networks, source))
         fitted = self._loaded[path.name]
         components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):
@@ -89,10 +68,10 @@ class StreamedSums:
             components.append(Component(head, place, layer, component.prior_precision, component.likelihood))
         return mola.MoLA(components, fitted.link, "uniform")
 
-    @staticmethod
-    def _networks(networks: Sequence[Network], source: Source) -> list[nn.Module]:
-        example = next(iter(source.open()))[0][:1]
-        return [fast_network(network.load(), example) for network in networks]
+
+def _load(networks: Sequence[Network], source: Source) -> list[nn.Module]:
+    example = next(iter(source.open()))[0][:1]
+    return [fast_network(network.load(), example) for network in networks]
 
 
 class _Shard:

@@ -209,7 +209,7 @@ class MimoHeads:
         heads = [Network(None, partial(mimo.networks.__getitem__, k), f"{key}-{k}") for k in range(self.budget.members)]
 
         def read(name: str) -> Stored:
-            activations.compute_together(heads, context.sources[name])
+            activations.compute(heads, [context.sources[name]], lambda doing, done: None)
             return activations.read(heads, context.sources[name])
 
         fitted = self.method.fit(replace(context, read=read))

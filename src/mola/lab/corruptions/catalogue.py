@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
@@ -101,12 +100,8 @@ def corrupt(
     """
     one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters")
     one_of(corruption, CORRUPTIONS if parameters == "cifar10-c" else tuple(IMAGENET_PARAMETERS), "corruption")
-    if not _is_whole(severity) or severity not in (0, *SEVERITIES):
+    if severity not in (0, *SEVERITIES):
         raise OptionError(f"severity must be a whole number from 1 to 5, or 0 for unchanged images; got {severity!r}.")
-    if not _is_whole(seed) or not _is_whole(first) or first < 0:
-        raise OptionError(
-            f"seed and first must be whole numbers, first not negative; got seed {seed!r}, first {first!r}."
-        )
     images = _checked(pixels)
     if severity == 0 or len(pixels) == 0:
         return pixels
@@ -118,13 +113,9 @@ def corrupt(
     for start in range(0, len(images), size):
         piece = images[start : start + size]
         # int: a NumPy integer would overflow as a counter.
-        streams = Streams.of(seed, corruption, severity, first=int(first) + start, count=len(piece))
+        streams = Streams.of(seed, corruption, int(severity), first=int(first) + start, count=len(piece))
         result[start : start + size] = apply(piece, severity, streams)
     return torch.from_numpy(result).to(pixels.device)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _checked(pixels: Tensor) -> Bytes:

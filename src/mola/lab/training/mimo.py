@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm.auto import tqdm
 
 from mola.baselines.members import derived_seeds
@@ -26,12 +26,10 @@ from mola.options import whole_number
 EPOCHS = 0  # purpose of the seeds
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeSchedule = Callable[[Optimizer, int], LRScheduler]
-"""From an optimiser and the number of steps in all."""
 
 
 def papers_optimiser(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The paper's for CIFAR: SGD with Nesterov momentum 0.9, learning rate 0.1, weight decay 5e-4."""
+    """Make the paper's optimiser for CIFAR: SGD with Nesterov momentum 0.9, learning rate 0.1, weight decay 5e-4."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
@@ -63,8 +61,7 @@ def train_mimo(
     epochs: int = 100,
     batch_repetition: int = 4,
     input_repetition: float = 0.0,
-    optimiser: MakeOptimiser | None = None,
-    schedule: MakeSchedule | None = None,
+    optimiser: MakeOptimiser = papers_optimiser,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -78,8 +75,7 @@ def train_mimo(
         epochs: number of epochs.
         batch_repetition: how often each datum of a batch occurs in a step, for each member.
         input_repetition: share of the rows in which all members see the same datum.
-        optimiser: from parameters to an optimiser; None is the paper's: SGD with Nesterov momentum, learning rate 0.1.
-        schedule: from an optimiser and the number of steps to a schedule, stepped after every batch; None is a half cosine to 0.
+        optimiser: from parameters to an optimiser; its learning rate falls to 0 along a half cosine, batch by batch.
         seed: of the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.
         progress: show a progress bar on stderr, if that is a terminal.
@@ -92,9 +88,9 @@ def train_mimo(
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})
     with torch.inference_mode(False), torch.enable_grad():
-        chosen = (optimiser or papers_optimiser)(network.parameters())
+        chosen = optimiser(network.parameters())
         total = epochs * _count_batches(train_loader, network, seed)
-        rates = CosineAnnealingLR(chosen, total) if schedule is None else schedule(chosen, total)
+        rates = CosineAnnealingLR(chosen, total)
         keeper, done, steps = None, 0, 0
         if checkpoint is not None:
             identity = {
@@ -105,7 +101,6 @@ def train_mimo(
                 "input_repetition": input_repetition,
                 "steps": total,
                 "optimiser": [type(chosen).__name__, _settings(chosen)],
-                "schedule": type(rates).__name__,
                 "network": state_checksum(network),
             }
             keeper = TrainingCheckpoint(Path(checkpoint), "mimo-checkpoint", identity)
