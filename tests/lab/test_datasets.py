@@ -166,9 +166,6 @@ def test_cifar10_c_has_its_severities_one_after_the_other(tmp_path):
     for severity in range(1, 6):
         rows = slice(4 * severity - 4, 4 * severity)
         holds(load_cifar10_c("fog", severity, tmp_path), pixels[rows], labels[rows])
-    for wrong, words in ((("fog", 0), "severity"), (("mist", 1), "corruption")):
-        with pytest.raises(OptionError, match=words):
-            load_cifar10_c(*wrong, tmp_path)
     with pytest.raises(DataError, match=r"(?s)snow is not in.*CIFAR-10-C/snow.npy.*zenodo.*md5 56bf"):
         load_cifar10_c("snow", 1, tmp_path)
     for content, words in ((colour(11).transpose(0, 2, 3, 1), r"\(11, 32, 32, 3\)"), (np.zeros((20, 3)), "integers")):
@@ -350,10 +347,6 @@ def test_flip_and_crop_gives_every_shift_and_both_mirrors_alike(dtype):
                 assert 60 < same < 145  # 100 expected; four and a half standard deviations
                 seen += same
     assert seen == count
-    with pytest.raises(DataError, match=r"expected images \(n, channels"):
-        flip_and_crop(image, torch.Generator())
-    with pytest.raises(OptionError, match="padding"):
-        flip_and_crop(many, torch.Generator(), -1)
 
 
 @pytest.mark.parametrize("angle", [*range(0, 181, 15), 7.3, 200, 270, 359.5, -33])

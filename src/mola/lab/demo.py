@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
 from mola.baselines import temperature_scaled
@@ -22,10 +20,9 @@ from mola.compare.methods import LastLayer, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.compare.tally import Answer, tally_set
-from mola.distributed import Team
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
 from mola.lab.data.transforms import ANGLES, rotate
-from mola.lab.training import Labelled, Recipe, digits_mlp, member_seeds, mlp, train
+from mola.lab.training import Labelled, Recipe, digits_mlp, mlp, train_ensemble
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
 
@@ -222,11 +219,11 @@ def plane_points(reach: float, size: int) -> Tensor:
     return torch.cartesian_prod(axis, axis).flip(1)
 
 
-def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None], team: Team | None = None) -> MoonsResult:
+def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
     """Train an ensemble on two moons, fit and tune, and map each method's confidence far beyond the data."""
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
-    networks = _ensemble(_build, data, recipe, settings, on_epoch, team)
+    networks = train_ensemble(_build, data, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
     methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
     plane = plane_points(REACH, size)
@@ -251,15 +248,12 @@ TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
 """Share of the time after each part, as measured."""
 
 
-def run_demo(
-    settings: DemoSettings, progress: Progress = lambda doing, done: None, team: Team | None = None
-) -> DemoResult:
+def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
     """Run the whole comparison. The same settings give the same numbers.
 
     Args:
         settings: seed and sizes.
         progress: called with the current step and the share of the work that is done.
-        team: the processes that divide the training of the networks among them; None is this process alone.
     """
     seconds: dict[str, float] = {}
     progress("reading the data", 0.0)
@@ -273,7 +267,9 @@ def run_demo(
                 progress(f"training network {member + 1} of {settings.members}", TRAINED * done)
 
             recipe = Recipe(epochs=settings.epochs)
-            networks = _ensemble(build_network, digits.train, recipe, settings, trained, team)
+            networks = train_ensemble(
+                build_network, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
+            )
         with _timed(seconds, "fit, tune and score"):
             progress("fitting, tuning and scoring", TRAINED)
             methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
@@ -288,36 +284,9 @@ def run_demo(
                 done = (member + epoch / settings.moons_epochs) / settings.members
                 progress("mapping two moons", WALKED + (MAPPED - WALKED) * done)
 
-            moons = map_moons(settings, mapped, team)
+            moons = map_moons(settings, mapped)
     versions = {"mola": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, on_digits, distance, moons, seconds, versions)
-
-
-def _ensemble(
-    build: Callable[[], nn.Module],
-    data: Labelled,
-    recipe: Recipe,
-    settings: DemoSettings,
-    on_epoch: Callable[[int, int], None],
-    team: Team | None,
-) -> list[nn.Module]:
-    # Networks that differ by their seed alone; each is trained by one process of the team.
-    team = team or Team.single()
-    networks: list[nn.Module] = []
-    trained: list[Tensor] = []
-    for member, seed in enumerate(member_seeds(settings.members, settings.seed)):
-        if member % team.size != team.rank:
-            with torch.random.fork_rng(devices=[]):
-                networks.append(build().eval())  # its weights come from the process that trains it
-            continue
-        networks.append(train(build, data, recipe, seed=seed, on_epoch=partial(on_epoch, member)))
-        trained.append(parameters_to_vector(networks[-1].parameters()).detach())
-    if team.size > 1:
-        every = iter(team.gather(torch.stack(trained) if trained else None))
-        for rank in range(team.size):
-            for network in networks[rank :: team.size]:
-                vector_to_parameters(next(every), network.parameters())
-    return networks
 
 
 @contextmanager

@@ -38,12 +38,7 @@ def are_names(text: str) -> bool:
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open networks by their names.
-
-    Args:
-        text: names as in the table above, separated by commas.
-        classes: number of outputs, for networks of libraries.
-    """
+    """Open networks by their names, as in the table above, separated by commas; those of libraries have so many classes."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
@@ -55,8 +50,7 @@ def open_named(text: str, classes: int) -> list[Network]:
         if path is None and name.startswith((TIMM, TORCHVISION)):
             raise OptionError(f"{name} comes without trained weights: add their file, as {name}=FILE.")
         build = _builder(name, classes)
-        network = Network(path, build, "", name)
-        found.append(Network(path, build, network_checksum(network.load(), name), one))
+        found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mola.distributed import Team
 from mola.errors import OptionError, StorageError
-from mola.lab.suite import DataOptions, Suite, TrainingData, data_checksum
+from mola.lab.suite import DataOptions, Suite, data_checksum
 from mola.lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 from mola.saving.schema import check, parse
 from mola.saving.weights import read_metadata, save_weights
@@ -38,15 +38,11 @@ class Training:
         if self.count < 1:
             raise OptionError(f"expected at least one network to train, got {self.count}.")
         self.suite.builder(self.network)
-
-    def read_data(self) -> TrainingData:
-        """Read the training data."""
         if self.suite.training_data is None:
             raise OptionError(
                 f"the {self.suite.name} suite does not train networks: provide trained networks with mola bench {self.suite.name} "
                 f"--networks DIR."
             )
-        return self.suite.training_data(self.options, self.recipe)
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
@@ -64,7 +60,8 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     directory.mkdir(parents=True, exist_ok=True)
     name, build = training.suite.builder(training.network)
     progress(f"reading {training.suite.title}", 0.0)
-    data = training.read_data()
+    assert training.suite.training_data is not None  # checked by `Training`
+    data = training.suite.training_data(training.options, training.recipe)
     images = data_checksum(data.data.inputs, data.data.labels)
     moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
     team = team or Team.single()
@@ -81,7 +78,12 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             "images": images,
         }
         if path.exists():
-            _check_identity(path, identity)
+            kept = _identity(path)
+            reason = "no training options" if kept is None else _differences(kept, identity)
+            if reason:
+                raise StorageError(
+                    f"{path} is another network ({reason}). Train into another folder (--output), or delete it."
+                )
             continue
 
         def on_epoch(epoch: int, index: int = index) -> None:
@@ -121,33 +123,22 @@ def _identity(path: Path) -> dict[str, Any] | None:
     return dict(identity)
 
 
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
-    kept = _identity(path)
-    if kept is None:
-        raise StorageError(f"{path} has no training options. Train into another folder, or delete it.")
-    before, now = ({**one, **one["recipe"]} for one in (kept, identity))
-    reason = "; ".join(
-        f"{name}: {before.get(name)} in the file, {now[name]} requested"
+def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
+    before, now = ({**one, **one.get("recipe", {})} for one in (kept, wanted))
+    return "; ".join(
+        f"{name}: {before.get(name)!r} in the file, {now[name]!r} requested"
         for name in now
         if name != "recipe" and before.get(name) != now[name]
     )
-    if reason:
-        raise StorageError(f"{path} is another network ({reason}). Train into another folder (--output), or delete it.")
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
     """Refuse networks that `mola train` made for another suite, architecture or normalisation."""
+    wanted = {"data": suite.name, "model": network, "normalisation": options.normalisation}
     for path in paths:
-        identity = _identity(path)
-        if identity is None:
-            continue
-        expected = {"data": suite.name, "model": network, "normalisation": options.normalisation}
-        for name, value in expected.items():
-            if identity.get(name) != value:
-                raise OptionError(
-                    f"{path} was trained with {name} {identity.get(name)!r}; this run has {value!r}. Choose the options of the "
-                    f"training, or other networks."
-                )
+        reason = _differences(_identity(path) or wanted, wanted)
+        if reason:
+            raise OptionError(f"{path} was trained with other options ({reason}). Choose these, or other networks.")
 
 
 def find_networks(directory: Path) -> list[Path]:

@@ -16,7 +16,6 @@ from mola.compare.demo_result import METHODS, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.tables import TerminalTable
 from mola.compare.report.words import demo_headlines, tuning_remarks
-from mola.distributed import join
 from mola.lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
@@ -50,12 +49,8 @@ def demo(options: DemoOptions) -> None:
 
     output, quiet = options.output, options.quiet
     check_report_folder(output)
-    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
-        result = run_demo(
-            DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done), team
-        )
-        if not team.first:
-            return  # one process writes and speaks for all
+    with showing_progress(quiet=quiet) as progress:
+        result = run_demo(DemoSettings(seed=options.seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))
         page = write_demo(
             result, output, lambda doing, done: progress(doing, FIGURES_BEGIN + (1 - FIGURES_BEGIN) * done)
         )

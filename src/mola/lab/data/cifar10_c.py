@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, OptionError
+from mola.errors import DataError
 from mola.lab.corruptions.catalogue import CORRUPTIONS, SEVERITIES
 from mola.lab.data.catalogue import data_directory
 from mola.lab.data.download import FETCH_AGAIN, Download, fetch
 from mola.lab.data.images import Images
-from mola.options import one_of
 
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
@@ -33,17 +32,10 @@ ARCHIVE = Download(
 def load_cifar10_c(
     corruption: str, severity: int, directory: Path | str | None = None, *, download: bool = False
 ) -> Images:
-    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their order, under one corruption.
+    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their order, under one corruption at severity 1 to 5.
 
-    Args:
-        corruption: one of `mola.lab.corruptions.CORRUPTIONS`.
-        severity: 1 to 5.
-        directory: the data directory; None uses `MOLA_DATA`.
-        download: whether to download the archive of all corruptions (2.9 GB) if the file is missing.
+    The archive of all corruptions has 2.9 GB.
     """
-    one_of(corruption, CORRUPTIONS, "the corruption of CIFAR-10-C")
-    if severity not in SEVERITIES:
-        raise OptionError(f"severity must be 1 to {SEVERITIES[-1]}, got {severity}.")
     root = data_directory(directory)
     folder = _folder(root, corruption)
     if folder is None and download:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import MissingExtraError, OptionError
+from mola.errors import MissingExtraError
 from mola.lab.training.recipe import Labelled
 
 SIDE = 8
@@ -44,23 +44,13 @@ class Digits:
     test: Labelled
 
 
-def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
-    """Split the digits at random into training, validation and test data.
-
-    Args:
-        seed: seed of the split.
-        train: number of training data.
-        val: number of validation data; the remaining digits are test data.
-    """
+def load_digits(seed: int = 0) -> Digits:
+    """Split the digits at random into 1000 training, 297 validation and 500 test data."""
     pixels, target = _sklearn("the handwritten digits").load_digits(return_X_y=True)
-    if train < 1 or val < 1 or train + val >= len(target):
-        raise OptionError(
-            f"train and val must be at least 1 and leave some of {len(target)} digits for testing, got {train} and {val}."
-        )
     inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(target).long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    return Digits(*(Labelled(inputs[rows], labels[rows]) for rows in order.tensor_split([train, train + val])))
+    return Digits(*(Labelled(inputs[rows], labels[rows]) for rows in order.tensor_split([1000, 1297])))
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import DataError, OptionError
+from mola.errors import DataError
 from mola.options import one_of
 
 ANGLES = tuple(range(0, 181, 15))
@@ -28,10 +28,6 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
         generator: source of the draws, three for each image.
         padding: largest shift.
     """
-    if images.ndim != 4:
-        raise DataError(f"expected images (n, channels, height, width), got shape {tuple(images.shape)}.")
-    if padding < 0:
-        raise OptionError(f"padding must be at least 0, got {padding}.")
     count, channels, height, width = images.shape
     device = generator.device
     flipped = torch.randint(2, (count, 1), generator=generator, device=device).bool()
