@@ -174,7 +174,10 @@ def test_any_network_is_right_only_plain_layers_are_factored():
     torch.testing.assert_close(matrix_of(wrapped), ggn(wrapped, wrapped.networks[0], inputs), rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(matrix_of(posterior), matrix_of(wrapped), rtol=1e-9, atol=1e-10)
     kron = fit(network, [inputs], structure="kron")
-    assert [block.layer for block in kron.components[0].structure.layout.blocks if block.layer] == ["lift", "head"]
+    assert [block.layer for block in kron.components[0].layer.structure.layout.blocks if block.layer] == [
+        "lift",
+        "head",
+    ]
     torch.testing.assert_close(  # one formula, and Jacobians that agree: a strong prior leaves J J' / lambda of both
         *(one.with_prior_precision(1e9).predict(inputs).logit_variance * 1e9 for one in (kron, posterior)),
         rtol=1e-5,
@@ -408,8 +411,8 @@ def test_bad_input_is_explained(monkeypatch):
     unlabelled = fit(network, [inputs], structure="diag")
     for words, use in [
         ("needs training labels", unlabelled.log_evidence),
-        ("confidence bound", lambda: unlabelled.confidence_bound(inputs)),
-        ("far-field limit", lambda: unlabelled.far_field_limit(inputs)),
+        ("over whole networks", lambda: unlabelled.confidence_bound(inputs)),
+        ("over whole networks", lambda: unlabelled.far_field_limit(inputs)),
         ("index", lambda: unlabelled.subnetwork(1)),
     ]:
         with pytest.raises(OptionError, match=words):

@@ -142,6 +142,10 @@ class Curvature(ABC):
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Deviations (count, C, P) of the weights from the trained ones."""
 
+    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
+        """Deviations (n, count, C) of the logits from draws of the weights."""
+        return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
+
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
@@ -201,8 +205,7 @@ class Spread:
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:
         """Deviations (..., n, count, C) of the logits from draws of the weights, at one prior precision."""
-        weights = self.curvature.sample(float(self.precision), count, generator)
-        return torch.einsum("np,scp->nsc", self.phi, weights.to(self.phi)) / self._column
+        return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
         """The spread of the logits divided by a positive number (..., n, 1) for each datum."""

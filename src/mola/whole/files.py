@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mola.component import Component
 from mola.errors import OptionError, StorageError
 from mola.fitting import as_networks
 from mola.laplace import Sums
@@ -20,7 +21,7 @@ from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from mola.saving.posterior import MIXTURE, check_networks, pack_mixture, unpack_mixture
 from mola.saving.schema import Optional
 from mola.whole.jacobians import Block, WeightLayout
-from mola.whole.posterior import WholeComponent, WholeMoLA, make_component
+from mola.whole.posterior import WholeMoLA, make_component, structure_of
 from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
 
 KIND = "whole-posterior"
@@ -43,13 +44,13 @@ def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
     parts = []
     with evaluating(*posterior.networks):
         for index, (component, entry) in enumerate(zip(posterior.components, entries, strict=True)):
-            layout = component.structure.layout
+            layout = structure_of(component).layout
             if layout.chosen is not None:
                 tensors[f"{index}.{CHOSEN}"] = layout.chosen
             own = {
                 "network": state_checksum(component.network),
                 "blocks": [asdict(block) | {"names": list(block.names)} for block in layout.blocks],
-                "outputs": component.structure.outputs,
+                "outputs": structure_of(component).outputs,
                 "prior_precision": component.prior_precision,
             }
             parts.append({**own, **entry})
@@ -83,7 +84,7 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
         raise StorageError(f"{directory} holds no posterior over these networks: {error}. Save it again.") from error
 
 
-def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Sums) -> WholeComponent:
+def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Sums) -> Component:
     tensors = dict(saved.tensors)
     layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in part["blocks"]))
     if name == "subnetwork":
@@ -96,7 +97,8 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
         )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
     component = make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)
-    if component.curvature_on(torch.device("cpu")).values.shape != component.require_layer("loading").weights.shape:
+    layer: Any = component.require_layer("loading")
+    if layer.curvature.values.shape != layer.weights.shape:
         raise StorageError("the saved sums do not fit the weights of the network. Save the posterior again.")
     return component
 

@@ -20,19 +20,18 @@ from torch.utils._pytree import tree_map
 from mola.component import Component, LastLayer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.laplace import Spread
+from mola.laplace import Sums
 from mola.likelihoods import ClassificationLikelihood, Likelihood
 from mola.likelihoods.base import mixed
 from mola.links import MonteCarlo
 from mola.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
-from mola.numerics import Generator
 from mola.outliers import MAX_PROBABILITY, max_probability_score
 from mola.posterior import MoLA
 from mola.prediction import Prediction
 from mola.tuning.held_out import HeldOut, read_held_out
 from mola.uncertainty import mutual_information
 from mola.whole.jacobians import WeightLayout, each_logit, run_with, size_of, some_of
-from mola.whole.structures import WholeCurvature, WholeStructure
+from mola.whole.structures import WholeStructure
 
 
 class InputRows:
@@ -44,8 +43,8 @@ class InputRows:
         outputs: logits (n, C) of the network, in float64.
     """
 
-    def __init__(self, component: WholeComponent, inputs: Inputs, outputs: Tensor) -> None:
-        self.component: WholeComponent = component
+    def __init__(self, component: Component, inputs: Inputs, outputs: Tensor) -> None:
+        self.component: Component = component
         self.inputs: Inputs = inputs
         self.outputs: Tensor = outputs
         self.device: torch.device = outputs.device
@@ -53,71 +52,35 @@ class InputRows:
     @cached_property
     def coordinates(self) -> Tensor:
         """Jacobians (n, C, D) in the eigenbasis of the curvature."""
-        curvature, network = self.component.curvature_on(self.device), self.component.network
+        layer: Any = self.component.on(self.device)
         if not len(self.outputs):
-            return self.outputs.new_zeros(0, curvature.outputs, len(curvature.values))
-        with evaluating(network), torch.no_grad():
-            return curvature.coordinates(self.component.structure.rows(network, self.inputs, each_logit)[1])
+            return self.outputs.new_zeros(0, layer.structure.outputs, layer.structure.layout.size)
+        with evaluating(self.component.network), torch.no_grad():
+            rows = layer.structure.rows(self.component.network, self.inputs, each_logit)[1]
+            return layer.curvature.coordinates(rows)
 
-    def __getitem__(self, rows: slice) -> InputRows:
-        return InputRows(self.component, some_of(self.inputs, rows, len(self.outputs)), self.outputs[rows])
-
-
-@dataclass(frozen=True)
-class WholeSpread(Spread):
-    """The spread of linearised logits; draws of the weights run the network itself."""
-
-    def by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
-        rows: Any = self.phi
-        layout, network, found = rows.component.structure.layout, rows.component.network, []
+    def perturbed(self, deviation: Tensor) -> Tensor:
+        """Deviations (n, C) of the logits where the weights deviate by (D,), without linearisation."""
+        network, layout = self.component.network, structure_of(self.component).layout
         trained = layout.vector(network)
         with evaluating(network):
-            for _ in range(count):
-                deviation = self.curvature.sample(float(self.precision), 1, generator)[0].to(trained)
-                logits = run_with(network, layout.replaced(network, trained + deviation), rows.inputs)
-                found.append(logits.to(rows.outputs) - rows.outputs)
-        deviations = torch.stack(found, 1)
-        return deviations / self._column
+            logits = run_with(network, layout.replaced(network, trained + deviation.to(trained)), self.inputs)
+        return logits.to(self.outputs) - self.outputs
 
 
-class WholeComponent(Component):
-    """One network with a Laplace approximation of all its weights, or of some, at one prior precision."""
-
-    def at(self, prior_precision: float) -> WholeComponent:
-        """The same network at another prior precision."""
-        return WholeComponent(self.network, None, self.layer, prior_precision, self.likelihood)
-
-    @property
-    def structure(self) -> WholeStructure:
-        """Structure of the curvature, with the layout of the weights."""
-        layer = self.require_layer("a posterior over whole networks")
-        assert isinstance(layer.structure, WholeStructure)
-        return layer.structure
-
-    def curvature_on(self, device: torch.device) -> WholeCurvature:
-        """The curvature on a device."""
-        layer = self.on(device)
-        assert layer is not None
-        assert isinstance(layer.curvature, WholeCurvature)
-        return layer.curvature
-
-    def spread(self, phi: Any, precision: float | Tensor | None = None) -> WholeSpread:
-        """How the logits of `InputRows` spread."""
-        if not isinstance(phi, InputRows):
-            raise OptionError(
-                "a posterior over whole networks predicts from inputs, got features of a last layer. Pass the loader, or the inputs."
-            )
-        chosen: Any = self.prior_precision if precision is None else precision
-        return WholeSpread(self.curvature_on(phi.device), phi, chosen)  # type: ignore[arg-type]
+def structure_of(component: Component) -> WholeStructure:
+    """The structure of a component's curvature, with the layout of its weights."""
+    layer = component.require_layer("a posterior over whole networks")
+    assert isinstance(layer.structure, WholeStructure)
+    return layer.structure
 
 
 def make_component(
-    network: nn.Module, structure: WholeStructure, sums: Any, prior_precision: float, likelihood: Likelihood
-) -> WholeComponent:
+    network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
+) -> Component:
     """Solve the eigenproblem of the sums of one network."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
-    return WholeComponent(network, None, layer, prior_precision, likelihood)
+    return Component(network, None, layer, prior_precision, likelihood)
 
 
 @dataclass(frozen=True)
@@ -125,7 +88,7 @@ class CapturedInputs(Captured):
     """One pass of a network, with the inputs."""
 
     inputs: Inputs = None
-    component: WholeComponent | None = None
+    component: Component | None = None
     most: int = 1
     """Data whose Jacobians are held at once."""
 
@@ -144,7 +107,7 @@ class HeldInputs(HeldOut):
 
     batches: Sequence[tuple[Inputs, int]] = ()
     """Inputs and number of data of each batch."""
-    components: Sequence[WholeComponent] = ()
+    components: Sequence[Component] = ()
     most: int = 1
     """Data whose Jacobians are held at once."""
 
@@ -168,8 +131,6 @@ class WholeMoLA(MoLA):
     are run with drawn weights instead. Every call takes the Jacobians of its data: C backward passes of each network.
     """
 
-    components: tuple[WholeComponent, ...]
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of uncertain weights of each network."""
@@ -180,7 +141,7 @@ class WholeMoLA(MoLA):
         if not 0 <= index < len(self.components):
             raise OptionError(f"expected the index of one of {len(self.components)} networks, got {index}.")
         component = self.components[index]
-        layout = component.structure.layout
+        layout = structure_of(component).layout
         mask = torch.zeros(layout.total, dtype=torch.bool)
         mask[slice(None) if layout.chosen is None else layout.chosen] = True
         return WeightLayout(layout.blocks).replaced(component.network, mask)
@@ -192,7 +153,7 @@ class WholeMoLA(MoLA):
     def _most(self) -> int:
         if self._draws_weights:
             return 2**31
-        structures = [one.structure for one in self.components]
+        structures = [structure_of(one) for one in self.components]
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def _why_no_distances(self) -> str:
@@ -233,12 +194,10 @@ class WholeMoLA(MoLA):
             assert isinstance(link, MonteCarlo)
             first = link.seed if seed is None else seed
             own, parts = self.members(rows), zip(self.components, rows.phi, strict=True)
-            deviations = torch.stack(
-                [one.spread(phi).by_weights(link.samples, np.random.default_rng(first)) for one, phi in parts]
-            )
-            drawn = (
-                torch.stack(list(own.scaled()[0]))[:, :, None] + deviations / torch.stack(list(own.divisors))[..., None]
-            )
+            spreads: list[Any] = [one.spread(phi) for one, phi in parts]
+            deviations = torch.stack([one.by_weights(link.samples, np.random.default_rng(first)) for one in spreads])
+            means, divisors = (torch.stack(list(some)) for some in (own.scaled()[0], own.divisors))
+            drawn = means[:, :, None] + deviations / divisors[..., None]
             members = likelihood.probabilities(drawn).movedim(2, 1).flatten(0, 1)  # (K S, n, C)
             shares = (self.weights / link.samples).repeat_interleave(link.samples).to(members)
             probs, information = mixed(shares, list(members)), mutual_information(members, shares, likelihood)
@@ -254,13 +213,11 @@ class WholeMoLA(MoLA):
             "logit_variance": variance,
         }
 
-    def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> NoReturn:
-        """Not defined: the paper's bounds hold for last layers."""
-        raise OptionError("the confidence bound holds for Laplace approximations of last layers: use mola.fit.")
-
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
         """Not defined: the paper's limit holds for last layers."""
-        raise OptionError("the far-field limit holds for Laplace approximations of last layers: use mola.fit.")
+        raise OptionError(
+            "the far-field limit holds for last layers, and this posterior is over whole networks. Use mola.fit."
+        )
 
     # --- tune -------------------------------------------------------------------------------------------------------
 

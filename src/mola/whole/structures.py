@@ -208,6 +208,13 @@ class WholeCurvature(Curvature):
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
+    def perturb_by_weights(self, phi: Any, precision: float, count: int, generator: Generator) -> Tensor:
+        """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
+        draws = (
+            self.sample(precision, 1, generator)[0] for _ in range(count)
+        )  # one at a time: the weights of a network each
+        return torch.stack([phi.perturbed(one) for one in draws], 1)
+
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`sum_d log(h_d + lambda)`."""
         return (self.values + precision).log().sum()
