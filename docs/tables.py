@@ -232,16 +232,6 @@ def _ranks(name: str) -> str:
     return listed(rows, columns)
 
 
-def _five(name: str) -> str:
-    """One mixture of five ResNet-20s: every method, structure and rule."""
-    scores = {"SVHN auroc": "SVHN", "CIFAR-100 auroc": "CIFAR-100", "SVHN auroc, ood_score": "SVHN, `ood_score`"}
-    scores = {"ece": "ECE %", **scores, "CIFAR-100 auroc, ood_score": "CIFAR-100, `ood_score`"}
-    columns = [("method", "{method}"), ("test NLL", "{nll:.3f}")]
-    columns += [(title, f"{{{field}:* 100 .1f}}") for field, title in scores.items()]
-    rows = record("real_cifar10")["rows"]
-    return listed([{"method": method, **dict.fromkeys(scores), **row} for method, row in rows.items()], columns)
-
-
 def _segmentation(name: str) -> str:
     """Pixels of test pictures and of their shifted twins, and rings found by the outlier score."""
     columns = [("", "{method}")]

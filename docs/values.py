@@ -66,10 +66,10 @@ def _value(place: str) -> str:
 
 
 def fill(page: str) -> str:
-    """The page with numbers and tables from the records."""
+    """Return the page with numbers and tables from the records."""
     for pattern, opening in ((TABLE, "<!-- table: "), (VALUE, "<!-- = ")):
         if len(pattern.findall(page)) != page.count(opening):
-            raise ValueError(f"a place that begins with {opening!r} is not closed.")
+            raise ValueError(f"a mark that begins with {opening!r} is not closed.")
     page = TABLE.sub(lambda match: f"{match.group(1)}\n{table(match.group(2))}\n\n{match.group(3)}", page)
     return VALUE.sub(lambda match: f"{match.group(1)}{_value(match.group(2))}{match.group(4)}", page)
 

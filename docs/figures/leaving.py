@@ -1,4 +1,4 @@
-"""The figure of README and of docs/outliers.md, from a toy that trains in seconds: `python docs/figures/leaving.py`.
+"""The figure of docs/outliers.md, from a toy that trains in seconds: `python docs/figures/leaving.py`.
 
 Five small networks learn scikit-learn's handwritten digits. The test digits are then faded step by step into pieces of photographs.
 The figure shows the mean confidence of one network (MAP), of the ensemble (DE) and of MoLA by the paper's rule, and the accuracy.

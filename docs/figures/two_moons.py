@@ -1,8 +1,7 @@
 """The first picture of README and of the front page: `python docs/figures/two_moons.py`, in seconds.
 
-Five small networks learn two moons. Drawn is how sure one network (MAP), the ensemble (DE), MoLA by the paper's rule and MoLA by
-the default rule are, everywhere in the plane. What the pages say in
-numbers goes to `benchmarks/results/two_moons.json`.
+Five small networks learn two moons. The figure shows the confidence of one network (MAP), of the ensemble (DE), of MoLA by the
+paper's rule and of MoLA by the default rule over the plane. Numbers go to `benchmarks/results/two_moons.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Docstrings hold formulas in reStructuredText's roles; the site reads Markdown."""
+"""Translate the reStructuredText formulas of docstrings to Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLE = re.compile(r":math:`([^`]+)`")
 
 
 def as_markdown(text: str) -> str:
-    """The text with `.. math::` and `:math:` as dollars."""
+    """Replace `.. math::` and `:math:` by dollars."""
 
     def block(match: re.Match[str]) -> str:
         indent, formula = match.groups()
@@ -22,7 +22,7 @@ def as_markdown(text: str) -> str:
 
 
 class Formulas(griffe.Extension):
-    """Translates every docstring as it is read."""
+    """Translates every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Translate the docstring of a module, class, function or attribute."""

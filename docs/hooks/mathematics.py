@@ -1,4 +1,4 @@
-"""Formulas as MathML, made when the site is built: browsers show it by themselves, and nothing is fetched."""
+"""Convert formulas to MathML when the site is built, so that pages need no script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from latex2mathml.converter import convert
 
 LONG = 60
-"""Characters of LaTeX from which a formula within a line may be wider than a phone."""
+"""Characters of LaTeX above which an inline formula may be wider than a phone screen."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
 def as_mathml(latex: str, *, block: bool) -> str:
-    """One formula as MathML, with its source for readers of another kind.
+    """Return a formula as MathML, with its LaTeX source as label.
 
     Args:
         latex: the formula, without dollars.
-        block: whether it stands on a line of its own.
+        block: True for a displayed formula.
 
     Returns:
         An element.
@@ -32,7 +32,7 @@ def as_mathml(latex: str, *, block: bool) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace what `pymdownx.arithmatex` marked as formulas."""
+    """Replace the formulas that `pymdownx.arithmatex` marked."""
 
     def replaced(match: re.Match[str]) -> str:
         latex = html.unescape(match.group(2)).strip()

@@ -1,7 +1,7 @@
-"""What pages link to outside `docs/` becomes part of the site, so that no link needs a host.
+"""Add files outside `docs/` that pages link to, so that every link works on the site.
 
-Markdown of the repository becomes a page, source code a page that shows it, a folder a page that lists it, and records
-(JSON) and pictures are copied as they are. All of it lies under `repository/`, by its path in the repository.
+Markdown files become pages, source files become pages that show them, folders become pages that list them, and records (JSON)
+and pictures are copied. All of them are under `repository/`, by their paths in the repository.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
-"""Lists and source code would come up in every search."""
+"""Keeps lists and source code out of the search."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
-"""In the navigation, whether or not a page links to them."""
+"""Always in the navigation."""
 
 
 def place(path: str) -> str:
-    """Where a file of the repository is among the sources of the site.
+    """Return the path of a file among the sources of the site.
 
     Args:
         path: relative to the repository, with slashes.
@@ -47,16 +47,16 @@ def place(path: str) -> str:
 
 
 def _is_page(path: str) -> bool:
-    """Whether MkDocs itself has it: all of `docs/` but the code that makes the site."""
+    """Return True for files that MkDocs reads itself: all of `docs/` except code."""
     return path.startswith("docs/") and not path.endswith(".py")
 
 
 def links(markdown: str, folder: str) -> list[str]:
-    """Paths, relative to the repository, of what a page links to outside `docs/`.
+    """Return the paths outside `docs/` that a page links to, relative to the repository.
 
     Args:
         markdown: the page.
-        folder: where it lies in the repository.
+        folder: its folder in the repository.
 
     Returns:
         Existing files and folders.
@@ -67,7 +67,7 @@ def links(markdown: str, folder: str) -> list[str]:
 
 
 def _content(path: str) -> str | None:
-    """The page to make of a path; None for a file that is copied as it is."""
+    """Return the page for a path, or None for a file to copy."""
     whole = ROOT / path
     if whole.is_dir():
         inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
@@ -91,7 +91,7 @@ def _hidden(path: Path) -> bool:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add everything that pages link to, and what that links to in turn."""
+    """Add all linked files, and the files that they link to."""
     pages = [file for file in files.documentation_pages() if file.src_uri and not file.src_uri.startswith(HERE)]
     waiting = [path for file in pages for path in links(file.content_string, posixpath.dirname(f"docs/{file.src_uri}"))]
     waiting += ALWAYS
@@ -113,7 +113,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Point links that leave `docs/`, and those of pages from outside, to where their targets are on the site."""
+    """Rewrite links from and to files outside `docs/` to their places on the site."""
     uri = page.file.src_uri
     path = uri.removeprefix(HERE) if uri.startswith(HERE) else f"docs/{uri}"
     folder = posixpath.dirname(path)
