@@ -177,8 +177,9 @@ def fit(
         log_likelihood = None
         if labels is not None:
             labels = labels.to(outputs.device)
-            tensors |= meaning.label_sums(outputs, labels)
-            log_likelihood = meaning.sum_log_likelihood(outputs, labels)
+            later = meaning.label_sums(outputs, labels)  # what the log-likelihood follows from, if it is not known yet
+            tensors |= later
+            log_likelihood = 0.0 if later else float(meaning.log_likelihood(outputs, labels).sum())
         if distances:
             groups, number = meaning.group(outputs, labels), meaning.num_groups(outputs.shape[1])
             tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)

@@ -19,7 +19,7 @@ from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import Spread
-from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive, RegressionPredictive
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
@@ -375,7 +375,7 @@ class MoLA(Mixture):
         assert reference is not None
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
-    def _moments(self, rows: Rows) -> RegressionPredictive:
+    def _moments(self, rows: Rows) -> Any:
         found: Any = self.predictive(rows)
         return found
 

@@ -341,7 +341,7 @@ def test_stacking_favours_the_network_that_predicts(trained):
     [
         (lambda y: torch.where(torch.arange(60)[:, None] == 3, math.nan, y), "targets must be finite"),
         (lambda y: y[:, :1], r"expected targets of shape \(60, 2\).*heteroscedastic"),
-        (lambda y: y[:, 0], "a target for each"),
+        (lambda y: y[:, 0], "one for each"),
         (lambda y: y[:40], "expected targets of shape"),
         (lambda y: torch.zeros(60, dtype=torch.int64), "likelihood='categorical'"),
         (lambda y: y.to(torch.complex128), "real targets"),
@@ -419,11 +419,11 @@ def test_wrong_questions_to_a_prediction():
     [
         (2, {"noise": [1, 2, 3]}, "noise has 3 values"),
         (3, {"heteroscedastic": True}, "two outputs for each target"),
-        (4, {"location": (20.0, 250.0)}, "location has 2 values.*have 4 targets.*pass heteroscedastic=True"),
+        (4, {"location": (20.0, 250.0)}, "location has 2 values.*4 outputs for 4 targets.*heteroscedastic"),
         (
             2,
             {"location": (2.0, 5.0), "heteroscedastic": True},
-            "2 outputs, means and variances of 1 target.*leave heteroscedastic",
+            "2 outputs for 1 target.*heteroscedastic",
         ),
     ],
 )

@@ -6,7 +6,6 @@ from mola.likelihoods.base import (
     Members,
     OutputCurvature,
     Predictive,
-    RegressionPredictive,
 )
 from mola.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
 from mola.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
@@ -29,7 +28,6 @@ __all__ = [
     "NormalMixture",
     "OutputCurvature",
     "Predictive",
-    "RegressionPredictive",
     "as_likelihood",
 ]
 

@@ -17,7 +17,7 @@ Independent outputs (Bernoulli, Gaussian) have only the separate part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -87,29 +87,8 @@ class Predictive(Protocol):
         """Scores (..., m) of each datum, or of each known yes/no question of multi-label data."""
 
 
-class RegressionPredictive(Predictive, Protocol):
-    """The predictive distribution of a regression: a mixture of K distributions with these moments, in the targets' units."""
-
-    @property
-    def means(self) -> Tensor:
-        """Means (K, ..., n, D)."""
-
-    @property
-    def variances(self) -> Tensor:
-        """Variances (K, ..., n, D), noise included."""
-
-    @property
-    def noises(self) -> Tensor:
-        """Variance (K, ..., n, D) of the noise, without scaling."""
-
-
-class LinkFunction(Protocol):
-    """From Gaussian logits to probabilities (`mola.links`)."""
-
-    def __call__(
-        self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
-    ) -> Tensor:
-        """Probabilities (..., n, C)."""
+LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
+"""From mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
 
 
 class Likelihood(ABC):
@@ -159,13 +138,13 @@ class Likelihood(ABC):
 
     # Groups of training data, from whose centres distances are measured.
 
-    @abstractmethod
     def num_groups(self, outputs: int) -> int:
-        """Number of groups."""
+        """Number of groups: by default all data form one."""
+        return 1
 
-    @abstractmethod
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
         """Group (n,) of each datum in int64: by its label, or by the outputs (n, C) where there is none."""
+        return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Regression: the noise is chosen after the sums, so these differ there.
 
@@ -177,12 +156,8 @@ class Likelihood(ABC):
         """The rows of a head's weights (C, P) whose outputs are uncertain."""
         return weights
 
-    def sum_log_likelihood(self, outputs: Tensor, labels: Tensor) -> float:
-        """Log-likelihood of a batch of training labels, as far as it is known during the fit."""
-        return float(self.log_likelihood(outputs, labels).sum())
-
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Further sums over labels, by name."""
+        """Sums over labels, by name, from which the log-likelihood follows after the fit; empty where it is known at once."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:
@@ -230,9 +205,9 @@ class ClassificationLikelihood(Likelihood):
     def targets(self, labels: Tensor) -> Tensor:
         """The right choices in int64, (n,) or (n, C); -1 where unknown."""
 
-    @abstractmethod
     def predicted(self, outputs: Tensor) -> Tensor:
         """The most probable choices, (n,) or (n, C), of outputs (n, C)."""
+        return self.choices(self.probabilities(outputs)).argmax(-1)
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:

@@ -128,7 +128,7 @@ class Bernoulli(ClassificationLikelihood):
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
         """Yes or no, given or, where missing, predicted; 0 for several labels."""
         if outputs.shape[1] > 1:
-            return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+            return super().group(outputs, labels)
         yes = outputs[:, 0] > 0
         if labels is not None:
             yes = torch.where(labels[:, 0].isnan(), yes, labels[:, 0] > 0.5)
@@ -145,10 +145,6 @@ class Bernoulli(ClassificationLikelihood):
     def targets(self, labels: Tensor) -> Tensor:
         """0, 1, or -1 where missing (n, C)."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
-
-    def predicted(self, outputs: Tensor) -> Tensor:
-        """Yes where a logit is above 0."""
-        return (outputs > 0).long()
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

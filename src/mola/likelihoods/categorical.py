@@ -130,10 +130,6 @@ class Categorical(ClassificationLikelihood):
         """The labels."""
         return labels
 
-    def predicted(self, outputs: Tensor) -> Tensor:
-        """The class with the largest logit."""
-        return outputs.argmax(1)
-
 
 def _are_probabilities(outputs: Tensor) -> bool:
     if len(outputs) < ENOUGH_ROWS or not bool((outputs >= 0).all()):

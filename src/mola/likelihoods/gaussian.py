@@ -45,8 +45,6 @@ CONSTANT = 1e-12
 SMALLEST, LARGEST = 1e-12, 1e12
 """Noise and scale of targets that can be used."""
 
-HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
-
 
 @dataclass(frozen=True)
 class NormalMixture:
@@ -151,14 +149,10 @@ class Gaussian(Likelihood):
             if given is None or len(given) in (1, self.num_uncertain(width)):
                 continue
             targets = counted(self.num_uncertain(width), "target")
-            have = f"{counted(width, 'output')}, means and variances of {targets}" if self.heteroscedastic else targets
-            hint = ""
-            if self.heteroscedastic and len(given) == width:
-                hint = " If every output is a mean, leave heteroscedastic out."
-            elif not self.heteroscedastic and 2 * len(given) == width:
-                hint = " If half of the outputs are variances, pass heteroscedastic=True."
             raise HeadError(
-                f"{name} has {len(given)} values, but the networks have {have}. Pass one value, or one for each target.{hint}"
+                f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
+                f"(heteroscedastic={self.heteroscedastic}: with True, half of the outputs are variances). Pass one value, or one for "
+                f"each target."
             )
         return matrix
 
@@ -209,13 +203,11 @@ class Gaussian(Likelihood):
         count, width = len(outputs), self.num_uncertain(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
-            remedy = ""
-            if labels.shape == (count,):
-                remedy = f" The networks have {width} outputs: pass a target for each. For class indices use likelihood='categorical'."
-            elif labels.shape == (count, width // 2) and width % 2 == 0 and not self.heteroscedastic:
-                remedy = " If half of the outputs are variances, use mola.likelihoods.Gaussian(heteroscedastic=True)."
-            expected = f"({count}, {width})" + (f" or ({count},)" if width == 1 else "")
-            raise DataError(f"{where}: expected targets of shape {expected}, got {tuple(labels.shape)}.{remedy}")
+            raise DataError(
+                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs, got "
+                f"{tuple(labels.shape)}. For class indices use likelihood='categorical'; if half of the outputs are variances, use "
+                f"mola.likelihoods.Gaussian(heteroscedastic=True)."
+            )
         if given.is_complex():
             raise DataError(f"{where}: expected real targets, got {labels.dtype}.")
         targets = to_float64(given.to(outputs.device))
@@ -234,7 +226,7 @@ class Gaussian(Likelihood):
         """Log density (n,) of each datum's targets, in their own units, summed over outputs."""
         means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
         targets = self._standardised(labels.to(means))
-        each = -0.5 * ((targets - means).square() / variance + variance.log()) - HALF_LOG_TAU
+        each = normal_mixtures.normal_log_density(means, variance, targets)
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
@@ -242,10 +234,6 @@ class Gaussian(Likelihood):
         predicted = self.predicted_variance(outputs)
         means = self.means(outputs)
         return OutputCurvature(separate=torch.ones_like(means) if predicted is None else 1 / predicted)
-
-    def sum_log_likelihood(self, outputs: Tensor, labels: Tensor) -> float:
-        """0: the noise is unknown during the fit, and the log-likelihood follows from the label sums."""
-        return 0.0
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Sums (4, D) from which the noise and the log-likelihood at any noise follow.
@@ -305,7 +293,7 @@ class Gaussian(Likelihood):
             return None
         squares, logs, *_ = sums.tensors["targets"].cpu()
         variance, count = self.deviation(len(squares)).square(), sums.count
-        each = -0.5 * (squares / variance + logs + count * variance.log()) - count * HALF_LOG_TAU
+        each = -0.5 * (squares / variance + logs + count * variance.log()) - count * normal_mixtures.HALF_LOG_TAU
         return float((each - count * self.units(len(squares))[1].log()).sum())
 
     # Prediction.
@@ -327,14 +315,6 @@ class Gaussian(Likelihood):
             self.variance_in_units(torch.stack(variances)),
             self.variance_in_units(torch.stack(noises)),
         )
-
-    def num_groups(self, outputs: int) -> int:
-        """One: targets have no classes."""
-        return 1
-
-    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """0 for every datum."""
-        return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
 
 def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
