@@ -156,7 +156,7 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
     """
     if regression:
         free = [one.with_likelihood(replace(one.likelihood, estimated=True)) for one in posterior.components]
-        posterior = posterior._with(components=free)
+        posterior = posterior.with_parts(components=free)
     best = posterior.tune(rule="evidence", progress=False)
     point = [best.prior_precision[0], *([float(best.noise[0, 0])] if regression else [])]
 

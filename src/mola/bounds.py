@@ -61,7 +61,7 @@ def class_bounds(largest: Tensor) -> Tensor:
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
     """The Lemma: upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
     weights, scaling = posterior.weights, posterior.scaling
-    divisors = posterior._divisors(rows, weights)
+    divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
     sizes, denominators = [], []
     for component, phi, divisor in zip(posterior.components, rows.phi, divisors, strict=True):

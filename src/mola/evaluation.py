@@ -187,7 +187,7 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
 class _Callable(Mixture):
     # A predictor from elsewhere. It may return outputs by name, as exported models do.
 
-    def _predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
+    def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
             found = self.predictors[0](inputs)
         named = found if isinstance(found, Mapping) else {"probs": found}
@@ -195,7 +195,7 @@ class _Callable(Mixture):
             raise DataError(
                 f"{place}: expected probabilities, or outputs with the name 'probs'; got {', '.join(named)}."
             )
-        checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood)._predict_batch(inputs, seed, place)
+        checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
         if "ood_score" not in named:
             return checked
         fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(named["ood_score"])}
@@ -232,7 +232,7 @@ class _Reader:
             place = f"batch {index} of the {where}"
             if labelled and batch.labels is None:
                 raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
-            prediction = mixture._predict_batch(batch.inputs, None, place).cpu()
+            prediction = mixture.predict_batch(batch.inputs, None, place).cpu()
             scored, found = self._batch(prediction, batch.labels if labelled else None, count, place)
             scores.append(scored)
             outliers.append(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,9 +21,6 @@ from mola.outliers import max_probability_score
 from mola.prediction import Prediction, RegressionPrediction, prediction_type
 from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
-
-KEPT_BYTES = 2**28
-"""Memory that the unread fields of a prediction may hold. The fields of further batches are computed at once."""
 
 
 class Predictor(Protocol):
@@ -90,7 +87,8 @@ class Mixture(nn.Module):
             raise DataError(f"expected outputs of the same shape from every predictor, got {shapes}.")
         return members
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        """The prediction of one batch; `place` is its name in messages."""
         if isinstance(self.likelihood, Gaussian):
             return self._predict_regression(self.likelihood, inputs, seed, place)
         assert isinstance(self.likelihood, ClassificationLikelihood)
@@ -119,7 +117,7 @@ class Mixture(nn.Module):
                 "former: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
             )
         if mixtures:
-            parts = [member._predict_batch(inputs, seed, place) for member in mixtures]
+            parts = [member.predict_batch(inputs, seed, place) for member in mixtures]
             return RegressionPrediction.mixed(parts, self.weights)
         return RegressionPrediction.of_means(torch.stack(self._member_outputs(inputs, seed)), self.weights, likelihood)
 
@@ -129,7 +127,7 @@ class Mixture(nn.Module):
         """Predict batch by batch, in bounded memory; arguments as for `predict`."""
         seed = seed_from(generator)
         for place, batch in _batches(inputs, progress=progress):
-            yield self._predict_batch(batch, seed, place).cpu()
+            yield self.predict_batch(batch, seed, place).cpu()
 
     def predict(
         self,
@@ -150,21 +148,17 @@ class Mixture(nn.Module):
                 ranks.
 
         Returns:
-            A `Prediction`, or a `RegressionPrediction`, in main memory.
+            A `Prediction`, or a `RegressionPrediction`, in main memory. Of one batch, costly fields are computed when they are first
+            read; of a loader, with each batch.
         """
-        kind = prediction_type(self.likelihood)
-        if team is not None and team.size > 1:
-            seed = seed_from(generator)
-            parts = [
-                self._predict_batch(batch, seed, place).cpu().computed()
-                for place, batch in _batches(inputs, progress=progress, required=False)
-            ]
-            return kind.gather(parts, team)
-        parts, held = [], 0
-        for part in self.predict_batches(inputs, generator=generator, progress=progress):
-            held += part.held_bytes
-            parts.append(part if held <= KEPT_BYTES else part.computed())
-        return kind.concatenate(parts)
+        kind, seed, alone = prediction_type(self.likelihood), seed_from(generator), team is None or team.size == 1
+        parts = [
+            self.predict_batch(batch, seed, place).cpu()
+            if _is_one_batch(inputs)
+            else self.predict_batch(batch, seed, place).cpu().computed()
+            for place, batch in _batches(inputs, progress=progress, required=alone)
+        ]
+        return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array, of a NumPy array or anything that `predict` takes."""
@@ -184,9 +178,13 @@ class Mixture(nn.Module):
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
 
 
+def _is_one_batch(inputs: Any) -> bool:
+    # Anything else is an iterable of batches.
+    return isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys")
+
+
 def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
-    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches.
-    if isinstance(inputs, (Tensor, tuple, dict)) or hasattr(inputs, "keys"):
+    if _is_one_batch(inputs):
         yield "the inputs", one_batch(inputs)
         return
     if isinstance(inputs, np.ndarray):

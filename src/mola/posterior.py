@@ -87,9 +87,11 @@ class MoLA(Mixture):
         self.tuning: Tuning | None = tuning
         self.scaling: LogitScaling = LogitScaling() if scaling is None else scaling
         if self.has_distances and self.scaling.reference is None:
-            self.scaling = replace(self.scaling, reference=self._training_reference())
+            distances = [one.layer.distance for one in components if one.layer and one.layer.distance]
+            scales = tuple(FeatureScale(one.training_distance, one.training_norm) for one in distances)
+            self.scaling = replace(self.scaling, reference=Reference(scales))
         if self.scaling.exponent > 0 and not self.has_distances:
-            raise OptionError(self._why_no_distances())
+            raise OptionError(self.why_no_distances())
         if by_evidence:
             self.weights = evidence_weights(self.log_evidence())
 
@@ -155,7 +157,8 @@ class MoLA(Mixture):
             rows.append(torch.tensor(given, dtype=torch.float64, device="cpu").expand(width).clone())
         return torch.stack(rows)
 
-    def _why_no_distances(self) -> str:
+    def why_no_distances(self) -> str:
+        """Why there are no distances from the training data, for messages."""
         if self.components[0].layer is None:
             return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
         return "this posterior was fitted with distances=False. Fit again with distances=True to use the distance."
@@ -166,25 +169,21 @@ class MoLA(Mixture):
         weights = self.weighting
         if weights != "uniform":
             weights = f"{', '.join(f'{weight:.4g}' for weight in self.weights.tolist())} ({weights})"
-        layer, scaling = self.components[0].layer, self.scaling
+        layer = self.components[0].layer
         if layer is None:
             return f"MoLA(a plain ensemble of {networks}, without covariance, weights: {weights})"
-        lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
-        if self.tuning is not None:
-            lines.append(f"  {self.tuning.summary}")
-        lines.append(f"  structure: {self.structure}")
+        shown: dict[str, Any] = {"structure": self.structure}
         if self.likelihood.classification:
-            lines.append(f"  link: {self.link.name}")
+            shown["link"] = self.link.name
         elif isinstance(self.likelihood, Gaussian):
-            lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
-        lines.append(f"  prior precision: {_listed(self.prior_precision)}")
-        for name, value, neutral in (
-            ("temperature", scaling.temperature, 1),
-            ("pooling", scaling.pooling, 1),
-            ("distance exponent", scaling.exponent, 0),
-        ):
-            if value != neutral:
-                lines.append(f"  {name}: {value:.4g}")
+            shown["noise"] = "; ".join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))
+        shown["prior precision"] = _listed(self.prior_precision)
+        shown |= {"temperature": self.temperature} if self.temperature != 1 else {}
+        shown |= {"pooling": self.pooling} if self.pooling != 1 else {}
+        shown |= {"distance exponent": self.distance_exponent} if self.distance_exponent != 0 else {}
+        lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
+        lines += [] if self.tuning is None else [f"  {self.tuning.summary}"]
+        lines += [f"  {key}: {one if isinstance(one, str) else f'{one:.4g}'}" for key, one in shown.items()]
         return "\n".join([*lines, f"  weights: {weights}", ")"])
 
     def train(self, mode: bool = True) -> Self:
@@ -204,20 +203,31 @@ class MoLA(Mixture):
         Returns:
             In the networks' precision, at least float32; dense outputs keep the layout of the logits.
         """
-        captured, seed = self._captured(one_batch(inputs)), seed_from(generator)
-        point = torch.cat([self.predictive(rows, seed).point() for rows in self._chunks(captured)])
-        return _returned(point, captured[0])
+        captured, seed = self.capture(one_batch(inputs)), seed_from(generator)
+        return self._by_rows(captured, lambda rows: self.predictive(rows, seed).point())
 
-    def _captured(self, inputs: Inputs) -> list[Captured]:
+    def capture(self, inputs: Inputs) -> list[Captured]:
+        """Run every network once and capture the input and output of its head."""
         with evaluating(*self.networks), torch.no_grad():
-            heads = [component.head for component in self.components]
-            return capture_all(self.networks, heads, inputs, self.likelihood)
+            return capture_all(self.networks, [one.head for one in self.components], inputs, self.likelihood)
 
-    def _chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
+    def chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
+        """Yield the rows of captured passes, a bounded number at a time."""
         widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
         size = max(1, ROW_NUMBERS // max(widths))
-        for parts in zip(*(one.chunks(size) for one in captured), strict=True):
-            yield Rows([phi for phi, _ in parts], [outputs for _, outputs in parts])
+        for pairs in zip(*(one.chunks(size) for one in captured), strict=True):
+            yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs])
+
+    def _by_rows(
+        self, captured: Sequence[Captured], compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        # What `compute` makes of chunks of rows, in the layout of the outputs; on the networks' device in their precision, at least
+        # float32, unless a dtype is given.
+        parts = [compute(rows) for rows in self.chunks(captured)]
+        first, rows = captured[0], torch.cat(parts, dim=int(parts[0].dim() == 3))
+        if dtype is None:
+            rows = rows.to(torch.promote_types(first.outputs.dtype, torch.float32)).to(first.outputs.device)
+        return first.layout.restore(rows)
 
     def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
@@ -225,11 +235,12 @@ class MoLA(Mixture):
         for component, phi in zip(self.components, rows.phi, strict=True):
             layer = component.on(phi.device)
             if layer is None or layer.distance is None:
-                raise OptionError(self._why_no_distances())
+                raise OptionError(self.why_no_distances())
             pairs.append(layer.distance.logs(phi))
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
-    def _divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+    def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+        """What temperature and distance divide each network's logits by, with these settings or with those of candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
@@ -240,23 +251,24 @@ class MoLA(Mixture):
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:
-            spreads, divisors = [one.spread(phi) for one, phi in parts], self._divisors(rows, self.weights)
+            spreads, divisors = [one.spread(phi) for one, phi in parts], self.divisors(rows, self.weights)
             return Members(rows.outputs, spreads, self.weights, divisors, self.scaling.pooling, likelihoods)
         if self.link.needs_covariance or bool((candidates.precision < NO_COVARIANCE).any()):
             spreads = [one.spread(phi, candidates.precision[:, k]) for k, (one, phi) in enumerate(parts)]
         weights = self.weights
         if self.weighting == "evidence":  # these depend on the prior precision
             weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
-        divisors = self._divisors(rows, weights, candidates)
+        divisors = self.divisors(rows, weights, candidates)
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+    def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        """The prediction of one batch; fields are computed when they are first read. `place` is the batch's name in messages."""
         with located(place):
-            captured = self._captured(inputs)
+            captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
                 with located(f"networks[{index}]"):
                     check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1))
@@ -264,8 +276,7 @@ class MoLA(Mixture):
                         check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
         # Copies: a network may reuse its memory for the next batch.
         kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
-        size = sum(one.features.nbytes + one.outputs.nbytes for one in kept)
-        return self._make_prediction(lambda: self._chunks(kept), kept[0], seed, size)
+        return self.make_prediction(kept, seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """What `predict` returns for inputs that the networks have processed already.
@@ -277,61 +288,57 @@ class MoLA(Mixture):
         # Copies: fields are computed when they are first read.
         kept = [Captured.of(one.clone(), two.clone(), None) for one, two in zip(features, outputs, strict=True)]
         with torch.no_grad():
-            return self._make_prediction(lambda: self._chunks(kept), kept[0])
+            return self.make_prediction(kept)
 
-    def _make_prediction(
-        self,
-        chunks: Callable[[], Iterator[Rows]],
-        like: Captured,
-        seed: int | None = None,
-        held_bytes: int = 0,
-    ) -> Any:
+    def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
+        """The prediction from captured passes, which it keeps: all but probabilities or means are computed when first read."""
+
         def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
-            def joined() -> Tensor:
-                parts = [compute(rows) for rows in chunks()]
-                return _returned(torch.cat(parts, dim=int(parts[0].dim() == 3)), like, dtype)
+            return lambda: self._by_rows(captured, compute, dtype)
 
-            return joined
-
+        layout = captured[0].layout
         shared: dict[str, Any] = {
             "likelihood": self.likelihood,
-            "axis": like.layout.axis if like.layout.sizes else -1,
-            "held_bytes": held_bytes,
+            "axis": layout.axis if layout.sizes else -1,
             "ood_score_name": self.ood_score_name,
         }
-        distance = field(self._distance) if self.has_distances else None
+        fields: dict[str, Any] = {"ood_score": field(self._ood_score)}
+        if self.has_distances:
+            fields["distance"] = field(
+                lambda rows: self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
+            )
         if not self.likelihood.classification:
-            regression: dict[str, Any] = {
-                "component_mean": field(lambda rows: self._moments(rows).means)(),
-                # In float64: variances may leave the range of float32 where their roots do not.
-                "component_variance": field(lambda rows: self._moments(rows).variances, torch.float64),
-                "component_noise": field(self._noise, torch.float64),
-                "ood_score": field(self._regression_score),
-                "distance": distance,
-            }
-            return prediction_type(self.likelihood)(regression, weights=self.weights, **shared)
-        far_field = self.ood_score_name != MAX_PROBABILITY
-        discrete: dict[str, Any] = {
-            "probs": field(lambda rows: self.predictive(rows, seed).point())(),
-            "mutual_information": field(lambda rows: self._mutual_information(rows, seed)),
-            "ood_score": field(self._ood_score),
-            "logit_mean": field(lambda rows: torch.stack(list(rows.outputs))),
-            "logit_variance": field(self._logit_variance),
-            "distance": distance,
-            "far_field": field(self._far_field) if far_field else None,
-        }
-        return prediction_type(self.likelihood)(discrete, **shared)
+            fields["component_mean"] = field(lambda rows: self._moments(rows).means)()
+            # In float64: variances may leave the range of float32 where their roots do not.
+            fields["component_variance"] = field(lambda rows: self._moments(rows).variances, torch.float64)
+            fields["component_noise"] = field(self._noise, torch.float64)
+            return prediction_type(self.likelihood)(fields, weights=self.weights, **shared)
+        fields["probs"] = field(lambda rows: self.predictive(rows, seed).point())()
+        fields["mutual_information"] = field(lambda rows: self.mutual_information(rows, seed))
+        fields["logit_mean"] = field(lambda rows: torch.stack(list(rows.outputs)))
+        fields["logit_variance"] = field(self.logit_variance)
+        if self.ood_score_name != MAX_PROBABILITY:
+            fields["far_field"] = field(self._far_field)
+        return prediction_type(self.likelihood)(fields, **shared)
 
-    def _logit_variance(self, rows: Rows) -> Tensor:
+    def logit_variance(self, rows: Rows) -> Tensor:
+        """Variances (K, n, C) of the logits, unscaled."""
         spreads = [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
         pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
-    def _mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
+    def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
+        """Mutual information (n,) between label and weights; (n, C) for multi-label data."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         probs, (means, spreads) = self.predictive(rows, seed).point(), self.members(rows).scaled()
         return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
+
+    def _moments(self, rows: Rows) -> Any:
+        return self.predictive(rows)
+
+    def _noise(self, rows: Rows) -> Tensor:
+        return self._moments(rows).noises * self.temperature**2
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
 
@@ -349,9 +356,6 @@ class MoLA(Mixture):
         layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
         return torch.stack([one.curvature.mahalanobis(phi) for one, phi in zip(layers, rows.phi, strict=True) if one])
 
-    def _distance(self, rows: Rows) -> Tensor:
-        return self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
-
     def _far_field(self, rows: Rows) -> Tensor:
         means = torch.stack(list(rows.outputs))
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
@@ -365,45 +369,30 @@ class MoLA(Mixture):
         return torch.stack([self._far_field(rows), weights @ own, distance]), own
 
     def _ood_score(self, rows: Rows) -> Tensor:
-        name = self.ood_score_name
+        name, weights = self.ood_score_name, self.weights.to(rows.outputs[0])
         if name == MAX_PROBABILITY:
             return max_probability_score(self.predictive(rows).point(), self.likelihood)  # type: ignore[arg-type]
         if name == FAR_FIELD:
             return self._far_field(rows)
-        assert self.scaling.reference is not None
-        reference = self.scaling.reference.score_at(self.weights)
-        assert reference is not None
-        return outlier_score(list(self._outlier_terms(rows)[0]), reference)
-
-    def _moments(self, rows: Rows) -> Any:
-        found: Any = self.predictive(rows)
-        return found
-
-    def _noise(self, rows: Rows) -> Tensor:
-        return self._moments(rows).noises * self.temperature**2
-
-    def _regression_score(self, rows: Rows) -> Tensor:
-        if self.ood_score_name == VARIANCE:
+        if name == VARIANCE:
             return disagreement(self.weights, self._moments(rows).means, self._noise(rows))
-        weights = self.weights.to(rows.outputs[0])
-        if self.ood_score_name == NORM:
+        if name == NORM:
             return weights @ self._norms(rows).log()
-        log_distance, log_norm = self.log_distances(rows)
-        return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
-
-    def _training_reference(self) -> Reference:
-        distances = [one.layer.distance for one in self.components if one.layer is not None]
-        known = [one for one in distances if one is not None]
-        return Reference(tuple(FeatureScale(one.training_distance, one.training_norm) for one in known))
+        if name == DISTANCE:
+            log_distance, log_norm = self.log_distances(rows)
+            return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
+        reference = self.scaling.reference.score_at(self.weights) if self.scaling.reference else None
+        assert reference is not None  # as the name is COMBINED
+        return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
     # --- new posteriors from this one -------------------------------------------------------------------------------
 
-    def _with(self, **changes: Any) -> Self:
+    def with_parts(self, **changes: Any) -> Self:
+        """The same mixture with other arguments of the constructor; the description of a tuning is left out unless given."""
         parts: dict[str, Any] = {
             "components": self.components,
             "link": self.link,
             "weights": self.weighting if self.weighting != "given" else self.weights,
-            "tuning": self.tuning,
             "scaling": self.scaling,
         }
         return type(self)(**(parts | changes))
@@ -414,28 +403,28 @@ class MoLA(Mixture):
             component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
         moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
-        return self._with(components=moved, tuning=None)
+        return self.with_parts(components=moved)
 
     def with_temperature(self, temperature: float) -> Self:
         """The same mixture with another temperature, which divides all logits: below 1 sharpens."""
-        return self._with(scaling=replace(self.scaling, temperature=temperature), tuning=None)
+        return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
         """The same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
-        return self._with(scaling=replace(self.scaling, pooling=pooling), tuning=None)
+        return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
         """The same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
         onset = self.scaling.onset if onset is None else onset
-        return self._with(scaling=replace(self.scaling, exponent=exponent, onset=onset), tuning=None)
+        return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
-        return self._with(weights=weights)
+        return self.with_parts(weights=weights)
 
     def with_link(self, link: str | Link) -> Self:
         """The same mixture with another link."""
-        return self._with(link=link)
+        return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
         """The same regression with another noise, which rules then leave as it is.
@@ -459,7 +448,7 @@ class MoLA(Mixture):
             if component.layer is not None:
                 likelihood.deviation(len(component.layer.weights))  # type: ignore[attr-defined]
             moved.append(component.with_likelihood(likelihood))
-        return self._with(components=moved, tuning=None)
+        return self.with_parts(components=moved)
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
@@ -505,7 +494,7 @@ class MoLA(Mixture):
         for component in self.components:
             component.require_layer("tuning")
         chosen = as_rule(rule, self.likelihood, val_loader)
-        start = self._with(scaling=LogitScaling(reference=self.scaling.reference), tuning=None)
+        start = self.with_parts(scaling=LogitScaling(reference=self.scaling.reference))
         if getattr(chosen, "fixes_weights", False):
             start = start.with_weights(start.weights)
         data = None
@@ -515,7 +504,7 @@ class MoLA(Mixture):
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
                 if self.has_distances:
-                    start = start._with(scaling=replace(start.scaling, reference=start.reference_on(data)))
+                    start = start.with_parts(scaling=replace(start.scaling, reference=start.reference_on(data)))
             tuning = chosen(start, data)  # type: ignore[arg-type]
             if team is not None:
                 tuning = team.share(tuning)
@@ -535,7 +524,7 @@ class MoLA(Mixture):
             exponent=tuning.distance_exponent,
             onset=tuning.onset,
         )
-        return moved._with(components=components, scaling=scaling, tuning=tuning)
+        return moved.with_parts(components=components, scaling=scaling, tuning=tuning)
 
     def reference_on(self, data: HeldOut) -> Reference:
         """Distances, norms and outlier scores that are usual on validation data."""
@@ -544,7 +533,7 @@ class MoLA(Mixture):
         )
         if not self.likelihood.classification:
             return reference
-        posterior = self._with(scaling=replace(self.scaling, reference=reference))
+        posterior = self.with_parts(scaling=replace(self.scaling, reference=reference))
         parts = []
         for rows, _ in data.chunks(ROW_NUMBERS // max(phi.shape[1] for phi in data.phi)):
             terms, own = posterior._outlier_terms(rows)
@@ -569,7 +558,8 @@ class MoLA(Mixture):
 
             def evaluate(weights: Tensor) -> tuple[Tensor, float]:
                 posterior = self.with_weights(weights)
-                parts = [posterior._member_log_likelihoods(*part) for part in _labelled(data)]
+                size = ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)
+                parts = [posterior._member_log_likelihoods(*part) for part in data.chunks(size)]
                 logs = data.gather(torch.cat(parts) if parts else None)  # None: the shard of this process is empty
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
@@ -581,10 +571,14 @@ class MoLA(Mixture):
             else:
                 weights = stacking_in_turn(evaluate, [self.weights.cpu(), uniform_weights(len(self.components))])
         shared = weights.tolist() if team is None else team.share(weights.tolist())
-        return self.with_weights(shared)
+        tuning = self.tuning
+        if tuning is not None:
+            tuning = replace(tuning, summary=f"{tuning.summary} Weights by stacking afterwards.")
+        return self.with_parts(weights=shared, tuning=tuning)
 
-    def _member_log_likelihoods(self, rows: Rows, labels: Tensor) -> Tensor:
+    def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:
         # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
+        assert labels is not None
         likelihood, count = self.likelihood, len(self.components)
         if isinstance(likelihood, ClassificationLikelihood):
             probs = likelihood.member_probabilities(self.members(rows), self.link)
@@ -639,11 +633,14 @@ class MoLA(Mixture):
             (n,), or (K, n) with `lemma`; (n, C) and (K, n, C) for labels. `BoundError` for a link other than the probit.
         """
         self._require_bounds()
-        captured = self._captured(one_batch(inputs))
-        found = torch.cat(
-            [bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma)
-        )
-        return torch.stack([_returned(one, captured[0]) for one in found]) if lemma else _returned(found, captured[0])
+        captured = self.capture(one_batch(inputs))
+        if not lemma:
+            return self._by_rows(captured, lambda rows: bounds.mixture_bound(self, rows, lemma=False))
+        parts = [
+            self._by_rows(captured, lambda rows, k=k: bounds.mixture_bound(self, rows, lemma=True)[k])  # type: ignore[misc]
+            for k in range(len(self.components))
+        ]
+        return torch.stack(parts)
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
@@ -652,9 +649,9 @@ class MoLA(Mixture):
         except for a network whose features are all 0 at an input, and so at any multiple of it.
         """
         self._require_bounds()
-        once, far = self._captured(inputs), self._captured(bounds.SCALE * inputs)
+        once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)
         limit = bounds.far_field_limit(self, once, far)
-        return _returned(limit, once[0])
+        return limit.to(torch.promote_types(once[0].outputs.dtype, torch.float32)).to(once[0].outputs.device)
 
     def _require_bounds(self) -> None:
         if not self.likelihood.classification:
@@ -677,20 +674,6 @@ class MoLA(Mixture):
         from mola.saving.posterior import save_posterior
 
         return save_posterior(self, directory)
-
-
-def _labelled(data: HeldOut) -> Iterator[tuple[Rows, Tensor]]:
-    for rows, labels in data.chunks(ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)):
-        assert labels is not None
-        yield rows, labels
-
-
-def _returned(rows: Tensor, like: Captured, dtype: torch.dtype | None = None) -> Tensor:
-    # From rows to the layout of the outputs; on the network's device in its precision, at least float32.
-    if dtype is None:
-        dtype = torch.promote_types(like.outputs.dtype, torch.float32)
-        rows = rows.to(dtype).to(like.outputs.device)
-    return like.layout.restore(rows)
 
 
 def _listed(values: Iterable[float]) -> str:

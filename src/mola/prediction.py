@@ -34,10 +34,12 @@ class _Fields:
     """Axis of classes or outputs: the last, or 1 in (n, C, H, W)."""
     likelihood: Any
     ood_score_name: str
-    held_bytes: int
-    """Memory that unread fields hold."""
+    _fields: dict[str, Field]
 
-    def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
+    def __init__(
+        self, fields: dict[str, Field], *, ood_score_name: str, likelihood: Likelihood, axis: int = -1, **more: Any
+    ) -> None:
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, **more}
         vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -50,8 +52,6 @@ class _Fields:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value
-
-    _fields: dict[str, Field]
 
     def _shared(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fields"}
@@ -93,18 +93,15 @@ class _Fields:
         if len(shapes) > 1:
             raise DataError(
                 f"the inputs have outputs at different positions, {sorted(shapes)}, and cannot be joined: predict "
-                "batch by batch, with "
-                f"predict_batches."
+                "batch by batch, with predict_batches."
             )
 
-        def joined(name: str, axis: int) -> Field:
-            if parts[0]._fields[name] is None:
-                return None
-            if any(callable(part._fields[name]) for part in parts):
-                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
-            return torch.cat([part._read(name) for part in parts], dim=axis)
-
-        return cls({name: joined(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
+        fields: dict[str, Field] = {
+            name: torch.cat([part._read(name) for part in parts], dim=axis)
+            for name, axis in cls.axes.items()
+            if parts[0]._fields[name] is not None
+        }
+        return cls(fields, **parts[0]._shared())
 
     @classmethod
     def gather(cls, parts: Sequence[Self], team: Team) -> Self:
@@ -193,10 +190,8 @@ class Prediction(_Fields):
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
-        held_bytes: int = 0,
     ) -> None:
-        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
-        super().__init__(fields, **shared)
+        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
 
     @property
     def probs(self) -> Tensor:
@@ -310,10 +305,8 @@ class RegressionPrediction(_Fields):
         ood_score_name: str = "variance",
         likelihood: Likelihood = GAUSSIAN,
         axis: int = -1,
-        held_bytes: int = 0,
     ) -> None:
-        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
-        super().__init__(fields, weights=weights, **shared)
+        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis, weights=weights)
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:

@@ -417,7 +417,7 @@ def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
     final = final.with_prior_precision(tuned.prior_precision)
     if isinstance(start.likelihood, Gaussian) and start.likelihood.estimated:
         final = final.with_noise(tuned.noise.square().mean(0).sqrt())
-    return final._with(scaling=scaling)
+    return final.with_parts(scaling=scaling)
 
 
 def _by_ratio(held_out: float, before: float, now: float) -> float:

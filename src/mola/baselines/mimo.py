@@ -125,7 +125,8 @@ def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
 class MimoMoLA(MoLA):
     """A posterior over the heads of one MIMO network: a prediction takes one pass of the trunk that they share."""
 
-    def _captured(self, inputs: Inputs) -> list[Captured]:
+    def capture(self, inputs: Inputs) -> list[Captured]:
+        """Run the trunk once, then every head."""
         networks: Any = self.networks
         with evaluating(*networks), torch.no_grad():
             features = call(networks[0].trunk, inputs)

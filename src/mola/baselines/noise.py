@@ -67,7 +67,7 @@ def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPredi
         place = f"batch {index} of the validation loader"
         if batch.labels is None:
             raise DataError(f"{place} has no targets. Yield (inputs, targets).")
-        part = predictor._predict_batch(batch.inputs, None, place).cpu()
+        part = predictor.predict_batch(batch.inputs, None, place).cpu()
         if part.component_mean.dim() > 3:
             raise OptionError(
                 "scale_noise takes predictors with one row of outputs for each input, and this predictor has dense outputs. Pass the "
@@ -84,7 +84,7 @@ def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPredi
 
 def _with(predictor: Any, likelihood: Gaussian) -> Any:
     if isinstance(predictor, MoLA):
-        return predictor._with(components=[one.with_likelihood(likelihood) for one in predictor.components])
+        return predictor.with_parts(components=[one.with_likelihood(likelihood) for one in predictor.components])
     return predictor.with_likelihood(likelihood)
 
 

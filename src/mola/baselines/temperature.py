@@ -191,7 +191,8 @@ class TemperatureScaled(MoLA):
             raise OptionError(f"each network has its own temperature: use temperatures, {self.temperatures}.")
         return self.temperatures[0]
 
-    def _divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+    def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
+        """The temperature of each network; 1 for pooled probabilities."""
         values = [1.0] * len(self.temperatures) if self.pooled else self.temperatures
         return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, values, strict=True)]
 

@@ -156,7 +156,7 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
             f"{did_you_mean(unknown[0], known) if unknown else ''}"
         )
     if "distance" in wanted and not posterior.has_distances:
-        raise OptionError(f"outputs: 'distance' is not available: {posterior._why_no_distances()}")
+        raise OptionError(f"outputs: 'distance' is not available: {posterior.why_no_distances()}")
     return tuple(name for name in known if name in wanted)
 
 
@@ -201,6 +201,5 @@ class PosteriorGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         """The fields by name, in the shapes that `posterior.predict` gives them."""
         posterior = self.held[0]
-        captured = posterior._captured(self.network_inputs(tensors))
-        prediction = posterior._make_prediction(lambda: posterior._chunks(captured), captured[0])
+        prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -174,7 +174,7 @@ def _in_half_precision(posterior: MoLA) -> MoLA:
         if head is not None:
             head = replace(head, layer=head_by_name(network, head.name).layer)
         components.append(Component(network, head, one.layer, one.prior_precision, one.likelihood))
-    return posterior._with(components=components, weights=posterior.weights)
+    return posterior.with_parts(components=components, weights=posterior.weights, tuning=posterior.tuning)
 
 
 def _program(graph: PosteriorGraph, tensors: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

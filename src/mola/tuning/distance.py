@@ -73,7 +73,7 @@ class Distance(Rule):
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose prior precision, temperature and distance exponent."""
         if not posterior.has_distances:
-            raise OptionError(f"rule 'distance': {posterior._why_no_distances()}")
+            raise OptionError(f"rule 'distance': {posterior.why_no_distances()}")
         first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         if not getattr(first, "applies_to", lambda _: True)(posterior.likelihood):
             raise OptionError(f"rule {self.rule!r} does not apply to likelihood {posterior.likelihood.name!r}.")

@@ -305,7 +305,7 @@ def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[
     free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
 
     def at(noise: float) -> MoLA:
-        return posterior._with(components=[one.noise_scaled(noise) for one in posterior.components])
+        return posterior.with_parts(components=[one.noise_scaled(noise) for one in posterior.components])
 
     for _ in range(20):
         search = PrecisionSearch(curve_of(at(factor), data), grid)

@@ -6,7 +6,7 @@ of a few data at a time are computed for all candidates of a search together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -156,13 +156,15 @@ class WholeMoLA(MoLA):
         structures = [structure_of(one) for one in self.components]
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
-    def _why_no_distances(self) -> str:
+    def why_no_distances(self) -> str:
+        """Why there are no distances, for messages."""
         return "a posterior over whole networks has no distances from the training data: mola.fit has them."
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def _captured(self, inputs: Inputs) -> list[Captured]:
-        captured, most = super()._captured(inputs), self._most()
+    def capture(self, inputs: Inputs) -> list[Captured]:
+        """Run every network once and keep the inputs."""
+        captured, most = super().capture(inputs), self._most()
         return [
             CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)
             for one, component in zip(captured, self.components, strict=True)
@@ -173,16 +175,11 @@ class WholeMoLA(MoLA):
         """Name of the outlier score."""
         return MAX_PROBABILITY
 
-    def _make_prediction(
-        self,
-        chunks: Callable[[], Iterator[Rows]],
-        like: Captured,
-        seed: int | None = None,
-        held_bytes: int = 0,
-    ) -> Prediction:
-        # All fields in one pass: Jacobians are the cost.
-        found = [self._fields(rows, seed) for rows in chunks()]
-        kind, device = torch.promote_types(like.outputs.dtype, torch.float32), like.outputs.device
+    def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
+        """The prediction from captured passes: all fields at once, since Jacobians are the cost."""
+        found = [self._fields(rows, seed) for rows in self.chunks(captured)]
+        outputs = captured[0].outputs
+        kind, device = torch.promote_types(outputs.dtype, torch.float32), outputs.device
         joined = {name: torch.cat([part[name] for part in found], int(name.startswith("logit"))) for name in found[0]}
         fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
         return Prediction(fields, likelihood=self.likelihood)
@@ -203,8 +200,8 @@ class WholeMoLA(MoLA):
             probs, information = mixed(shares, list(members)), mutual_information(members, shares, likelihood)
             variance = deviations.var(2, unbiased=False)
         else:
-            probs, information = self.predictive(rows, seed).point(), self._mutual_information(rows, seed)
-            variance = self._logit_variance(rows)
+            probs, information = self.predictive(rows, seed).point(), self.mutual_information(rows, seed)
+            variance = self.logit_variance(rows)
         return {
             "probs": probs,
             "mutual_information": information,
