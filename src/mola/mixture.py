@@ -58,12 +58,8 @@ class Mixture(nn.Module):
                 self.add_module(f"predictor_{index}", member)
         count = len(members)
         self.weights: Tensor = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
-        self._likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
-
-    @property
-    def likelihood(self) -> Likelihood:
+        self.likelihood: Likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
         """The meaning of the predictions."""
-        return self._likelihood
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Probabilities (n, C), or means (n, D); the generator is for members that draw."""

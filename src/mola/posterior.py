@@ -82,6 +82,10 @@ class MoLA(Mixture):
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components: tuple[Component, ...] = tuple(components)
+        self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
+        """The trained networks."""
+        self.likelihoods: tuple[Likelihood, ...] = tuple(component.likelihood for component in components)
+        """Of each component: the noise of a regression may differ."""
         self.link: Link = as_link(link, self.likelihood)
         self.weighting: str = weighting if isinstance(weighting, str) else "given"
         self.tuning: Tuning | None = tuning
@@ -96,16 +100,6 @@ class MoLA(Mixture):
             self.weights = evidence_weights(self.log_evidence())
 
     # --- properties -------------------------------------------------------------------------------------------------
-
-    @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        """The trained networks."""
-        return tuple(component.network for component in self.components)
-
-    @property
-    def likelihoods(self) -> tuple[Likelihood, ...]:
-        """Of each component: the noise of a regression may differ."""
-        return tuple(component.likelihood for component in self.components)
 
     @property
     def prior_precision(self) -> tuple[float, ...]:

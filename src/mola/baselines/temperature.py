@@ -205,7 +205,8 @@ class TemperatureScaled(MoLA):
         logits = _pooled_logits(torch.stack(list(rows.outputs)), self.weights, likelihood) / self.temperatures[0]
         return likelihood.distribution(likelihood.probabilities(logits))
 
-    def _with(self, **changes: Any) -> Any:
+    def with_parts(self, **changes: Any) -> Any:
+        """Refused: the temperatures belong to these networks and weights."""
         raise OptionError(
             "the temperatures were chosen for these networks and weights: call mola.baselines.temperature_scaled again, or use "
             "mola.ensemble(networks).with_temperature(...)."

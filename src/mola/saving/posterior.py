@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mola.component import Component, LastLayer
 from mola.errors import HeadError, OptionError, StorageError
-from mola.laplace import STRUCTURES, ClassDistance, Structure, Sums, distance_sums
+from mola.laplace import STRUCTURES, Structure, Sums, distance_sums
 from mola.likelihoods import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.network import Head, evaluating, head_by_name, state_checksum
@@ -26,7 +26,6 @@ from mola.tuning import Tuning
 from mola.weights import check_weights
 
 KIND = "posterior"
-WEIGHTS = "weights"  # name of the tensor with a head's trained weights; all others are sums
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
 HEAD = {"name": str, "every_position": bool, "dense_axes": int, "ignore_index": float, "outputs": int, "width": int}
@@ -50,28 +49,13 @@ SCHEMA = {
 }
 
 
-class Parts(NamedTuple):
-    """The arguments of `MoLA`."""
-
-    components: list[Component]
-    link: Link
-    weights: str | Tensor
-    tuning: Tuning | None
-    scaling: LogitScaling
-
-
 def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
     """Write a posterior without its networks to a folder, and return the folder."""
     return write_folder(directory, *pack(posterior))
 
 
-def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; `StorageError` unless `networks` are those it was fitted on, in the same order."""
-    return MoLA(*unpack(*read_folder(directory, KIND, SCHEMA), networks))
-
-
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors that `unpack` needs beside the networks."""
+    """The document and the tensors that `load_posterior` needs beside the networks."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     sums, tensors = pack_sums([layer.sums for layer in layers])
     parts = []
@@ -79,18 +63,85 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for index, (component, layer, entry) in enumerate(zip(posterior.components, layers, sums, strict=True)):
             head = component.head
             assert head is not None  # as there is a last layer
-            trained = component.likelihood.uncertain(head.weights()).to(layer.weights)
-            if not torch.equal(trained, layer.weights):
+            if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
                 raise StorageError(
                     f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again."
                 )
-            tensors[f"{index}.{WEIGHTS}"] = layer.weights
-            described = {name: getattr(head, name) for name in HEAD}
-            likelihood = describe(component.likelihood, LIKELIHOODS, "likelihood")
-            own = {"network": state_checksum(component.network), "head": described, "likelihood": likelihood}
-            parts.append({**own, "prior_precision": component.prior_precision, **entry})
+            own = {
+                "network": state_checksum(component.network),
+                "head": {name: getattr(head, name) for name in HEAD},
+                "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood"),
+                "prior_precision": component.prior_precision,
+            }
+            parts.append({**own, **entry})
     structure = describe(layers[0].structure, STRUCTURES, "structure")
     return {"kind": KIND, "structure": structure, **pack_mixture(posterior), "components": parts}, tensors
+
+
+def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
+    """Read a posterior from a folder; `StorageError` unless `networks` are those it was fitted on, in the same order."""
+    document, tensors = read_folder(directory, KIND, SCHEMA)
+    parts = document["components"]
+    try:
+        structure = rebuild(document["structure"], STRUCTURES, "structure")
+        likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
+        heads = [_head(index, *pair) for index, pair in enumerate(zip(networks, parts, strict=False))]
+        check_networks(networks, [part["network"] for part in parts])
+        components = []
+        with evaluating(*networks):
+            for index, sums in enumerate(unpack_sums(parts, tensors)):
+                network, head, likelihood = networks[index], heads[index], likelihoods[index]
+                _check_sums(index, sums, _shapes(structure, likelihood, head, sums.tensors))
+                layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
+                components.append(Component(network, head, layer, parts[index]["prior_precision"], likelihood))
+        return MoLA(*unpack_mixture(document, components))
+    except (OptionError, TypeError, ValueError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
+
+
+def _head(index: int, network: nn.Module, part: Mapping[str, Any]) -> Head:
+    described = part["head"]
+    try:
+        head = head_by_name(network, described["name"])
+    except HeadError as error:
+        raise StorageError(f"networks[{index}] is not the network that was fitted: {error}") from error
+    if (head.outputs, head.width) != (described["outputs"], described["width"]):
+        raise StorageError(
+            f"networks[{index}]: head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the "
+            f"saved posterior {described['outputs']} and {described['width']}. Pass the networks that were fitted."
+        )
+    options = {name: described[name] for name in ("every_position", "dense_axes")}
+    return replace(head, **options, ignore_index=int(described["ignore_index"]))
+
+
+def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
+    # The shape of each sum, from the sums of one datum; on the meta device these take no memory.
+    outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
+    phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
+    groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
+    expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
+    labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
+    distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
+    for optional in (labelled, distances):  # all of a group, or none
+        expected |= optional if any(name in saved for name in optional) else {}
+    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+
+
+def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
+    if sums.count < 1:
+        raise StorageError(f"component {index}: expected a count of at least 1 training datum, got {sums.count}.")
+    if shapes.keys() != sums.tensors.keys():
+        raise StorageError(
+            f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(sums.tensors)}. Save the posterior again."
+        )
+    for name, tensor in sums.tensors.items():
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
+            raise StorageError(
+                f"tensor {index}.{name}: expected finite values of shape {shapes[name]} in float64, got shape "
+                f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
+            )
 
 
 def pack_mixture(posterior: MoLA) -> dict[str, Any]:
@@ -106,15 +157,22 @@ def pack_mixture(posterior: MoLA) -> dict[str, Any]:
     }
 
 
-def unpack_mixture(document: Mapping[str, Any], components: Sequence[Any]) -> Parts:
-    """Undo `pack_mixture` around components that have been rebuilt."""
-    weights = check_weights(document["weights"], len(components))
-    return Parts(
-        list(components),
+def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
+    """The arguments of `MoLA`: undo `pack_mixture` around components that have been rebuilt."""
+    count, scaling = len(components), dict(document["scaling"])
+    weights = check_weights(document["weights"], count)
+    if scaling["reference"] is not None:
+        scales, score, energies = (scaling["reference"][name] for name in REFERENCE)
+        lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
+        if lengths != (count, count, 3) or any(len(pair) != 2 for pair in [*scales, *(score or ())]):
+            raise StorageError(f"the saved reference distances do not belong to {counted(count, 'component')}.")
+        scaling["reference"] = Reference.from_json(scaling["reference"])
+    return (
+        components,
         rebuild(document["link"], LINKS, "link"),
         weights if document["weighting"] == "given" else document["weighting"],
         None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
-        _scaling(document["scaling"], len(components)),
+        LogitScaling(**scaling),
     )
 
 
@@ -125,25 +183,6 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
             f"cannot save a {what} of your own ({type(thing).__name__}): mola.load could not rebuild it."
         )
     return {"name": thing.name, **thing.settings()}
-
-
-def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
-    """Put a saved posterior on its networks; `StorageError` if it is damaged, or a network is not the one that was fitted."""
-    parts = document["components"]
-    try:
-        structure = rebuild(document["structure"], STRUCTURES, "structure")
-        likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
-        heads = _heads(networks, parts)
-        sums = unpack_sums(parts, tensors)
-        components = [
-            _component(index, networks[index], heads[index], parts[index], structure, likelihoods[index], sums[index])
-            for index in range(len(parts))
-        ]
-        return unpack_mixture(document, components)
-    except (OptionError, TypeError, ValueError) as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
 
 
 def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
@@ -158,62 +197,6 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
     return kind(**settings)
 
 
-def _scaling(entry: Mapping[str, Any], count: int) -> LogitScaling:
-    reference = entry["reference"]
-    if reference is not None:
-        scales, score, energies = (reference[name] for name in REFERENCE)
-        pairs = [*scales, *(score or ())]
-        lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
-        if lengths != (count, count, 3) or any(len(pair) != 2 for pair in pairs):
-            raise StorageError(f"the saved reference distances do not belong to {counted(count, 'component')}.")
-    return LogitScaling(**{**entry, "reference": None if reference is None else Reference.from_json(reference)})
-
-
-def _component(
-    index: int,
-    network: nn.Module,
-    head: Head,
-    part: Mapping[str, Any],
-    structure: Structure,
-    likelihood: Likelihood,
-    saved: Sums,
-) -> Component:
-    if part["count"] < 1:
-        raise StorageError(f"component {index}: expected a count of at least 1 training datum, got {part['count']}.")
-    shapes = _shapes(structure, likelihood, head, saved.tensors.keys())
-    if shapes.keys() != saved.tensors.keys():
-        raise StorageError(
-            f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(saved.tensors)}. Save the posterior again."
-        )
-    for name, tensor in saved.tensors.items():
-        if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
-            raise StorageError(
-                f"tensor {index}.{name}: expected finite values of shape {shapes[name]} in float64, got shape "
-                f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
-            )
-    sums = replace(saved, tensors={name: value for name, value in saved.tensors.items() if name != WEIGHTS})
-    weights = saved.tensors[WEIGHTS]
-    curvature = structure.solve(likelihood.with_noise(sums))
-    layer = LastLayer(structure, sums, weights, curvature, ClassDistance.solve(sums))
-    return Component(network, head, layer, part["prior_precision"], likelihood)
-
-
-def _shapes(
-    structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    # From the sums of one datum; on the meta device these take no memory.
-    outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
-    phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
-    weights = phi.expand(likelihood.num_uncertain(head.outputs), -1)
-    expected = {WEIGHTS: weights, **structure.sums(phi, likelihood.curvature(outputs))}
-    groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
-    labelled = likelihood.label_sums(outputs, outputs[:, : len(weights)])
-    distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
-    for optional in (labelled, distances):  # all of a group, or none
-        expected |= optional if any(name in saved for name in optional) else {}
-    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
-
-
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
     """Raise `StorageError` unless networks have the saved checksums, in the same order."""
     remedy = f"Pass the same {counted(len(checksums), 'network')}, in the order and precision in which they were saved."
@@ -226,22 +209,3 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
         if found != expected:
             hint = f" They are those of networks[{own.index(expected)}]." if expected in own else ""
             raise StorageError(f"networks[{index}]: its weights differ from the saved weights.{hint} {remedy}")
-
-
-def _heads(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> list[Head]:
-    heads = []
-    for index, (network, part) in enumerate(zip(networks, parts, strict=False)):
-        described = part["head"]
-        try:
-            head = head_by_name(network, described["name"])
-        except HeadError as error:
-            raise StorageError(f"networks[{index}] is not the network that was fitted: {error}") from error
-        if (head.outputs, head.width) != (described["outputs"], described["width"]):
-            raise StorageError(
-                f"networks[{index}]: head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the "
-                f"saved posterior {described['outputs']} and {described['width']}. Pass the networks that were fitted."
-            )
-        options = {name: described[name] for name in ("every_position", "dense_axes")}
-        heads.append(replace(head, **options, ignore_index=int(described["ignore_index"])))
-    check_networks(networks, [part["network"] for part in parts])
-    return heads
