@@ -231,19 +231,15 @@ def test_scores_are_those_of_a_direct_computation():
 @pytest.mark.parametrize("sizes", [(60,), (59, 1), (1, 58, 1), (7,) * 8 + (4,)])
 def test_tallies_add_up_over_batches(sizes):
     _, answer, labels = answers()
-    whole = Tally()
+    whole, parts = Tally(), Tally()
     whole.add(answer, labels)
-    total, start = Tally(), 0
-    for size in sizes:
-        part, rows = Tally(), slice(start, start + size)
-        part.add(
-            Answer(answer.probs[rows], answer.logits[:, rows], answer.weights, answer.ood_score[rows]), labels[rows]
-        )
-        total, start = total + part, start + size
-    assert total.columns == whole.columns
-    assert total.count == whole.count == 60
+    for rows in torch.split(torch.arange(60), list(sizes)):
+        one = Answer(answer.probs[rows], answer.logits[:, rows], answer.weights, answer.ood_score[rows])
+        parts.add(one, labels[rows])
+    assert parts.columns == whole.columns
+    assert parts.count == whole.count == 60
     for name in whole.columns:
-        assert_close(total[name], whole[name], "float64", name=name)
+        assert_close(parts[name], whole[name], "float64", name=name)
 
 
 def test_results_by_class_are_those_of_its_data():

@@ -101,20 +101,16 @@ def _metrics(tally: Tally) -> dict[str, float]:
     confidence, correct, bins = tally["confidence"], tally["correct"], tally.bins
     # Multi-label data: the uncertainty of a label, not of its input.
     uncertainty = 1 - confidence if "question" in tally.columns else tally["max probability"]
-    nll = float(tally["nll"].mean())
+    measured = tally.labelled()
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     counted = bool(legacy[:, 0].sum() > 0)
     return {
-        "accuracy": float(correct.mean()),
-        "log_likelihood": -nll,
-        "nll": nll,
-        "brier": float(tally["brier"].mean()),
-        "ece": metrics.calibration_gap(bins),
+        **measured,
+        "log_likelihood": -measured["nll"],
         "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
         "ece_legacy": metrics.calibration_gap(legacy) if counted else math.nan,
         "mce": metrics.largest_gap(bins),
         "mce_legacy": metrics.largest_gap(legacy) if counted else math.nan,
-        "confidence": float(confidence.mean()),
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
 

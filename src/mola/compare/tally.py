@@ -7,7 +7,7 @@ not independent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -182,11 +182,6 @@ class Tally:
         self.columns = tuple(row)
         self.parts.append(torch.stack([column.detach().double().cpu() for column in row.values()], dim=1))
 
-    def __add__(self, other: Tally) -> Tally:
-        columns = self.columns or other.columns
-        parts = [_renumbered(part, lambda own: own + self.inputs, columns) for part in other.parts]
-        return Tally(columns, self.parts + parts, self.inputs + other.inputs)
-
     def dealt(self, place: int, count: int) -> Tally:
         """Rows place, place + count, place + 2 count, ..."""
         return Tally(self.columns, [torch.cat(self.parts)[place::count]])
@@ -198,8 +193,9 @@ class Tally:
         # A process without data has no columns.
         columns: list[str] = next((one for one in team.collect(list(self.columns)) if one), [])
         own = torch.cat(self.parts) if self.parts else None
-        if own is not None:  # no two processes have the same input
-            own = _renumbered(own, lambda inputs: inputs * team.size + team.rank, columns)
+        if own is not None and INPUT in columns:  # no two processes have the same input
+            place = columns.index(INPUT)
+            own[:, place] = own[:, place] * team.size + team.rank
         return Tally(tuple(columns), [team.gather(own)], sum(team.collect(self.inputs)))
 
     @property
@@ -244,14 +240,6 @@ class Tally:
     def labelled(self) -> dict[str, float]:
         """Metrics of labelled data."""
         return {name: one.value for name, one in self.measured().items()}
-
-
-def _renumbered(part: Tensor, number: Callable[[Tensor], Tensor], columns: Sequence[str]) -> Tensor:
-    if INPUT not in columns:
-        return part
-    place, changed = columns.index(INPUT), part.clone()
-    changed[:, place] = number(part[:, place])
-    return changed
 
 
 def tally_set(

@@ -279,16 +279,20 @@ def _different_work(records: Sequence[Record]) -> list[str]:
                 f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). Differences are not "
                 f"due to the methods alone."
             )
+    fewer: dict[int, list[str]] = {}
     for method in dict.fromkeys(record.method for record in records):
-        done = len({record.run for record in records if record.method == method})
-        if done < len(every):
-            words.append(f"{method} has {done} of {len(every)} runs: its means are over fewer runs.")
+        fewer.setdefault(len({record.run for record in records if record.method == method}), []).append(method)
+    words += [
+        f"{listed(methods)}: {count} of {len(every)} runs, so that means are over fewer runs."
+        for count, methods in fewer.items()
+        if count < len(every)
+    ]
     all_sets = {name for record in records for name in (*record.labelled, *record.outliers)}
-    lacking: dict[str, list[str]] = {}
+    lacking: dict[str, dict[str, None]] = {}  # methods, each once, by the sets that they lack
     for record in records:
         if absent := all_sets - record.labelled.keys() - record.outliers.keys():
-            lacking.setdefault(", ".join(sorted(absent)), []).append(f"{record.method} (run {record.run})")
-    return words + [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
+            lacking.setdefault(", ".join(sorted(absent)), {})[record.method] = None
+    return words + [f"{listed(list(methods))}: not evaluated on {what}." for what, methods in lacking.items()]
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

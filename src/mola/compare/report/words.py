@@ -60,7 +60,11 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
     return [
         headline("log loss, test digits", On(comparison.test.name, "nll"), ".3f"),
         headline(f"log loss, {turned.title}", On(turned.name, "nll"), ".2f"),
-        *(headline(f"confidence in {one.title}", On(one.name, "confidence"), ".0%") for one in outliers),
+        *(
+            headline(f"confidence in {one.title}", On(one.name, "confidence"), ".0%")
+            for one in outliers
+            if one.name != "noise"
+        ),
     ]
 
 
