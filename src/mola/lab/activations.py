@@ -81,13 +81,7 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Open networks of one architecture by their files.
-
-    Args:
-        paths: the weights files.
-        build: makes the architecture.
-        name: name of the architecture.
-    """
+    """Open networks of one architecture, which `build` makes, by their weights files."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
@@ -120,15 +114,7 @@ class Activations:
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Compute missing activations.
-
-        Args:
-            networks: the trained networks.
-            sources: the sets.
-            progress: called with the current step and the share of the work that is done.
-            team: the processes that divide the work: a network on a set, or all networks on a slice of a large set, is
-                computed by one process. None is this process alone.
-        """
+        """Compute missing activations; processes divide the work by networks and sets, or by slices of a large set."""
         team = team or Team.single()
         # Networks, a set and a slice of it, by their indices. Rank 0 decides: another rank may look later.
         tasks: list[tuple[list[int], int, int]] = []

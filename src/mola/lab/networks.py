@@ -46,17 +46,7 @@ class Training:
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
-    """Train missing networks; an interrupted training resumes.
-
-    Args:
-        training: the options.
-        directory: folder of the networks.
-        progress: called with the current step and the share of the work that is done.
-        team: the processes that divide the networks among them; None is this process alone.
-
-    Returns:
-        The files, in order.
-    """
+    """Train missing networks, divided among the processes of a team, and return all files; an interrupted training resumes."""
     directory.mkdir(parents=True, exist_ok=True)
     name, build = training.suite.builder(training.network)
     progress(f"reading {training.suite.title}", 0.0)

@@ -30,13 +30,7 @@ RESUMED = "fit time is of this command alone: what had been trained before was t
 
 
 class Shuffled:
-    """Training data as a loader: a new order every time, drawn from torch's random state.
-
-    Args:
-        training: data and their preparation.
-        batch_size: images in a batch.
-        images: number of images in each pass, drawn without replacement; None is all.
-    """
+    """Training data as a loader: a new order every time, drawn from torch's random state; all images, or some of them in each pass."""
 
     def __init__(self, training: TrainingData, batch_size: int, images: int | None = None) -> None:
         self.training, self.batch_size = training, batch_size
@@ -59,15 +53,7 @@ def _example(training: TrainingData) -> Tensor:
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """Fit SWAG from a trained network; the seed follows from the network, so that all runs share the result.
-
-    Args:
-        network: the trained network.
-        training: its training data.
-        budget: amount of training.
-        folder: checkpoint of the path and the draws.
-        device: device to train on.
-    """
+    """Fit SWAG from a trained network, resuming a checkpoint; the seed follows from the network, so that all runs share the result."""
     return fit_swag_path(
         fast_network(network.load().to(device), _example(training)),
         Shuffled(training, budget.batch_size, budget.images),
@@ -90,17 +76,7 @@ def fit_mimo(
     folder: Path | None,
     device: str = "cpu",
 ) -> Mimo:
-    """Train the MIMO form of an architecture by the suite's recipe.
-
-    Args:
-        build: makes a network with fresh weights.
-        training: training data.
-        recipe: optimiser, schedule and batch size.
-        budget: number of epochs, members and repetitions.
-        seed: seed of weights, orders and augmentation.
-        folder: checkpoint of the training.
-        device: device to train on.
-    """
+    """Train the MIMO form of an architecture by the suite's recipe, resuming a checkpoint."""
     example = _example(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -148,7 +124,7 @@ class SwagMixture:
 
 
 def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
-    """Yield a network with the weights of each draw, the same object every time: use it before the next draw."""
+    """Yield a network with the weights of each draw; it is the same object every time, so use it before the next draw."""
     network = copy.deepcopy(swag.network)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for index in range(swag.samples):

@@ -293,14 +293,7 @@ def has_images(name: str, split: str, directory: Path | str | None = None) -> bo
 def load_images(
     name: str, split: str, directory: Path | str | None = None, *, download: bool = False, progress: bool = True
 ) -> Images:
-    """Read a split of a data set.
-
-    Args:
-        name: one of `DATASETS`.
-        split: "train" or "test".
-        directory: the data directory; None uses `MOLA_DATA`.
-        download: whether to download missing files.
-        progress: whether to show a progress bar on stderr while downloading.
+    """Read a split ("train" or "test") of one of `DATASETS`, downloaded if it is missing and `download` is set.
 
     Returns:
         The images in the order of the files, labelled from 0.

@@ -95,9 +95,7 @@ LEAST_AGREEMENT = 0.95
 def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor | None:
     """Read how many people gave each label, (10000, 10) in int64; None if the file is not in the data directory.
 
-    Args:
-        labels: labels of the CIFAR-10 test set (10000,), to check that the images are in the same order.
-        directory: the data directory; None uses `MOLA_DATA`.
+    The labels (10000,) of the CIFAR-10 test set show whether the images are in the same order.
     """
     root = data_directory(directory)
     path = next((root / place for place in PEOPLE if (root / place).is_file()), None)

@@ -44,11 +44,7 @@ class Requests:
 
 
 def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...], dict[str, Requests]]:
-    """Read the published file: the intents in alphabetical order, and the requests by part, as in `PARTS`.
-
-    Args:
-        directory: the data directory; None uses `MOLA_DATA`.
-    """
+    """Read the published file: the intents in alphabetical order, and the requests by part, as in `PARTS`."""
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:

@@ -54,12 +54,9 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points (count, 2) in float32 of two interleaved half circles around the origin, with their classes.
+    """Draw points (count, 2) in float32 of two interleaved half circles of radius 1 around the origin, with their classes.
 
-    Args:
-        count: number of points, half of each class.
-        noise: standard deviation of the scatter about the circles, whose radius is 1.
-        seed: seed of the draw.
+    `noise` is the standard deviation of the scatter about the circles.
     """
     points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
     centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
@@ -67,13 +64,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
 
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw patches (count, 1, side, side) of scikit-learn's two sample photographs, each stretched to the range from 0 to 1.
-
-    Args:
-        count: number of patches.
-        side: height and width.
-        seed: seed of their places and sizes.
-    """
+    """Draw patches (count, 1, side, side) of scikit-learn's two sample photographs, each stretched to the range from 0 to 1."""
     try:
         photographs = _sklearn("natural-image patches").load_sample_images().images
     except ImportError as error:  # of Pillow, in scikit-learn

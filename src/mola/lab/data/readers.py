@@ -66,13 +66,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bool = False) -> Images:
-    """Read grey images (n, 1, height, width) and their labels.
-
-    Args:
-        paths: the idx files of images and labels.
-        first_label: the file's label of class 0.
-        transposed: whether the file stores columns as rows, as EMNIST's files do.
-    """
+    """Read grey images (n, 1, height, width) and their labels; EMNIST's files store columns as rows, and letters from label 1 on."""
     pixels, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(pixels) != len(labels):
         raise DataError(f"{paths[0]} holds {len(pixels)} images but {paths[1]} holds {len(labels)} labels.")
@@ -82,12 +76,7 @@ def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bo
 
 
 def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
-    """Read images (n, 3, 32, 32) of binary files, one after the other.
-
-    Args:
-        paths: the files.
-        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, where the second is the fine label.
-    """
+    """Read images (n, 3, 32, 32) of binary files: CIFAR-10 with one label byte, or CIFAR-100 with two, the second of which is fine."""
     record = label_bytes + 3 * SIDE * SIDE
     rows = []
     for path in paths:

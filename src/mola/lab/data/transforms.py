@@ -19,14 +19,9 @@ FRACTION_BITS = 16
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Mirror every image with probability one half, and shift it by up to `padding` pixels each way, filling with 0.
+    """Mirror each of (n, channels, height, width) images with probability one half, and shift it by up to `padding` pixels each way.
 
-    Pass bytes, before normalisation, for a black border as in the paper's recipe.
-
-    Args:
-        images: (n, channels, height, width) of any type.
-        generator: source of the draws, three for each image.
-        padding: largest shift.
+    The border is filled with 0: pass bytes, before normalisation, for a black border as in the paper's recipe.
     """
     count, channels, height, width = images.shape
     device = generator.device
@@ -43,15 +38,10 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
-    """Rotate images counter-clockwise about their centre, filling with 0.
+    """Rotate images (n, channels, height, width) counter-clockwise about their centre, filling with 0.
 
     `"nearest"` is the paper's rotated MNIST: the default of `torchvision.transforms.functional.rotate`, which is Pillow's rotation,
     to the pixel. `"bilinear"` is for very small images: at 8 x 8 pixels the nearest pixel tears strokes apart.
-
-    Args:
-        images: (n, channels, height, width); floating-point numbers, or any numbers for "nearest".
-        degrees: angle; 0 returns the images themselves.
-        interpolation: "bilinear" or "nearest".
     """
     one_of(interpolation, ("bilinear", "nearest"), "interpolation")
     if degrees % 360 == 0:
@@ -92,10 +82,6 @@ def in_colour(pixels: Tensor, side: int) -> Tensor:
     """Return square colour images (n, 3, side, side) in uint8: grey channels repeated, other sizes resized.
 
     Resized as by Pillow's bilinear filter, first along rows and then along columns, rounded to bytes after each.
-
-    Args:
-        pixels: (n, 1 or 3, height, width) in uint8.
-        side: height and width of the result, in pixels.
     """
     if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.dtype != torch.uint8:
         raise DataError(

@@ -141,15 +141,7 @@ def outlier_sources(
     authors: Mapping[str, str],
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
-    """Make sources of outliers.
-
-    Args:
-        options: the user's options.
-        normalised: name of the normalisation in distribution.
-        titles: titles of the sets, by name.
-        authors: normalisations of the paper's scripts, by name of the set.
-        change: brings images of other sizes to the networks' size.
-    """
+    """Make sources of the sets in `titles`, normalised as in distribution, or as `authors` has it for the paper's scripts."""
     sources = {}
     for name, title in titles.items():
         images = load_outliers(name, options)

@@ -44,15 +44,7 @@ def train_mlps(
 ) -> list[nn.Sequential]:
     """Train multilayer perceptrons side by side that differ by their seed alone, as `train_ensemble` would one by one.
 
-    Args:
-        inputs: number of input values.
-        hidden: widths of the hidden layers.
-        classes: number of outputs.
-        data: training data with inputs (n, inputs).
-        recipe: optimiser and cosine schedule.
-        members: number of networks.
-        seed: seed of the members' seeds.
-        loss: one of `LOSSES`.
+    The recipe's schedule must be the cosine; `loss` is one of `LOSSES`.
     """
     if recipe.schedule != "cosine":
         raise OptionError(f"perceptrons are trained side by side with the cosine schedule alone, got {recipe}.")
