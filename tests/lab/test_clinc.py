@@ -18,7 +18,22 @@ from mola.lab.suite import DataOptions
 from mola.lab.suites.clinc import CLINC
 from tests.closeness import assert_close
 
-WORDS = "red green blue north south east west apple pear house river cloud seven nine".split()
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "north",
+    "south",
+    "east",
+    "west",
+    "apple",
+    "pear",
+    "house",
+    "river",
+    "cloud",
+    "seven",
+    "nine",
+]
 
 
 @pytest.fixture(autouse=True)
