@@ -14,7 +14,7 @@ from mola.errors import MolaWarning, OptionError
 from mola.links import Probit
 from mola.rules import Distance, Evidence, Outliers, Score, Threshold
 from mola.tuning.scores import mean_scores
-from mola.tuning.search import grid_value, maximise
+from mola.tuning.search import grid_value
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks
 
@@ -204,11 +204,6 @@ class TestSearch:
         inputs, _ = joined(validation)
         assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
 
-    def test_underconfident_networks_are_named_by_the_threshold(self, trained):
-        members, train, validation = trained
-        with pytest.warns(MolaWarning, match="underconfident"):
-            mola.fit(timid(members, 8), train).tune(validation, rule="threshold")
-
     @pytest.mark.parametrize(
         "rule", [Threshold(0.6), Score("brier"), Distance(price=0.1)], ids=["threshold", "score", "distance"]
     )
@@ -301,11 +296,6 @@ class TestTemperature:
         posterior = mola.fit(timid(members, 8), train, link=mola.links.Bridge(normalised=True))
         assert posterior.tune(validation, rule="nll").temperature == 1
 
-    def test_without_covariance_it_is_temperature_scaling(self):
-        members, (asked, _) = networks(3), data()
-        expected = sum(torch.softmax(one(asked) / 2.5, 1) for one in members) / 3
-        assert torch.allclose(mola.ensemble(members).with_temperature(2.5)(asked), expected)
-
     @quiet
     def test_a_link_of_ones_own_is_tuned_too(self, trained):
         class Halved(Probit):
@@ -349,9 +339,6 @@ class TestEvidence:
             moved = posterior.with_prior_precision(shared.prior_precision[0] * factor)
             assert float(moved.log_evidence().sum()) < float(shared.log_evidence().sum())
 
-    def test_maximise_finds_a_known_maximum(self):
-        assert maximise(lambda value: -((value - 1.37) ** 2), -30, 30) == pytest.approx(1.37, abs=1e-6)
-
 
 class TestValues:
     @quiet
@@ -370,24 +357,6 @@ class TestValues:
         posterior = mola.fit(members, train).with_temperature(0.5).with_pooling(0.5).with_distance_exponent(1.0)
         tuned = posterior.tune(validation, rule="threshold")
         assert (tuned.temperature, tuned.pooling, tuned.distance_exponent) == (1, 1, 0)
-
-    @quiet
-    @pytest.mark.parametrize(
-        ("name", "rule"),
-        [
-            ("threshold", Threshold()),
-            ("nll", Score("nll")),
-            ("brier", Score("brier")),
-            ("ece", Score("ece")),
-            ("evidence", Evidence()),
-            ("distance", Distance()),
-        ],
-    )
-    def test_a_rule_may_be_named(self, trained, name, rule):
-        members, train, validation = trained
-        data = None if name == "evidence" else validation
-        posterior = mola.fit(members, train)
-        assert posterior.tune(data, rule=name).tuning == posterior.tune(data, rule=rule).tuning
 
     @quiet
     def test_a_rule_of_ones_own(self, trained):

@@ -34,13 +34,6 @@ def test_stacking_meets_the_optimality_conditions(seed, count):
     assert bool((ratios[weights > 1e-4] > 1 - 1e-4).all())
 
 
-def test_stacking_beats_a_fine_grid():
-    likelihoods = torch.rand(200, 3)
-    best = log_score(likelihoods, stacking_weights(likelihoods))
-    grid = [torch.tensor([i, j, 40 - i - j]).double() / 40 for i in range(41) for j in range(41 - i)]
-    assert max(log_score(likelihoods, weights) for weights in grid) <= best + 1e-10
-
-
 @pytest.mark.parametrize("scale", [1e-300, 1.0])
 def test_stacking_with_a_component_that_is_best_everywhere(scale):
     likelihoods = torch.tensor([[0.9, 0.1, 0.2], [0.8, 0.3, 0.1]]).repeat(50, 1) * scale

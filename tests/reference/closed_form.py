@@ -33,10 +33,6 @@ def log_sum_exp(values: Array, axis: int) -> Array:
     return np.squeeze(top, axis) + np.log(np.exp(values - top).sum(axis))
 
 
-def entropy(probs: Array) -> Array:
-    return -(probs * np.log(np.maximum(probs, TINY))).sum(-1)
-
-
 @cache
 def contrasts(classes: int) -> Array:
     """Any orthonormal basis (C, C-1) of the vectors that sum to 0."""
@@ -296,34 +292,6 @@ class Component:
         prior = self.weights.size * math.log(self.precision) - self.precision * (self.weights**2).sum()
         return float(fit + (prior - self.log_determinant()) / 2)
 
-    def covariance(self) -> Array:
-        """Of the weights, by inversion: (CP, CP), row-major."""
-        identity, common = np.eye(self.width), np.full((self.classes, self.classes), 1 / self.classes)
-        prior, size = self.precision, math.sqrt(self.count)
-        if self.structure == "diag":
-            return np.diag(1 / (self.diagonal + prior).ravel())
-        if self.structure == "full":
-            values, vectors = self.decomposed
-            flat = vectors.reshape(self.classes * self.width, -1)
-            return (flat / (values + prior)) @ flat.T + np.kron(common, identity) / prior
-        (a, left), (b, right) = self.seen, self.known
-        if self.structure == "kron-exact":
-            both = np.kron(left, right)
-            values = self.count * np.kron(a, b) + prior
-            return (both / values) @ both.T + np.kron(common, identity) / prior
-        u = (left / (size * a + math.sqrt(prior))) @ left.T + common / math.sqrt(prior)
-        return np.kron(u, (right / (size * b + math.sqrt(prior))) @ right.T)
-
-    def bounds(self) -> Array:
-        """The Lemma's bound (C,) on each class."""
-        covariance = self.covariance().reshape(self.classes, self.width, self.classes, self.width)
-        least = np.array([np.linalg.eigvalsh(covariance[c, :, c]).min() for c in range(self.classes)])
-        if (least <= 1e3 * EPS * np.einsum("cpcp->c", covariance)).any():
-            raise NoAnswerError  # the smallest eigenvalue is lost beside the largest
-        b = np.linalg.norm(self.weights, axis=1) / np.sqrt(math.pi / 8 * least)
-        others = np.exp(-(b[:, None] + b[None, :]))
-        return 1 / (1 + others.sum(1) - np.diag(others))
-
 
 # --- links --------------------------------------------------------------------------------------------------------------
 
@@ -358,16 +326,6 @@ def bridge(moments: Moments) -> Array:
     if classes > 2:
         logs = np.logaddexp(math.log(1 - 2 / classes), logs)
     return softmax(logs - np.log(own))
-
-
-def monte_carlo(moments: Moments, rng: np.random.Generator, samples: int) -> tuple[Array, Array]:
-    """Mean (n, C) of the softmax over draws, and its standard deviation under one draw."""
-    probs = np.empty((len(moments.mean), samples, moments.mean.shape[1]))
-    for row, (mean, covariance) in enumerate(zip(moments.mean, moments.contrast, strict=True)):
-        values, vectors = spectrum((covariance + covariance.T) / 2)
-        noise = rng.standard_normal((samples, len(values)))
-        probs[row] = softmax(mean + (noise * np.sqrt(values)) @ vectors.T)
-    return probs.mean(1), probs.std(1)
 
 
 LINKS = {"probit": probit, "probit-centred": probit_centred, "mean-field": mean_field, "bridge": bridge}
@@ -424,12 +382,10 @@ class Mixture:
     def log_evidence(self) -> Array:
         return np.array([one.log_evidence() for one in self.components])
 
-    def scores(self, features: Sequence[Array], logits: Sequence[Array], labels: Array | None) -> dict[str, float]:
+    def scores(self, features: Sequence[Array], logits: Sequence[Array], labels: Array) -> dict[str, float]:
         """What tuning reads off a candidate."""
         probs = self.probabilities(features, logits)
         confidence = probs.max(1)
-        if labels is None:
-            return {"confidence": confidence.mean(), "uniform": -np.log(np.maximum(probs, TINY)).mean()}
         own = probs[np.arange(len(labels)), labels]
         hot = np.eye(probs.shape[1])[labels]
         return {
@@ -446,14 +402,3 @@ def calibration_error(confidence: Array, right: Array, bins: int = 15) -> float:
         inside = (confidence > low / bins) & (confidence <= (low + 1) / bins)
         total += abs((confidence[inside] - right[inside]).sum())
     return total / len(confidence)
-
-
-def stacking_gap(likelihoods: Array, weights: Array) -> float:
-    """How much the mean log-likelihood (in nats) of labels (n, K) could still gain at most, by other weights: a duality gap."""
-    rows = likelihoods[likelihoods.max(1) > 0]
-    if len(rows) == 0:
-        return 0.0
-    ratios = rows / rows.max(1, keepdims=True)
-    return float(
-        ((ratios / (ratios @ weights)[:, None]).sum(0) / len(likelihoods)).max() - len(rows) / len(likelihoods)
-    )

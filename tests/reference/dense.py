@@ -81,33 +81,3 @@ def log_evidence(dense_precision: Tensor, weights: Tensor, features: Tensor, lab
     size = weights.numel()
     prior_term = -0.5 * prior * weights.square().sum() + 0.5 * size * torch.tensor(prior).double().log()
     return fit + prior_term - 0.5 * torch.linalg.slogdet(dense_precision)[1]
-
-
-def label_loss(weights: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of labels (n, C) that are 0, 1 or NaN, one at a time."""
-    logits = features @ weights.T
-    total = torch.zeros(())
-    for row, answers in zip(logits, labels, strict=True):
-        for logit, answer in zip(row, answers.tolist(), strict=True):
-            if answer == answer:
-                total = total - torch.nn.functional.logsigmoid(logit if answer else -logit)
-    return total
-
-
-def label_precision(structure: str, weights: Tensor, features: Tensor, labels: Tensor, prior: float) -> Tensor:
-    """Posterior precision (CP, CP) for labels that are yes or no, of each structure, by differentiating twice."""
-    size, count = weights.numel(), len(features)
-    identity = torch.eye(size)
-    if structure in ("full", "diag"):
-        found = torch.autograd.functional.hessian(
-            lambda flat: label_loss(flat.view_as(weights), features, labels), weights.flatten()
-        )
-        return (torch.diag(found.diagonal()) if structure == "diag" else found) + prior * identity
-    known = (~labels.isnan()).double()
-    probs = torch.sigmoid(features @ weights.T)
-    a = torch.diag((known * probs * (1 - probs)).mean(0))
-    b = sum(torch.outer(phi, phi) for phi in features) / count
-    if structure == "kron-exact":
-        return count * torch.kron(a, b) + prior * identity
-    left = count**0.5 * a + prior**0.5 * torch.eye(len(a))
-    return torch.kron(left, count**0.5 * b + prior**0.5 * torch.eye(len(b)))
