@@ -55,7 +55,7 @@ class Team:
 
     @classmethod
     def single(cls) -> Team:
-        """A team of this process alone, without a process group."""
+        """Make a team of this process alone, without a process group."""
         team = cls.__new__(cls)
         team.rank, team.size, team._group = 0, 1, None
         return team
@@ -73,7 +73,7 @@ class Team:
         return shard(data, self.rank, self.size)
 
     def collect(self, document: Any) -> list[Any]:
-        """The documents of all ranks in rank order, on every rank."""
+        """Collect the documents of all ranks in rank order, on every rank."""
         if self.size == 1:
             return [document]
         documents: list[Any] = [None] * self.size
@@ -97,7 +97,7 @@ class Team:
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over all ranks, added in float64: equal bits on every rank, in the precision and on the device of each tensor."""
+        """Add up tensors over all ranks in float64: equal bits on every rank, in the precision and on the device of each tensor."""
         if self.size == 1:
             return list(tensors)
         totals = [tensor.detach().to("cpu", torch.float64, copy=True).contiguous() for tensor in tensors]
@@ -106,7 +106,7 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """The rows (n, ...) of all ranks in rank order, in main memory; n may differ, and None stands for no rows."""
+        """Collect the rows (n, ...) of all ranks in rank order, in main memory; n may differ, and None means no rows."""
         own = None if rows is None else rows.detach().cpu().contiguous()
         forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
         kinds = {(form[0], form[1][1:]) for form in forms if form is not None}
@@ -153,7 +153,7 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
 
 
 def shard(data: Any, rank: int, size: int) -> Any:
-    """The part of the data that one of `size` processes reads: each datum in exactly one part.
+    """Select the part of the data that one of `size` processes reads: each datum is in exactly one part.
 
     Parts are consecutive, in rank order, and their sizes differ by at most one. None is padded by repeated data, which would
     be counted twice. A part may be empty.

@@ -76,7 +76,7 @@ class Evaluation:
         return self.rows[place]
 
     def to_frame(self) -> Any:
-        """A pandas data frame: rows by predictor and data; for each metric a column, and one that ends in `_se`."""
+        """Convert to a pandas data frame: a row for each predictor and data set, a column for each metric and its error (`_se`)."""
         try:
             import pandas
         except ImportError as error:
@@ -405,7 +405,7 @@ def _against(inliers: _Read, outliers: _Read, spread: str) -> dict[str, Estimate
 
 
 def placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of the outliers above each inlier (n,), and of the inliers below each outlier (m,), ties counting half.
+    """Return the share of the outliers above each inlier (n,), and of the inliers below each outlier (m,), ties counting half.
 
     Both means are the AUROC, and the variances of these means add up to its variance (DeLong et al., 1988; in clusters,
     Obuchowski, 1997).

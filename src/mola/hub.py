@@ -35,7 +35,7 @@ FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, WEIGHTS = "config.json", "README.md", "model.safetensors"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PREPROCESSING = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
-"""What prepares the inputs of a task, and these inputs."""
+"""Preprocessor of each task, and the inputs that it prepares."""
 
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's task, by the end of the class name of a transformers network."""
@@ -72,7 +72,7 @@ def save(
     Args:
         posterior: from `mola.fit` or `mola.ensemble`.
         folder: to write to; made if missing. Its name is the model's.
-        classes: names of the outputs; None uses those of a transformers configuration, or numbers.
+        classes: names of the outputs; None uses the names of a transformers configuration, or numbers.
         evaluation: of this posterior alone, from `mola.evaluate(posterior, ...)`; its data sets and metrics go into the
             card.
         license: identifier of a license, such as "mit".
@@ -82,7 +82,7 @@ def save(
             card.
         networks: whether to write the networks' weights; without them, `load` needs the networks.
         tokenizer: prepares texts: any object with `save_pretrained`, written into the folder.
-        processor: prepares images, likewise.
+        processor: prepares images: any object with `save_pretrained`, written into the folder.
 
     Returns:
         The folder; `StorageError` if it contains the files of something else.
@@ -191,7 +191,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
 
 
 def is_hub_folder(folder: str | Path) -> bool:
-    """Whether `save` wrote the folder."""
+    """Return True if `save` wrote the folder."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):

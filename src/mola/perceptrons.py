@@ -58,14 +58,14 @@ def train_mlps(
         inputs: (n, features).
         labels: (n,) or (n, C).
         outputs: number of outputs.
-        loss: what is minimised.
+        loss: loss to minimise.
         hidden: widths of the hidden layers.
         members: K.
-        seed: of all members; a larger ensemble begins with the same members.
+        seed: random seed of all members; a larger ensemble begins with the same members.
         epochs: passes over the data, shuffled anew for every epoch and member.
         batch_size: rows of a training step.
         learning_rate: at the start.
-        weight_decay: of the optimiser.
+        weight_decay: weight decay of the optimiser.
         optimiser: from parameters, `lr` and `weight_decay` to an optimiser.
 
     Returns:

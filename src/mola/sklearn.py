@@ -270,12 +270,12 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         return aside
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Probabilities (n, C), in the order of `classes_`; for multi-label data those of 1, (n, L)."""
+        """Return probabilities (n, C) in the order of `classes_`; for multi-label data (n, L), the probability of each label."""
         batches = self._batches(X)
         return self.posterior_.predict_proba(batches)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """The most probable label of each row; for multi-label data (n, L) of 0 and 1."""
+        """Return the most probable label of each row; for multi-label data (n, L) of 0 and 1."""
         probs = self.predict_proba(X)
         if self._likelihood == BERNOULLI:
             return (probs > 0.5).astype(np.int64)
@@ -375,7 +375,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._fit(X, targets, targets.shape[1], likelihood, squared_error, rule)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """The mean of each row's prediction, and with `return_std` also its standard deviation, as scikit-learn's Gaussian processes.
+        """Predict the mean of each row, and with `return_std` the standard deviation, as scikit-learn's Gaussian processes do.
 
         Args:
             X: (n, features).
@@ -390,7 +390,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._shaped(prediction.mean), self._shaped(prediction.std)
 
     def predict_interval(self, X: Any, probability: float = 0.9) -> tuple[Array, Array]:  # noqa: N803
-        """Lower and upper ends between which targets lie with that probability."""
+        """Return the lower and upper ends of intervals that contain the targets with that probability."""
         lower, upper = self.prediction(X).interval(probability)
         return self._shaped(lower), self._shaped(upper)
 

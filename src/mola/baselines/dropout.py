@@ -45,7 +45,7 @@ class McDropout(Mixture):
         network: the trained network, never changed. Its dropout must be layers (`nn.Dropout` and its relatives): calls of
             `torch.nn.functional.dropout` cannot be seen. The first dimension holds the data.
         samples: number of draws.
-        seed: of the masks.
+        seed: random seed of the masks.
         likelihood: as for `mola.fit`.
     """
 
@@ -75,7 +75,7 @@ class McDropout(Mixture):
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """The same draws under a likelihood with other settings, such as another noise."""
+        """Return the same draws under a likelihood with other settings, such as another noise."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:

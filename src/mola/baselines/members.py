@@ -23,7 +23,7 @@ def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
 
 
 def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Tensor:
-    """Probabilities (n, C), or means (n, D) in the targets' units, of one pass of a network that is in eval mode."""
+    """Return probabilities (n, C), or means (n, D) in the targets' units, of one pass of a network that is in eval mode."""
     outputs = call(network, inputs)
     outputs = likelihood.check_outputs(outputs, [("", outputs.shape)])
     check_finite(outputs[:, :0], outputs)
@@ -38,7 +38,7 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
 
 
 def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
-    """The likelihood, or `OptionError` for networks that predict variances, which a mixture of means would drop."""
+    """Return the likelihood; refuse networks that predict variances, which a mixture of means would drop."""
     meaning = as_likelihood(likelihood)
     if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
         raise OptionError(
@@ -59,16 +59,16 @@ def rebuilding(directory: str | Path) -> Iterator[None]:
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; buffers that a state dict leaves out are included."""
+    """Return parameters and buffers by name, each once; buffers that a state dict leaves out are included."""
     return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of tensors that are missing, unknown or of another shape."""
+    """Return the names of tensors that are missing, unknown or of another shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return sorted({name for name, _ in shapes.items() ^ expected.items()})

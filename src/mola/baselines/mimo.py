@@ -42,7 +42,7 @@ class Mimo(Mixture):
         network: the architecture with fresh weights; it is copied, not modified.
         members: number of inputs and heads K.
         example: a batch of inputs, to find the first and the last layer.
-        seed: of the new weights of these two layers.
+        seed: random seed of the new weights of both layers.
     """
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
@@ -72,7 +72,7 @@ class Mimo(Mixture):
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Logits (K, n, C) of every head, in eval mode and without gradients.
+        """Return logits (K, n, C) of every head, in eval mode and without gradients.
 
         Args:
             inputs: one batch, which all heads see; or K batches, one for each head, as in training.
@@ -185,7 +185,7 @@ class HeadNetwork(nn.Module):
         self.layer: nn.Linear = layer
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (n, C)."""
+        """Return logits (n, C)."""
         return self.layer(self.trunk(inputs))
 
 

@@ -1,6 +1,6 @@
 """Noise scaling: the noise that fits validation targets best, for regression predictors that have no curvature to tune.
 
-It is to regression what temperature scaling is to classification: one factor for each output, and means stay as they are.
+It is the counterpart of temperature scaling for regression: one factor for each output, and unchanged means.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Scaled = TypeVar("Scaled", bound=Mixture)
 
 
 def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
-    """The same predictor with the noise that maximises the likelihood of validation targets, one value for each output.
+    """Choose the noise of each output that maximises the likelihood of validation targets, and return the predictor with it.
 
     Args:
         predictor: a regression: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or a `McDropout`. A

@@ -68,7 +68,7 @@ class Moments:
 
     @staticmethod
     def start(weights: Mapping[str, Tensor]) -> Moments:
-        """The moments of no snapshot, at least in float32: small steps would be lost in a mean in half precision."""
+        """Return the moments of no snapshot, at least in float32: small steps would be lost in a mean in half precision."""
         zeros = {
             name: torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
             for name, tensor in weights.items()
@@ -98,7 +98,7 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Weights drawn from the Gaussian with its covariance times `scale`; the same on every device."""
+        """Return the weights drawn from the Gaussian with its covariance times `scale`; the same on every device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
@@ -112,11 +112,11 @@ class Moments:
         return drawn
 
     def to(self, device: torch.device) -> Moments:
-        """The same moments on another device."""
+        """Return the same moments on another device."""
         return Moments.from_tensors(self.count, {name: one.to(device) for name, one in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All values by name, for files."""
+        """Return all values by name, for files."""
         parts = {"mean": self.mean, "squares": self.squares, "columns": self.columns}
         return {f"{kind}.{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
 
@@ -133,11 +133,11 @@ class Swag(Mixture):
 
     Args:
         network: an own copy of the network; its parameters become the mean.
-        moments: of the parameters that SGD moved.
+        moments: moments of the parameters that SGD moved.
         statistics: BatchNorm statistics of each draw, (samples, ...) by name of the buffer.
         samples: number of draws.
         scale: factor of the covariance.
-        seed: of the draws.
+        seed: random seed of the draws.
         likelihood: as for `mola.fit`.
     """
 
@@ -167,7 +167,7 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """The same draws under a likelihood with other settings, such as another noise."""
+        """Return the same draws under a likelihood with other settings, such as another noise."""
         options: dict[str, Any] = {name: getattr(self, name) for name in ("samples", "scale", "seed")}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
@@ -182,7 +182,7 @@ class Swag(Mixture):
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 
     def sample(self, index: int) -> dict[str, Tensor]:
-        """Weights and BatchNorm statistics of one draw by name, on the device and in the precision of the network."""
+        """Return the weights and BatchNorm statistics of one draw by name, on the device and in the precision of the network."""
         if not 0 <= index < self.samples:
             raise OptionError(f"index must lie between 0 and {self.samples - 1}, the last draw; got {index!r}.")
         own = all_tensors(self.network)
@@ -248,12 +248,12 @@ class Swag(Mixture):
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Weights of draw number `index` by name; a larger number of draws with one seed begins with these draws."""
+    """Return the weights of draw number `index` by name; a larger number of draws with one seed begins with these draws."""
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
 def own_copy(network: nn.Module) -> nn.Module:
-    """A deep copy of a network, or `OptionError` if it cannot be copied."""
+    """Copy a network, or raise `OptionError` if it cannot be copied."""
     try:
         return copy.deepcopy(network)
     except (RuntimeError, TypeError) as error:
@@ -312,7 +312,7 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """The same draws under a likelihood with other settings, such as another noise."""
+        """Return the same draws under a likelihood with other settings, such as another noise."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:

@@ -49,7 +49,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 10 digits.
+    """Find the temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 10 digits.
 
     Where every label has the highest logit, the loss falls all the way to temperature 0; where labels contradict the logits, to
     infinity. Then the end of the range is taken, with a warning.
@@ -79,7 +79,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
 
 
 def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
-    """Logits (K, n, C) and labels as those of classes: binary labels become rows of the two logits (0, z), missing labels none."""
+    """Turn binary labels into two classes with the logits 0 and z, and drop missing labels; classes stay as they are."""
     if likelihood.mutually_exclusive:
         return logits, labels
     targets = likelihood.targets(labels).flatten()
@@ -103,7 +103,7 @@ def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pooled_logits(members: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    # Logits (n, C) of the mixture's probabilities, from those (K, n, C) of its members, without underflow.
+    # Logits (n, C) of the mixture's probabilities, from the logits (K, n, C) of its members, without underflow.
     log_weights = weights.to(members).log()[:, None, None]
     if likelihood.mutually_exclusive:
         return torch.logsumexp(torch.log_softmax(members, dim=-1) + log_weights, dim=0)
@@ -197,7 +197,7 @@ class TemperatureScaled(MoLA):
         return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, values, strict=True)]
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """The predictive distribution of rows that the networks have computed already."""
+        """Return the predictive distribution of rows that the networks have computed already."""
         if not self.pooled:
             return super().predictive(rows, seed)
         likelihood = self.likelihood

@@ -130,20 +130,20 @@ def abstain_threshold(
     *,
     score: str | Any = "confidence",
 ) -> AnswerThreshold:
-    """The lowest confidence above which answers provably have at most the given error rate.
+    """Find the lowest confidence above which answers provably have at most the given error rate (selective prediction).
 
     The bound is exact for every number of data and every predictor; the procedure and its one assumption are in
     `mola.decisions.abstain`. The networks must not have been trained on the data. Tuning the prior precision on them is
     a small violation, measured in docs/decisions.md.
 
     Args:
-        prediction: of labelled data like those to come; a `mola.Prediction`, or probabilities (n, C). Or a
+        prediction: prediction of labelled data like future data; a `mola.Prediction`, or probabilities (n, C). Or a
             `mola.decisions.Calibration`, which has its labels.
         labels: (n,); None for a `Calibration`.
         error_rate: epsilon, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
         score: "confidence", "entropy", or scores of your own (n,), higher for more certain predictions and minus
-            infinity for inputs that are never answered, such as those with an alarm.
+            infinity for inputs that are never answered, such as inputs with an alarm.
 
     Returns:
         The threshold as a number: answer where the confidence (or your own score) is above it, or the entropy below it.

@@ -16,7 +16,7 @@ from mola.prediction import Prediction, RegressionPrediction
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
-    r"""The outlier score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
+    r"""Find the OOD score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
 
     Let :math:`s_{(1)} \le \dots \le s_{(n)}` be the scores of n validation data. The threshold is
 

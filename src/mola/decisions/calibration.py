@@ -24,7 +24,7 @@ SUM_TOLERANCE = 1e-3
 
 
 def probs_of(prediction: Any) -> Tensor:
-    """Probabilities (n, C) in float64 on the CPU, from a `mola.Prediction` or from a tensor or array of any library."""
+    """Return probabilities (n, C) in float64 on the CPU, from a `mola.Prediction` or from a tensor or array of any library."""
     given = prediction.probs if hasattr(prediction, "probs") else prediction
     probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
     if probs.ndim != 2 or probs.shape[1] < 2:
@@ -41,7 +41,7 @@ def probs_of(prediction: Any) -> Tensor:
 
 
 def labels_of(labels: Any, count: int, classes: int) -> Tensor:
-    """Labels (n,) in int64 on the CPU, checked against the number of predictions and classes."""
+    """Return labels (n,) in int64 on the CPU, checked against the number of predictions and classes."""
     given = as_numbers(labels, "labels: expected one class index for each prediction")
     if given.shape != (count,):
         raise DataError(
@@ -111,16 +111,16 @@ class Calibration:
         return len(self.label)
 
     def rows(self, chosen: Tensor) -> Calibration:
-        """A subset of the data, by index or mask."""
+        """Return a subset of the data, by index or mask."""
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 
     def columns(self) -> dict[str, Tensor]:
-        """The columns by name, to save."""
+        """Return the columns by name, to save."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
-        """The inverse of `columns`; checks the values, which may come from a file."""
+        """Undo `columns`, and check the values, which may come from a file."""
         names = [one.name for one in fields(cls) if one.name != "classes"]
         kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
         missing = [name for name in names if name not in columns or columns[name].dtype != kinds[name]]

@@ -47,7 +47,7 @@ class RegressionLike(Protocol):
         """(n, D), of the targets: noise included."""
 
     def interval(self, level: float, /) -> tuple[Tensor, Tensor]:
-        """Lower and upper end (n, D) of the central interval of that probability."""
+        """Return lower and upper end (n, D) of the central interval of that probability."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PredictionIntervals:
         """Lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
 
         Args:
-            prediction: of the same predictor as the calibration data.
+            prediction: from the predictor that was calibrated.
             groups: (n,), where intervals are by group.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)

@@ -28,7 +28,7 @@ ROUNDING = 1e-12
 
 
 def check_share(value: Any, name: str, example: str) -> float:
-    """A number strictly between 0 and 1, or `OptionError` with an example."""
+    """Return a number strictly between 0 and 1, or raise `OptionError` with an example."""
     try:
         share = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -44,18 +44,18 @@ def conformal_rank(count: int, rate: float) -> int:
 
 
 def data_needed(rate: float) -> int:
-    """The smallest n for which k is at most n."""
+    """Return the smallest n for which k is at most n."""
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 
 def conformal_quantile(scores: Tensor, rate: float) -> float:
-    """The k-th smallest of the scores (n,); infinity where there are too few."""
+    """Return the k-th smallest of the scores (n,); infinity where there are too few."""
     rank = conformal_rank(len(scores), rate)
     return math.inf if rank > len(scores) else float(scores.sort().values[rank - 1])
 
 
 def thresholds(scores: Tensor, coverage: float, groups: Any, always: str) -> tuple[Tensor, dict[Any, Tensor] | None]:
-    """Conformal quantiles of scores (n, ...) at a coverage, and those of each group of data (n,), if groups are given.
+    """Return the conformal quantiles of scores (n, ...) at a coverage, and, if groups (n,) are given, the quantiles of each group.
 
     Too few data are refused, and too few data of a group are warned of: only `always` reaches the coverage.
     """
@@ -92,7 +92,7 @@ def warn_of_too_few(lacking: Sequence[Any], what: str, coverage: float, always: 
 
 
 def limits(threshold: Tensor, by_group: Mapping[Any, Tensor] | None, groups: Any, count: int) -> Tensor:
-    """The thresholds of `count` new inputs: the one of all, or (n, ...) by their groups."""
+    """Return the thresholds of `count` new inputs: the common threshold, or (n, ...) by group."""
     if by_group is None:
         if groups is not None:
             raise OptionError("the calibration was not by group: leave groups out.")
@@ -117,7 +117,7 @@ def _names(groups: Any, count: int) -> list[Any]:
 
 
 def as_numbers(values: Any, what: str) -> Tensor:
-    """A tensor, array or list as a float64 tensor on the CPU; `what` was expected, for the message."""
+    """Convert a tensor, array or list to float64 on the CPU; `what` begins the error message."""
     if isinstance(values, Tensor):
         return values.detach().cpu().double()
     try:

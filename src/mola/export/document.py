@@ -30,7 +30,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def check_classes(classes: Sequence[str] | None, count: int) -> list[str]:
-    """Names of the classes in the order of the networks' outputs; None numbers them."""
+    """Return the names of the classes in the order of the networks' outputs; None numbers them."""
     names = [str(name) for name in (range(count) if classes is None else classes)]
     if len(names) != count or len(set(names)) != count or isinstance(classes, str):
         raise OptionError(
@@ -40,7 +40,7 @@ def check_classes(classes: Sequence[str] | None, count: int) -> list[str]:
 
 
 def describe(graph: PosteriorGraph, classes: Sequence[str], thresholds: Mapping[str, float | None]) -> dict[str, Any]:
-    """The document of a file, as JSON."""
+    """Return the document of a file, as JSON."""
     from mola import __version__
 
     posterior = graph.held[0]
@@ -72,12 +72,12 @@ def describe(graph: PosteriorGraph, classes: Sequence[str], thresholds: Mapping[
 
 
 def as_properties(document: Mapping[str, Any]) -> dict[str, str]:
-    """The document as JSON strings under names that begin with "mola."."""
+    """Return the document as JSON strings under names that begin with "mola."."""
     return {f"{PREFIX}{name}": json.dumps(value) for name, value in document.items()}
 
 
 def user_properties(metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    """The user's metadata as strings by name: texts as they are, anything else as JSON."""
+    """Return the user's metadata as strings by name; values other than strings become JSON."""
     own = {str(name): one if isinstance(one, str) else json.dumps(one) for name, one in (metadata or {}).items()}
     taken = [name for name in own if name.startswith(PREFIX)]
     if taken:
@@ -86,7 +86,7 @@ def user_properties(metadata: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def from_properties(properties: Mapping[str, str], path: object) -> tuple[dict[str, Any], dict[str, str]]:
-    """The document and the user's metadata of a file; `StorageError` if it was not written by this mola."""
+    """Return the document and the user's metadata of a file; `StorageError` if it was not written by this mola."""
     document = {
         name.removeprefix(PREFIX): parse(value, f"{path}: property {name}")
         for name, value in properties.items()

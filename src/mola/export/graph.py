@@ -33,7 +33,7 @@ class Signature:
 
     Args:
         kind: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
-        names: of the tensors, in order.
+        names: names of the tensors, in order.
         places: position or key of each tensor.
         fixed: values other than tensors (flags, None) by position or key; they become part of the graph.
     """
@@ -45,7 +45,7 @@ class Signature:
 
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
-        """The signature of a batch; positional arguments are named as in the network's `forward`."""
+        """Return the signature of a batch; positional arguments are named as in the network's `forward`."""
         if isinstance(example, Tensor):
             found = Signature("tensor", ("input",), (0,))
         elif isinstance(example, Mapping):
@@ -79,7 +79,7 @@ class Signature:
                 raise DataError(f"example: {name} contains NaN or infinity. Pass a batch as the networks see it.")
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors of a batch like the example, in order; NumPy arrays are converted."""
+        """Return the tensors of a batch like the example, in order; NumPy arrays are converted."""
         try:
             values = [inputs] if self.kind == "tensor" else [inputs[place] for place in self.places]
             return [torch.as_tensor(value) for value in values]
@@ -90,7 +90,7 @@ class Signature:
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """The arguments of the networks."""
+        """Return the arguments of the networks."""
         if self.kind == "tensor":
             return tensors[0]
         values = dict(zip(self.places, tensors, strict=True)) | dict(self.fixed)
@@ -120,8 +120,8 @@ class Pixels(nn.Module):
     """Normalise bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file takes images as they are stored.
 
     Args:
-        mean: of pixels between 0 and 1, one for each channel or one for all.
-        std: standard deviations likewise.
+        mean: mean of pixels between 0 and 1, one for each channel or one for all.
+        std: standard deviations, one for each channel or one for all.
     """
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
@@ -143,7 +143,7 @@ class Pixels(nn.Module):
 
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
-    """The outputs in the order of the fields; None is all default ones that the posterior has."""
+    """Return the outputs in the order of the fields; None selects all default outputs that the posterior has."""
     default = OUTPUTS if posterior.likelihood.classification else REGRESSION_OUTPUTS
     if outputs is None:
         return tuple(name for name in default if name != "distance" or posterior.has_distances)
@@ -182,7 +182,7 @@ class PosteriorGraph(nn.Module):
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
-        # Not registered as a module: its tables become constants of a trace, those in use alone.
+        # Not registered as a module: only the tables in use become constants of a trace.
         self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:
@@ -191,7 +191,7 @@ class PosteriorGraph(nn.Module):
         return self
 
     def network_inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """The arguments of the networks: prepared, and in half precision if the networks are."""
+        """Return the arguments of the networks: prepared, and in half precision if the networks are."""
         if self.preparation is not None:
             tensors = [self.preparation(tensor) for tensor in tensors]
         if self.float16:
@@ -199,7 +199,7 @@ class PosteriorGraph(nn.Module):
         return self.signature.inputs(tensors)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """The fields by name, in the shapes that `posterior.predict` gives them."""
+        """Return the fields by name, in the shapes that `posterior.predict` gives them."""
         posterior = self.held[0]
         prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -47,17 +47,17 @@ def onnx(
 
     Args:
         posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`; it and its networks are not changed.
-        path: of the file; what was there before stays until all is written.
+        path: file to write; an existing file stays until the new file is complete.
         example: one batch of inputs: a tensor (the input is named "input"), a tuple (inputs are named as in the
             networks' `forward`), or a mapping (as its keys).
         classes: names, in the order of the networks' outputs.
         outputs: fields of the prediction; None is `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS`.
-            "logit_mean" and "logit_variance", or "within", "between" and those of the components, can be added.
+            "logit_mean" and "logit_variance", or "within", "between" and the fields of the components, can be added.
             "epistemic" and "aleatoric" cost most.
         float16: networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
         opset: version of ONNX's operators.
         preparation: a module that the one input goes through first, such as `mola.export.Pixels`.
-        metadata: of your own: strings, or JSON.
+        metadata: your own metadata: strings, or JSON.
         ood_threshold: score above which an input is an outlier.
         answer_threshold: confidence above which to answer, of `mola.abstain_threshold`.
         set_threshold: probability from which on classes are in a set, of `mola.prediction_sets`.
@@ -149,7 +149,7 @@ def _serialise(traced: Traced, properties: dict[str, str], opset: int) -> bytes:
 
 
 def read(content: bytes) -> tuple[Run, dict[str, str]]:
-    """The graph, in onnxruntime on the CPU, and the properties of an ONNX file."""
+    """Return the graph, in onnxruntime on the CPU, and the properties of an ONNX file."""
     runtime = _require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3

@@ -98,7 +98,7 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     """Read a file of `mola.export.onnx` (with onnxruntime) or `mola.export.torch_export`, recognised by its content.
 
     Args:
-        path: of the file.
+        path: file to read.
         trust: whether you trust the author of the file. Only a `.pt2` file needs it: PyTorch's reader can run code from it.
     """
     path = Path(path)

@@ -41,7 +41,7 @@ def torch_export(
 ) -> Written:
     """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.export.load(path, trust=True)`.
 
-    Arguments, result and errors are those of `mola.export.onnx`.
+    Arguments, result and errors are the same as for `mola.export.onnx`.
     """
     thresholds = {"ood_threshold": ood_threshold, "answer_threshold": answer_threshold, "set_threshold": set_threshold}
     options = Options(classes, outputs, float16, preparation, metadata, thresholds, check)
@@ -56,7 +56,7 @@ def _serialise(traced: Traced, properties: dict[str, str]) -> bytes:
 
 
 def read(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """The program and the properties of a `.pt2` file that is trusted: reading it can run code."""
+    """Return the program and the properties of a `.pt2` file that is trusted: reading it can run code."""
     extra = {PROPERTIES: ""}
     try:
         with quietly():

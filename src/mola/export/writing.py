@@ -83,7 +83,7 @@ class Written:
     """The description that the file contains."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return all fields as JSON."""
         return asdict(self) | {"path": str(self.path)}
 
 
@@ -196,7 +196,7 @@ def _program(graph: PosteriorGraph, tensors: tuple[Tensor, ...]) -> torch.export
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the error that was raised first."""
+    """Return the first line of the original error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

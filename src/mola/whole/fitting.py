@@ -71,9 +71,9 @@ def fit(
         rule: how to tune, as for `mola.fit`.
         structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
             diagonal) or "full" (small networks only). None is "kron", or "full" for a subnetwork.
-        subnetwork: how many weights, or which fraction of them, are uncertain: those with the largest marginal variance under the
+        subnetwork: number of uncertain weights, or their fraction: the weights with the largest marginal variance under the
             diagonal approximation (Daxberger et al., 2021), with all their correlations. The others stay as they were trained.
-            Weights that no training datum depends on, such as those of units that never fire, are chosen last.
+            Weights that no training datum depends on, such as the weights of units that never fire, are chosen last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`;
             `MonteCarlo(over="weights")` runs the networks with drawn weights, without linearisation.
         likelihood: "categorical" alone; `mola.fit` takes others.

@@ -28,12 +28,12 @@ Directions: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def each_logit(logits: Tensor) -> Tensor:
-    """Directions (n, C, C) of the single logits."""
+    """Return directions (n, C, C) of the single logits."""
     return torch.eye(logits.shape[1]).to(logits).expand(len(logits), -1, -1)
 
 
 def curvature_roots(logits: Tensor) -> Tensor:
-    r"""Directions (n, C, C) whose outer products sum to the softmax's curvature: :math:`\sqrt{p_r} (e_r - p)`."""
+    r"""Return directions (n, C, C) whose outer products sum to the softmax's curvature: :math:`\sqrt{p_r} (e_r - p)`."""
     probs = torch.softmax(logits, 1)
     return probs.sqrt()[:, :, None] * (each_logit(logits) - probs[:, None])
 
@@ -79,16 +79,16 @@ class WeightLayout:
         return self.total if self.chosen is None else len(self.chosen)
 
     def flat(self, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
-        """The uncertain entries (..., D) of tensors by name, such as Jacobians or the parameters themselves, in float64."""
+        """Return the uncertain entries (..., D) of tensors by name, such as Jacobians or the parameters themselves, in float64."""
         flat = to_float64(torch.cat([block.matrix(tensors, leading).flatten(leading) for block in self.blocks], -1))
         return flat if self.chosen is None else flat[..., self.chosen.to(flat.device)]
 
     def vector(self, network: nn.Module) -> Tensor:
-        """The trained values (D,) of the uncertain weights in float64."""
+        """Return the trained values (D,) of the uncertain weights in float64."""
         return self.flat(dict(network.named_parameters()))
 
     def replaced(self, network: nn.Module, vector: Tensor) -> dict[str, Tensor]:
-        """The parameters of a network by name, with other values (D,) of the uncertain weights."""
+        """Return the parameters of a network by name, with other values (D,) of the uncertain weights."""
         if self.chosen is not None:
             trained = WeightLayout(self.blocks).vector(network).to(vector)
             vector = trained.index_copy(0, self.chosen.to(vector.device), vector)
@@ -100,7 +100,7 @@ class WeightLayout:
         return found
 
     def data_at_once(self, outputs: int) -> int:
-        """Number of data whose Jacobians fit into `NUMBERS_AT_ONCE`."""
+        """Return the number of data whose Jacobians fit into `NUMBERS_AT_ONCE`."""
         return max(1, NUMBERS_AT_ONCE // (outputs * self.total))
 
 
@@ -108,7 +108,7 @@ class WeightLayout:
 
 
 def size_of(inputs: Inputs) -> int:
-    """Number of data in a batch: the length of its first tensor."""
+    """Return the number of data in a batch: the length of its first tensor."""
     sizes = [len(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise DataError("expected a batch with at least one tensor whose first dimension counts the data.")
@@ -120,7 +120,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """A part of the data in a batch of `size`."""
+    """Return a part of the data in a batch of `size`."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 
@@ -158,7 +158,7 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def run_with(network: nn.Module, changed: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-    """Logits (n, C) of the network with some parameters replaced, in float64."""
+    """Return logits (n, C) of the network with some parameters replaced, in float64."""
     own = _tensors(network)
     own |= {name: value.to(own[name]) for name, value in changed.items()}
     return to_float64(_call(network, own, tree_map(_single, inputs)))
@@ -169,7 +169,7 @@ def run_with(network: nn.Module, changed: Mapping[str, Tensor], inputs: Inputs) 
 def jacobians(
     network: nn.Module, names: Sequence[str], inputs: Inputs, directions: Directions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits (n, C) in float64, and their derivatives (n, R, ...) along some directions with respect to parameters by name."""
+    """Return logits (n, C) in float64, and their derivatives (n, R, ...) along some directions with respect to parameters by name."""
     size, tensors = size_of(inputs), _tensors(network)
     leaves, form = tree_flatten(tree_map(_single, inputs))
     batched = [_is_batched(leaf, size) for leaf in leaves]
@@ -211,13 +211,13 @@ class Factors(NamedTuple):
 def layer_factors(
     network: nn.Module, layers: Sequence[str], inputs: Inputs, directions: Directions
 ) -> tuple[Tensor, list[Factors | None]]:
-    """Logits (n, C) in float64, and the Jacobian rows of layers along some directions; None for a layer not called once."""
+    """Return logits (n, C) in float64, and the Jacobian rows of layers along some directions; None for a layer not called once."""
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
 
     def watch(own: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         def hook(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
             own.append((given[0].detach().clone(), output))
-            return output.clone()  # what follows may change it in place, and gradients are those of the original
+            return output.clone()  # the next module may change its input in place
 
         return hook
 
@@ -262,12 +262,12 @@ def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) 
 
 
 def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> WeightLayout:
-    """The weights that require gradients. With `factored`, layers whose factors are right for a few data are blocks of their own."""
+    """Lay out the weights that require gradients; with `factored`, linear and convolutional layers are blocks of their own."""
     free = {name: value for name, value in network.named_parameters() if value.requires_grad}
     if not free:
         raise OptionError(
-            f"{type(network).__name__} has no parameter that requires gradients: all are frozen. Call requires_grad_(True) on those "
-            f"that are to be uncertain."
+            f"{type(network).__name__} has no parameter that requires gradients: all are frozen. Call requires_grad_(True) on "
+            f"parameters that are to be uncertain."
         )
     layers = _exact_layers(network, free, some_of(inputs, slice(2), size_of(inputs))) if factored else []
     taken = {name for layer in layers for name in layer.names}

@@ -39,7 +39,7 @@ class InputRows:
 
     Args:
         component: whose network is linearised.
-        inputs: of the data.
+        inputs: inputs of the data.
         outputs: logits (n, C) of the network, in float64.
     """
 
@@ -60,7 +60,7 @@ class InputRows:
             return layer.curvature.coordinates(rows)
 
     def perturbed(self, deviation: Tensor) -> Tensor:
-        """Deviations (n, C) of the logits where the weights deviate by (D,), without linearisation."""
+        """Return deviations (n, C) of the logits where the weights deviate by (D,), without linearisation."""
         network, layout = self.component.network, structure_of(self.component).layout
         trained = layout.vector(network)
         with evaluating(network):
@@ -69,7 +69,7 @@ class InputRows:
 
 
 def structure_of(component: Component) -> WholeStructure:
-    """The structure of a component's curvature, with the layout of its weights."""
+    """Return the structure of a component's curvature, with the layout of its weights."""
     layer = component.require_layer("a posterior over whole networks")
     assert isinstance(layer.structure, WholeStructure)
     return layer.structure
@@ -112,7 +112,7 @@ class HeldInputs(HeldOut):
     """Data whose Jacobians are held at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """A few data at a time: `InputRows` and outputs of every network, and labels."""
+        """Yield a few data at a time: `InputRows` and outputs of every network, and labels."""
         size, start = max(1, min(size, self.most)), 0
         for inputs, count in self.batches:
             for first in range(0, count, size):

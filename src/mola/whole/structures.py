@@ -40,18 +40,18 @@ class WholeStructure(Structure):
     outputs: int
 
     def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, Any]:
-        """Logits (n, C), and the Jacobian rows of a few data along some directions (n, R, D)."""
+        """Return logits (n, C), and the Jacobian rows of a few data along some directions (n, R, D)."""
         names = [name for block in self.layout.blocks for name in block.names]
         outputs, found = jacobians(network, names, inputs, directions)
         return outputs, self.layout.flat(found, 2)
 
     @abstractmethod
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Sums over the data of Jacobian rows along the roots of their output curvature."""
+        """Sum over the Jacobian rows of a few data along the roots of their output curvature."""
 
     @abstractmethod
     def solve(self, sums: Sums) -> WholeCurvature:
-        """The eigenbasis."""
+        """Solve for the eigenbasis."""
 
 
 class WholeDiag(WholeStructure):
@@ -60,11 +60,11 @@ class WholeDiag(WholeStructure):
     name = "diag"
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """The squares (D,)."""
+        """Sum the squares (D,)."""
         return {"diagonal": phi.square().sum((0, 1))}
 
     def solve(self, sums: Sums) -> WholeCurvature:
-        """The diagonal is its own eigenbasis."""
+        """Take the diagonal, which is its own eigenbasis."""
         return DenseCurvature(self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), None)
 
     def bytes(self, features: int, outputs: int) -> int:
@@ -81,16 +81,16 @@ class WholeFull(WholeStructure):
         return "full" if self.layout.chosen is None else "subnetwork"
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """The matrix."""
+        """Sum the outer products (D, D)."""
         flat = phi.flatten(0, 1)
         return {"matrix": flat.T @ flat}
 
     def solve(self, sums: Sums) -> WholeCurvature:
-        """Its eigenvectors."""
+        """Solve for the eigenvectors."""
         return DenseCurvature(self.outputs, self.layout.size, *eigensystem(sums.tensors["matrix"]))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """The sum, its eigenvectors and the eigensolver's workspace."""
+        """Memory of the sum, its eigenvectors and the eigensolver."""
         return 8 * 4 * features**2
 
 
@@ -107,7 +107,7 @@ class WholeKron(WholeStructure):
     name = "kron"
 
     def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, KronRows]:
-        """Logits (n, C), and the Jacobian rows of a few data along some directions."""
+        """Return logits (n, C), and the Jacobian rows of a few data along some directions."""
         layers = [block.layer for block in self.layout.blocks if block.layer is not None]
         others = WeightLayout(self.layout.blocks[len(layers) :])
         outputs, factors = layer_factors(network, layers, inputs, directions)
@@ -132,7 +132,7 @@ class WholeKron(WholeStructure):
         return found
 
     def solve(self, sums: Sums) -> WholeCurvature:
-        """The eigenbases of both factors of each layer."""
+        """Solve for the eigenbases of both factors of each layer."""
         bases, values = [], []
         for index in range(sum(block.layer is not None for block in self.layout.blocks)):
             above, left = eigensystem(sums.tensors[f"gradients.{index}"])
@@ -157,14 +157,14 @@ class WholeCurvature(Curvature):
 
     @abstractmethod
     def coordinates(self, rows: Any) -> Tensor:
-        """Jacobian rows (n, R, D) in the eigenbasis."""
+        """Return Jacobian rows (n, R, D) in the eigenbasis."""
 
     @abstractmethod
     def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """The deviation (D,) of the uncertain weights with these coordinates (D,) in the eigenbasis."""
+        """Return the deviation (D,) of the uncertain weights with these coordinates (D,) in the eigenbasis."""
 
     def to(self, device: torch.device) -> Self:
-        """The same curvature on another device."""
+        """Return the same curvature on another device."""
         parts = {one.name: getattr(self, one.name) for one in fields(self)}
         return replace(self, **tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, parts))
 
@@ -203,13 +203,13 @@ class WholeCurvature(Curvature):
         return (noise @ root.mT) @ basis.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Deviations (count, D) of the uncertain weights from the trained ones."""
+        """Return deviations (count, D) of the uncertain weights from the trained ones."""
         scale = self.inverse(precision).sqrt()
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
     def perturb_by_weights(self, phi: Any, precision: float, count: int, generator: Generator) -> Tensor:
-        """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
+        """Return deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
         draws = (
             self.sample(precision, 1, generator)[0] for _ in range(count)
         )  # one at a time: the weights of a network each
@@ -220,7 +220,7 @@ class WholeCurvature(Curvature):
         return (self.values + precision).log().sum()
 
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number."""
+        """Return the curvature divided by a number."""
         return replace(self, values=self.values / by)
 
     def mahalanobis(self, phi: Any) -> Tensor:
