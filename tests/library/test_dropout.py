@@ -128,12 +128,15 @@ def test_files(tmp_path):
         McDropout.load(tmp_path, model)  # the same numbers in another order
 
 
-def test_bad_input_is_refused():
-    with pytest.raises(OptionError, match="no dropout layer"):
-        McDropout(make_problem().network)
-    with pytest.raises(OptionError, match="no dropout layer with a probability above 0"):
-        McDropout(network(p=0.0))
-    with pytest.raises(OptionError, match="samples must be"):
-        McDropout(network(), 0)
-    with pytest.raises(OptionError, match="seed must be"):
-        McDropout(network(), 3, seed=-1)
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.Linear(3, 4), {}, "no dropout layer"),
+        (network(p=0.0), {}, "probability above 0"),
+        (network(), {"samples": 0}, "samples must be"),
+        (network(), {"seed": -1}, "seed must be"),
+    ],
+)
+def test_wrong_use_is_refused(model, options, words):
+    with pytest.raises(OptionError, match=words):
+        McDropout(model, **options)

@@ -204,22 +204,16 @@ def test_any_callable_is_a_predictor(evaluated):
     assert_close(other["numpy", "far"], found["DE", "far"], "float64")
     assert other["mixed", "test"]["nll"].value < max(found[name, "test"]["nll"].value for name in predictors)
     assert_close(mola.evaluate(by_name["numpy"], test)["<lambda>", "test"], found["DE", "test"], "float64")
-    with pytest.raises(DataError, match=r"mola\.ensemble"):
-        mola.evaluate(network(), test)
-
-
-def test_outputs_by_name_as_those_of_exported_models(evaluated):
-    pairs, predictors, found = evaluated
 
     def exported(inputs):
         prediction = predictors["MoLA"].predict(inputs)
         return {"probs": prediction.probs, "ood_score": prediction.ood_score}
 
-    other = mola.evaluate(exported, loader(pairs["test"]), ood={"far": loader(pairs["far"])})
-    assert_close(other["exported", "test"], found["MoLA", "test"], "float64")
-    assert_close(other["exported", "far"], found["MoLA", "far"], "float64")
+    named = mola.evaluate(exported, test, ood={"far": loader(pairs["far"])})
+    assert_close(named["exported", "test"], found["MoLA", "test"], "float64")
+    assert_close(named["exported", "far"], found["MoLA", "far"], "float64")
     with pytest.raises(DataError, match="'probs'; got mean"):
-        mola.evaluate(lambda inputs: {"mean": inputs}, loader(pairs["test"]))
+        mola.evaluate(lambda inputs: {"mean": inputs}, test)
 
 
 def process(rank, path):
@@ -263,45 +257,28 @@ def test_the_table_prints_and_becomes_a_frame(evaluated):
         found["MoLA", "nowhere"]
 
 
-def test_data_that_do_not_fit_are_refused(posterior):
-    inputs, labels = table(20, 6)
-    with pytest.raises(DataError, match="test loader has no labels"):
-        mola.evaluate(posterior, [inputs])
-    with pytest.raises(DataError, match="blur loader: labels must lie"):
-        mola.evaluate(posterior, [(inputs, labels)], shifted={"blur": [(inputs, labels + 4)]})
-    with pytest.raises(DataError, match="far loader"):
-        mola.evaluate(posterior, [(inputs, labels)], ood={"far": inputs})
-    with pytest.raises(DataError, match="test loader is empty"):
-        mola.evaluate(posterior, [])
-    for names in ({"shifted": {"test": []}}, {"shifted": {"a": []}, "ood": {"a": []}}):
-        with pytest.raises(OptionError, match="different name"):
-            mola.evaluate(posterior, [(inputs, labels)], **names)
-    with pytest.raises(OptionError, match="at least one predictor"):
-        mola.evaluate({}, [(inputs, labels)])
+INPUTS, LABELS = table(20, 6)
 
 
-def test_loaders_and_predictors_without_names_are_refused(posterior):
-    inputs, labels = table(20, 6)
-    test = [(inputs, labels)]
-    for given in (inputs, [inputs], torch.utils.data.DataLoader(inputs)):
-        with pytest.raises(
-            OptionError, match=r"ood: expected a dict of names to loaders, such as \{'noise': loader\}, got"
-        ):
-            mola.evaluate(posterior, test, ood=given)
-        with pytest.raises(OptionError, match="shifted: expected a dict of names to loaders"):
-            mola.evaluate(posterior, test, shifted=given)
-    with pytest.raises(
-        OptionError, match=r"predictors: expected one predictor or a dict of names to predictors.*got list"
-    ):
-        mola.evaluate([posterior, posterior], test)
-    with pytest.raises(DataError, match="the n loader: expected an iterable of batches"):
-        mola.evaluate(posterior, test, ood={"n": inputs})
-
-
-def test_errors_name_the_predictor_and_the_data(posterior):
-    inputs, labels = table(20, 6)
-    test = [(inputs, labels)]
-    with pytest.raises(DataError, match=r"^predictor 'a' on the test loader: probabilities must lie between 0 and 1"):
-        mola.evaluate({"a": network()}, test)
-    with pytest.raises(DataError, match=r"^predictor 'a' on the n loader: batch 0 of the n loader, networks\[0\].*NaN"):
-        mola.evaluate({"a": posterior}, test, ood={"n": [inputs * torch.nan]})
+@pytest.mark.parametrize(
+    ("error", "words", "test", "options"),
+    [
+        (DataError, "test loader has no labels", [INPUTS], {}),
+        (DataError, "test loader is empty", [], {}),
+        (DataError, "blur loader: labels must lie", None, {"shifted": {"blur": [(INPUTS, LABELS + 4)]}}),
+        (DataError, "far loader: expected an iterable", None, {"ood": {"far": INPUTS}}),
+        (DataError, r"^predictor 'a' on the n loader: batch 0 .*NaN", None, {"ood": {"n": [INPUTS * math.nan]}}),
+        (DataError, r"^predictor 'a' on the test .*between 0 and 1", None, {"predictors": {"a": network()}}),
+        (OptionError, "different name", None, {"shifted": {"test": []}}),
+        (OptionError, "different name", None, {"shifted": {"a": []}, "ood": {"a": []}}),
+        (OptionError, "at least one predictor", None, {"predictors": {}}),
+        (OptionError, "predictors: .*got list", None, {"predictors": [network()]}),
+        (OptionError, r"ood: .*\{'noise': loader\}, got Tensor", None, {"ood": INPUTS}),
+        (OptionError, "shifted: .*got DataLoader", None, {"shifted": torch.utils.data.DataLoader(INPUTS)}),
+    ],
+)
+def test_wrong_use_is_refused(posterior, error, words, test, options):
+    predictors = options.get("predictors", {"a": posterior})
+    others = {name: value for name, value in options.items() if name != "predictors"}
+    with pytest.raises(error, match=words):
+        mola.evaluate(predictors, [(INPUTS, LABELS)] if test is None else test, **others)

@@ -89,22 +89,20 @@ def test_damaged_likelihoods_are_refused(tmp_path, entry, value):
 
 
 def test_wrong_use_is_refused():
-    (x, y), nets = data(), [network()]
-    ensemble = mola.ensemble(nets, likelihood="gaussian")
-    with pytest.raises(DataError, match="batch 1 of the validation loader: targets must be finite"):
-        scale_noise(ensemble, [(x, y), (x, y * math.nan)])
-    with pytest.raises(DataError, match=r"batch 0 of the validation loader: expected targets of shape \(60, 2\)"):
-        scale_noise(ensemble, [(x, y[:, 0])])
-    with pytest.raises(DataError, match="no targets"):
-        scale_noise(ensemble, [x])
-    with pytest.raises(DataError, match="exactly"):
-        scale_noise(ensemble, [(x, nets[0](x).detach())])
+    (x, y), net = data(), network()
+    ensemble = mola.ensemble(net, likelihood="gaussian")
     dense = mola.ensemble(nn.Conv2d(3, 2, 1), likelihood="gaussian")
-    with pytest.raises(OptionError, match="dense"):
-        scale_noise(dense, [(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 4, 4))])
-    with pytest.raises(OptionError, match=r"posterior\.tune"):
-        scale_noise(mola.fit(nets, [(x, y)], likelihood="gaussian", progress=False), [(x, y)])
-    with pytest.raises(OptionError, match="temperature_scaled"):
-        scale_noise(mola.ensemble(nets), [(x, y)])
+    fitted = mola.fit(net, [(x, y)], likelihood="gaussian", progress=False)
+    for error, words, predictor, loader in (
+        (DataError, "batch 1 of the validation loader: targets must be finite", ensemble, [(x, y), (x, y * math.nan)]),
+        (DataError, r"batch 0 .* shape \(60, 2\)", ensemble, [(x, y[:, 0])]),
+        (DataError, "no targets", ensemble, [x]),
+        (DataError, "exactly", ensemble, [(x, net(x).detach())]),
+        (OptionError, "dense", dense, [(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 4, 4))]),
+        (OptionError, r"posterior\.tune", fitted, [(x, y)]),
+        (OptionError, "temperature_scaled", mola.ensemble(net), [(x, y)]),
+    ):
+        with pytest.raises(error, match=words):
+            scale_noise(predictor, loader)
     with pytest.raises(OptionError, match="averages means"):
-        McDropout(nets[0], likelihood=Gaussian(heteroscedastic=True))
+        McDropout(net, likelihood=Gaussian(heteroscedastic=True))
