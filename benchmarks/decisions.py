@@ -49,13 +49,13 @@ from mola.lab.suite import DataOptions
 CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)
 SIZED = 20
-"""Splits of which set sizes are measured."""
+"""Splits in which set sizes are measured."""
 BESIDE = 100
-"""Splits for MAP and DE: how much they answer, and how large their sets are."""
+"""Splits for MAP and DE."""
 RETUNED = 10
-"""Splits on which the posterior is tuned anew."""
+"""Splits on which the posterior is tuned again."""
 SHIFTED = 10
-"""Splits whose guarantees are tried on shifted data."""
+"""Splits whose guarantees are tested on shifted data."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     """Nominal and realised error rates of answers."""
     order = known.confidence.argsort(descending=True)
     ordered = known.confidence[order]
-    # Error rate of all data above any threshold: by how many are above it.
+    # Error rate of the k most confident data, for every k.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
     drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
@@ -446,7 +446,7 @@ def main() -> int:
         parser.error("give --data and --cifar10, or --quick")
     began, wrong = time.perf_counter(), []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
-    # Cases of the same number of splits that were measured before stay.
+    # Keep earlier cases with the same number of splits.
     if record.exists("decisions") and (before := record.read("decisions"))["splits"] == options.splits:
         document["cases"] = before["cases"]
     for name in options.cases.split(","):

@@ -1,9 +1,9 @@
-"""Was the default rule chosen on some networks and confirmed on others? `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
+"""Confirm the default rule on networks that did not choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
 
-Its constants were settled on the first two groups of five networks of MNIST and CIFAR-10 and the suites' split of the test images into
-validation and test data. Here the rule is compared with temperature-scaled ensembles on these, and on the other groups with another
-split, with 1, 2, 3 and 5 networks and with 200, 500 and 2000 validation images. Activations are those of `mola bench` (`--cache`),
-computed where they are missing. Writes `benchmarks/results/default_rule.json`.
+The constants of the rule were chosen on the first two groups of five networks of MNIST and CIFAR-10, with the suites' split of the
+test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups, and on
+the other groups with another split, with 1, 2, 3 and 5 networks and 200, 500 and 2000 validation images. Activations are those of
+`mola bench` (`--cache`), computed where they are missing. Writes `benchmarks/results/default_rule.json`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
 
 
 def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut, HeldOut]:
-    """The suite's own split, or as large parts of the same images at random."""
+    """The suite's own split, or a random split of the same sizes."""
     if seed is None:
         return validation, test
     assert validation.labels is not None
@@ -60,7 +60,7 @@ def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut
 
 
 def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
-    """Of all rows."""
+    """Probabilities of all rows."""
     return torch.cat([posterior.predictive(rows).point() for rows, _ in data.chunks(4000)])
 
 

@@ -44,9 +44,9 @@ CALLS, QUICK = 10_000, 150
 FAILURES = ("wrong", "foreign", "refused", "changed")
 STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(dense.LINKS)
 UNDECIDED = 0.02
-"""Where rounding explains a relative difference of more than this, the closed form decides nothing."""
+"""Relative rounding error above which a comparison is undecided."""
 PAIRS, SLACK = 2, 30
-"""Number of perturbed closed forms, up and down, and how many times as far as these a result may be off."""
+"""Number of perturbed closed forms, up and down, and the factor by which a result may exceed their deviations."""
 
 
 class WrongError(Exception):
@@ -132,7 +132,7 @@ def draw(seed: int) -> Problem:
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
     inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
-    bias = bool(rng.random() < 0.7) and kind != "huge"  # beside features of 1e22, a constant 1 is noise
+    bias = bool(rng.random() < 0.7) and kind != "huge"  # a constant 1 next to features of 1e22 is noise
     deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
@@ -165,7 +165,7 @@ def compare(
     *,
     relative: bool = False,
 ) -> bool:
-    """Whether the closed form decides anything: not where it does not converge, leaves float64 or is ill-conditioned.
+    """Return False where the closed form is undecided: it does not converge, overflows or is ill-conditioned.
 
     Raises:
         WrongError: where the result differs from it by more than rounding explains.
@@ -300,7 +300,7 @@ def run(seed: int) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; the others count on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; later calls increment it")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} calls; writes no file")
     parser.add_argument("--case", type=int, help="run one call, and show its traceback")
     options = parser.parse_args()

@@ -56,7 +56,7 @@ class Average:
     sums: list[Tensor] = field(default_factory=list)
 
     def add(self, draws: Tensor) -> None:
-        """Take draws (S, ...) in."""
+        """Add draws (S, ...)."""
         if self.guess is None:
             self.guess = draws.mean(0)
             self.sums = [torch.zeros_like(self.guess), torch.zeros_like(self.guess)]
@@ -202,7 +202,7 @@ def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iter
                     "exact": exact,
                     "error": float(apart.max()),
                     "standard_error": float(error.flatten()[int(apart.argmax())]),
-                    # What does not vary at all is off by rounding.
+                    # Constant quantities are off by rounding only.
                     "standard_errors": float((apart / error.clamp_min(1e-13 * (1 + closed.abs()))).max()),
                     "size": float(closed.abs().max()),
                     "compared": closed.numel(),

@@ -1,8 +1,8 @@
-"""Other libraries in environments of their own.
+"""Separate environments for other libraries.
 
-laplace-torch asks for torchvision and several curvature libraries, TorchCP for graph libraries. An environment is made on the first
-use and kept in the user's cache folder: the library without its declared dependencies, and those that its import really needs;
-torchvision is not among them. mola comes from this repository's sources, so that both libraries run there in one process.
+laplace-torch requires torchvision and several curvature libraries, TorchCP requires graph libraries. An environment is created on
+first use and kept in the user's cache folder: the library without its declared dependencies, plus the packages that its import
+needs. mola is imported from this repository, so that both libraries run in one process.
 """
 
 import json
@@ -20,14 +20,14 @@ REPOSITORY = HERE.parent
 
 @dataclass(frozen=True)
 class Packages:
-    """What an environment holds."""
+    """Packages of an environment."""
 
     name: str
     peer: tuple[str, ...]
     """The libraries, installed without dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
-    """Installed without dependencies: nothing of theirs that would be added is imported."""
+    """Installed without dependencies, which are never imported."""
 
 
 LAPLACE_TORCH = Packages(
@@ -48,7 +48,7 @@ def cache_folder(packages: Packages = LAPLACE_TORCH) -> Path:
 
 
 def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
-    """The environment's interpreter, after making the environment if it is not there or was meant for other packages."""
+    """Return the environment's interpreter; create the environment if it is missing or has other packages."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     wanted = json.dumps([packages.peer, packages.needs, packages.alone, sys.version_info[:2]])
     marker = folder / "ready.json"
@@ -64,7 +64,7 @@ def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
 
 
 def run(python: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """Run a script of this folder there, and read the JSON that it prints; what it says on stderr is passed on."""
+    """Run a script of this folder in the environment and return the JSON that it prints."""
     surroundings = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
     command = [python, "-W", "ignore", HERE / script, *arguments]
     return json.loads(subprocess.run(command, env=surroundings, stdout=subprocess.PIPE, check=True).stdout)

@@ -29,7 +29,7 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def exists(name: str) -> bool:
-    """Whether this was measured before."""
+    """Return True if there is a record."""
     return (RESULTS / f"{name}.json").exists()
 
 

@@ -40,7 +40,7 @@ Work = Callable[[], Any]
 
 RULES = ("calibrated", "nll", "threshold", "brier", "ece", "distance", "outliers", "evidence")
 TURN_SECONDS = 0.1
-"""Short work is repeated within its turn: whatever ran before has filled the cache."""
+"""Short work is repeated within its turn, so that caches are warm."""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def resnet20() -> nn.Module:
 
 
 def head(inputs: int, features: int, classes: int) -> nn.Module:
-    """A last layer behind next to no network."""
+    """A last layer behind a tiny network."""
     return nn.Sequential(nn.Linear(inputs, features), nn.ReLU(), nn.Linear(features, classes))
 
 
@@ -187,7 +187,7 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
         images = load_images("cifar10", name, data).evenly(count)
         batches = zip(normalise(images.pixels).split(RESNET.batch), images.labels.split(RESNET.batch), strict=True)
         loaders.append(list(batches))
-    # Colours beside each other in memory: the same numbers, half as fast again.
+    # The memory layout in which this network is fastest.
     return network.eval().to(memory_format=torch.channels_last), loaders[0], loaders[1]
 
 
@@ -319,7 +319,7 @@ class PeerLoader(list):
     ) -> None:
         inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
         if judge is not None:
-            with torch.no_grad():  # as of an overconfident network: the best prior precision is inside the grid
+            with torch.no_grad():  # labels of an overconfident network: the best prior precision is inside the grid
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         super().__init__(zip(inputs.split(size), labels.split(size), strict=True))
         self.dataset, self.batch_size = torch.utils.data.TensorDataset(inputs, labels), size
@@ -354,7 +354,7 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
             for name, backend in backends.items():
                 try:
                     peer(model, structure, backend).fit(PeerLoader(64, classes))
-                except Exception as error:  # whatever a backend of another library trips over
+                except Exception as error:  # any error of another library's backend
                     print(f"{structure} with {name}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
                     continue
                 theirs = lambda backend=backend, structure=structure: peer(model, structure, backend).fit(loader)  # noqa: E731
