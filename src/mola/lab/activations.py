@@ -31,7 +31,7 @@ from mola.saving.weights import load_weights
 Progress = Callable[[str, float], None]
 
 SLICE = 1024
-"""Data in a file, for sets that can be read from any place: an interrupted run loses at most so many."""
+"""Data in a file, for sets that can be read from any place: an interrupted run loses no more."""
 
 LOADED = 8
 """Networks in memory at once, for sets in slices."""

@@ -38,12 +38,12 @@ class BenchConfig:
     network: str | None = None
     options: DataOptions = field(default_factory=DataOptions)
     train: bool = False
-    """Whether to train missing networks."""
+    """Train missing networks."""
     device: str = "cpu"
     stream: bool = False
-    """Whether training data are summed as they are read, instead of storing their activations."""
+    """Sum training data as they are read, instead of storing their activations."""
     fresh: bool = False
-    """Whether to replace all records."""
+    """Replace all records."""
     swag: str = ""
     """Changes to the suite's budget of SWAG, such as "snapshots=12"."""
     mimo: str = ""

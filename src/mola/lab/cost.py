@@ -6,10 +6,11 @@ import copy
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,49 +26,34 @@ from mola.lab.training.swag import fit_swag, sgd_epoch
 REPEATS = 5
 
 FEWER = 16
-"""Methods that draw many networks for each prediction are measured on so many times fewer images, and extended."""
+"""Factor by which methods that draw many networks for each prediction are measured on fewer images."""
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 
 
-class _Predictor(Protocol):
-    def __call__(self, inputs: Any, /) -> Any: ...
-
-    def save(self, directory: str, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class _Work:
-    # A part of a fit, done `times` times, and measured on a loader and on half of it.
-    do: Callable[[Loader], object]
+    # A part of a fit: on a loader, done several times.
+    run: Callable[[Loader], object]
     loader: Loader
     times: int = 1
-    whole: list[float] = field(default_factory=list)
-    half: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
-        self.whole.append(_seconds(partial(self.do, self.loader)))
-        self.half.append(_seconds(partial(self.do, _half(self.loader))))
-
-    def seconds(self, count: int) -> float:
-        """Return the time on `count` data, along the line through both medians: fixed costs are not multiplied."""
-        whole, half = statistics.median(self.whole), statistics.median(self.half)
+    def extended(self, whole: float, half: float, count: int) -> float:
+        # The time on `count` data, from the times on the loader and on half of it, along a line: fixed costs are not multiplied.
         more, fewer = _count(self.loader), _count(_half(self.loader))
         if more == fewer:
             return self.times * whole * count / more
-        # Medians before the line: the noise of one measurement is multiplied by count / more.
         return self.times * (whole + max(0.0, whole - half) / (more - fewer) * (count - more))
 
 
 @dataclass(frozen=True)
-class _Entry:
-    # A method: the work to fit it, its predictor, and the networks that are kept besides the predictor's files.
+class _Method:
+    # The networks are kept besides the predictor's files.
     name: str
-    predict: _Predictor
+    predictor: Any
     networks: Sequence[nn.Module]
+    test: Loader
     fit: Sequence[_Work] = ()
-    test: Loader = ()
-    seconds: list[float] = field(default_factory=list)
 
 
 def measure_cost(
@@ -83,46 +69,45 @@ def measure_cost(
     """Measure time and memory of all methods on real networks, the whole forward passes included.
 
     Repeats are interleaved, so that all methods share the conditions of a busy machine; medians are reported, of CPU time with one
-    thread. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each a pass
-    over all training images.
+    thread. Methods are fitted on the first `images` training images and on half of them, and the time is extended to all along a
+    straight line. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
+    a pass over all training images; without a budget, SWAG and MIMO are left out.
 
     Denormal numbers are flushed to zero meanwhile: they slow a processor down many times, and weight decay leaves thousands in some
     networks, but none in SWAG's draws from these.
-
-    Args:
-        networks: K trained networks.
-        train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line.
-        test: data to predict; the first `images`.
-        budget: budget of SWAG and MIMO; None leaves these out.
-        progress: called with the current step and the share of the work that is done.
-        images: number of images of each set.
-        repeats: number of measurements.
 
     Returns:
         The document for `cost.json`.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
+    times: dict[tuple[str, int | str], list[float]] = defaultdict(list)
     flushed = torch.set_flush_denormal(True)
     try:
-        entries = _entries([network.load() for network in networks], fitting, testing, short, budget)
+        methods = _methods([network.load() for network in networks], fitting, testing, short, budget)
         for repeat in range(repeats):
-            for index, entry in enumerate(entries):
-                progress(f"cost of {entry.name}", (repeat + index / len(entries)) / repeats)
-                for work in entry.fit:
-                    work.measure()
-                seconds = _seconds(partial(_predict, entry.predict, entry.test))
-                entry.seconds.append(seconds * _count(testing) / _count(entry.test))
+            for index, method in enumerate(methods):
+                progress(f"cost of {method.name}", (repeat + index / len(methods)) / repeats)
+                for part, work in enumerate(method.fit):
+                    times[method.name, part].append(_seconds(partial(work.run, work.loader)))
+                    times[method.name, f"half of {part}"].append(_seconds(partial(work.run, _half(work.loader))))
+                times[method.name, "predict"].append(_seconds(partial(_predict, method.predictor, method.test)))
     finally:
         torch.set_flush_denormal(False)
+    # Medians before the line: it multiplies the noise of one measurement.
+    median = {key: statistics.median(values) for key, values in times.items()}
     rows = [
         {
-            "method": entry.name,
-            "fit_seconds": sum(work.seconds(train.count) for work in entry.fit) if entry.fit else None,
-            "predict_seconds": statistics.median(entry.seconds),
-            "bytes": _bytes(entry),
+            "method": method.name,
+            "fit_seconds": sum(
+                work.extended(median[method.name, part], median[method.name, f"half of {part}"], train.count)
+                for part, work in enumerate(method.fit)
+            )
+            or None,
+            "predict_seconds": median[method.name, "predict"] * _count(testing) / _count(method.test),
+            "bytes": _bytes(method),
         }
-        for entry in entries
+        for method in methods
     ]
     settings = {
         "components": len(networks),
@@ -141,54 +126,39 @@ def measure_cost(
     return {"settings": settings | made, "rows": rows, "environment": environment()}
 
 
-def _entries(
+def _methods(
     models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget | None
-) -> list[_Entry]:
-    def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Entry:
+) -> list[_Method]:
+    def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Method:
         def fit(batches: Loader) -> mola.MoLA:
             return mola.fit(given, batches, progress=False, **options)
 
-        return _Entry(name, fit(fitting), given, [_Work(fit, fitting)], testing)
-
-    def by_distance(entry: _Entry) -> _Entry:
-        assert isinstance(entry.predict, mola.MoLA)
-        predict = entry.predict.with_distance_exponent(1.0)  # any exponent costs the same
-        return replace(entry, name=f"{entry.name} (distance)", predict=predict, seconds=[])
+        return _Method(name, fit(fitting), given, testing, [_Work(fit, fitting)])
 
     laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
-    entries = [
-        _Entry("MAP", mola.ensemble(models[:1]), models[:1], test=testing),
-        _Entry("DE", mola.ensemble(models), models, test=testing),
+    methods = [
+        _Method("MAP", mola.ensemble(models[:1]), models[:1], testing),
+        _Method("DE", mola.ensemble(models), models, testing),
         *laplace,
-        *(by_distance(entry) for entry in laplace),
+        *(
+            # Any exponent costs the same.
+            replace(one, name=f"{one.name} (distance)", predictor=one.predictor.with_distance_exponent(1.0))
+            for one in laplace
+        ),
     ]
     if budget is None:
-        return entries
-    swag = budget.swag
+        return methods
+    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training costs more than predicting
     # SWAGs of the real size from few tiny steps: their predictions take as long, and activations stay finite.
-    swags = [
-        fit_swag(
-            model,
-            fitting[:1],
-            learning_rate=1e-9,
-            epochs=swag.snapshots,
-            rank=swag.snapshots,
-            samples=swag.samples,
-            progress=False,
-        )
-        for model in models
-    ]
+    options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
+    swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
+    work = [_swag_work(model, part, budget.swag) for model in models]
     mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
-
-    def walked(name: str, predictor: _Predictor, given: Sequence[nn.Module]) -> _Entry:
-        part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
-        return _Entry(name, predictor, (), [work for model in given for work in _swag_work(model, part, swag)], short)
-
     return [
-        *entries,
-        walked("SWAG", swags[0], models[:1]),
-        walked("MultiSWAG", MultiSwag(swags), models),
-        _Entry("MIMO", mimo, (), test=testing),
+        *methods,
+        _Method("SWAG", swags[0], (), short, work[0]),
+        _Method("MultiSWAG", MultiSwag(swags), (), short, [one for some in work for one in some]),
+        _Method("MIMO", mimo, (), testing),
         fitted("MIMO-MoLA", mimo.networks, structure="full"),
     ]
 
@@ -228,18 +198,18 @@ def _seconds(work: Callable[[], object]) -> float:
     return clock() - start
 
 
-def _predict(predictor: _Predictor, batches: Loader) -> None:
+def _predict(predictor: Any, batches: Loader) -> None:
     with torch.no_grad():
         for inputs, _ in batches:
             predictor(inputs)
 
 
-def _bytes(entry: _Entry) -> int:
+def _bytes(method: _Method) -> int:
     # Heads may share a trunk, which is counted once.
-    tensors = {id(one): one for network in entry.networks for one in (*network.parameters(), *network.buffers())}
+    tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if isinstance(entry.predict, mola.MoLA) and entry.predict.structure is None:
+    if isinstance(method.predictor, mola.MoLA) and method.predictor.structure is None:
         return networks
     with tempfile.TemporaryDirectory() as folder:
-        path = entry.predict.save(folder)
+        path = method.predictor.save(folder)
         return networks + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -38,7 +38,7 @@ def are_names(text: str) -> bool:
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open networks by their names, as in the table above, separated by commas; those of libraries have so many classes."""
+    """Open networks by their names, as in the table above, separated by commas; those of libraries get `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")

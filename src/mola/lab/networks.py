@@ -99,7 +99,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # How `mola train` made a file; None if it comes from elsewhere.
+    # The options of `mola train` in a file; None if the file comes from elsewhere.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None

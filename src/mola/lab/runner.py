@@ -59,7 +59,7 @@ class Plan:
     folds: tuple[dict[str, Source], ...] = ()
     """The sets of each run, where runs share their networks and differ in their data; `sources` are those of the first."""
     stream: bool = False
-    """Whether training data are summed as they are read, instead of storing their activations."""
+    """Sum training data as they are read, instead of storing their activations."""
     notes: tuple[str, ...] = ()
     """Notes besides the suite's own."""
 

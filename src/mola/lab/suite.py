@@ -96,13 +96,13 @@ class Source:
     role: Role
     count: int
     checksum: str
-    """Of the data and of their processing: two sources with the same checksum give the same batches."""
+    """Checksum of the data and their processing: two sources with the same checksum give the same batches."""
     open: Callable[[], Batches]
     """Returns batches of (inputs, labels), in the same order every time."""
     show: Callable[[int], Tensor] | None
     """Returns the first images as bytes (n, channels, height, width); None where the data are not images."""
     level: float = 0.0
-    """How far the data are shifted."""
+    """Level of the shift; 0 for data that are not shifted."""
     labels: tuple[int, ...] = ()
     """Labels of the first images; none for outliers."""
     types: tuple[str, ...] = ()
@@ -132,24 +132,24 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """At most so many training images, evenly spaced; None is all."""
+    """Largest number of training images, evenly spaced; None is all."""
     outliers: int | None = None
-    """At most so many of each outlier set."""
+    """Largest number of images of each outlier set."""
     test: int | None = None
-    """At most so many test images, shifted or not."""
+    """Largest number of test images, shifted or not."""
     download: bool = False
     normalisation: str | None = None
     """Name of the inputs' normalisation, in distribution and out of it; None is the suite's."""
     corruptions: str = "paper"
     """"paper" is the paper's 16 types, "all" the published 19."""
     shifted: int | None = None
-    """At most so many images of each shifted test set."""
+    """Largest number of images of each shifted test set."""
     image_size: int | None = None
     """Pixels of the side of images from folders; None is the suite's."""
     types: tuple[str, ...] = ()
     """Corruptions to shift test sets by, where there is a choice; none is the suite's."""
     cross_fit: bool = False
-    """Whether to divide the labelled images into folds instead of reading training data."""
+    """Divide the labelled images into folds instead of reading training data."""
     conventions: str = "consistent"
     """"consistent" normalises outliers like the training data, as a deployed network would; "authors" follows the paper's
     scripts: statistics of each set, and EMNIST's digits, untransposed, instead of its letters."""
@@ -222,7 +222,7 @@ class Suite:
     cost_images: int = 2000
     """Images on which the cost of methods is measured, and extended to all."""
     cost_of_training: bool = True
-    """Whether the cost of methods that train (SWAG, MIMO) is measured."""
+    """Measure the cost of methods that train (SWAG, MIMO), too."""
 
     @property
     def outputs(self) -> int:

@@ -66,13 +66,13 @@ IMAGENET_PARAMETERS: Mapping[str, Table] = MappingProxyType(
         "saturate": ((0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
     }
 )
-"""Of ImageNet-C (Hendrycks and Dietterich, 2019), for the corruptions whose parameters alone differ from CIFAR-10-C's: lengths
+"""Parameters of ImageNet-C (Hendrycks and Dietterich, 2019), for corruptions that differ from CIFAR-10-C's in nothing else: lengths
 in pixels of an image of 224 x 224."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
-"""Images are worked on in pieces of so many places (256 images of 32 x 32), to bound the memory."""
+"""Pixels of a piece (256 images of 32 x 32): images are corrupted in pieces, to bound the memory."""
 
 
 def corrupt(

@@ -117,7 +117,7 @@ def elastic_transform(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def _sources(jitter: Floats, columns: Floats, rows: Floats) -> tuple[Floats, Floats]:
-    # Where each pixel of the result comes from, (n, side, side) across and down. The affine map takes three points p to
+    # Source of each pixel of the result, (n, side, side) across and down. The affine map takes three points p to
     # p + jitter (n, 3, 2); the result at q is the image at its inverse.
     side = rows.shape[-1]
     centre, reach = side // 2, side // 3

@@ -1,4 +1,4 @@
-"""What the corruptions are made of: pixels as values from 0 to 1, random numbers per image, linear filters.
+"""Parts of the corruptions: pixels as values from 0 to 1, random numbers per image, linear filters.
 
 Random numbers belong to an image, not to its batch. Filters have the borders of the image programs they come from: a filter along
 one axis is a small matrix (side x side) that includes its border, so a separable filter is two matrix products for a
@@ -68,12 +68,12 @@ class Streams:
             yield np.random.Generator(np.random.Philox(key=self.key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
-        """What `one` draws for each image, stacked; every call starts the streams anew."""
+        """Stack the draws of `one` for each image; every call starts the streams anew."""
         return np.stack([one(generator) for generator in self])
 
 
 Border = Literal["nearest", "reflect", "mirror"]
-"""What lies outside a b c d: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
+"""Extensions of a b c d beyond its ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
 
 
 def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:

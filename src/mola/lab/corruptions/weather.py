@@ -272,7 +272,7 @@ def spatter(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    # How strongly the light shows in drops (n, side, side), at most 1 in each image.
+    # Strength of the light in drops (n, side, side), at most 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
     # Truncated: a mean that is a whole number must not fall below itself by rounding.

@@ -1,1 +1,1 @@
-"""Data sets as tensors: labelled images, their shifts, and what lies outside them."""
+"""Data sets as tensors: labelled images, their shifts, and outliers."""

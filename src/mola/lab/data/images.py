@@ -56,7 +56,7 @@ def even_places(total: int, count: int) -> Tensor:
 
 
 def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:
-    """Divide a test set at random into so many images to tune on and images to report on, as the paper's experiments do."""
+    """Divide a test set at random into `validation` images to tune on and images to report on, as the paper's experiments do."""
     if not 0 < validation < len(images):
         raise OptionError(
             f"validation must be between 1 and {len(images) - 1} of {len(images)} images, got {validation}."

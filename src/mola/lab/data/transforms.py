@@ -15,7 +15,7 @@ ANGLES = tuple(range(0, 181, 15))
 """Degrees of the paper's rotated MNIST."""
 
 FRACTION_BITS = 16
-"""Of the fixed-point numbers in which Pillow computes places."""
+"""Fraction bits of the fixed-point numbers in which Pillow computes coordinates."""
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:

@@ -53,7 +53,7 @@ def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
 def _sources(options: DataOptions) -> dict[str, Source]:
     parts = _read(options)
     outside = parts["oos_val"]
-    # Of no class: only rejections are counted.
+    # Requests out of scope have no class: only rejections are counted.
     unknown = Labelled(outside.inputs, torch.zeros_like(outside.labels))
     return {
         "train": _source("train", "CLINC150 train", "train", parts["train"]),

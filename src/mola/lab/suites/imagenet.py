@@ -41,7 +41,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Of the labelled images that are not for training: 2000 of 10,000 elsewhere, 10,000 of 50,000 here."""
+"""Share of the validation images to tune on: 2000 of 10,000 in the other suites, 10,000 of 50,000 here."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[int, ...]] = {"train": (0, 1), "validation": (2,), "test": (3, 4)}

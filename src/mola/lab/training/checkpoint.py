@@ -30,13 +30,13 @@ class DivergedError(DataError):
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """Where a training is kept, and what identifies it."""
+    """The checkpoint folder of a training."""
 
     folder: Path
     kind: str
-    """Of training, such as "swag-checkpoint"."""
+    """Kind of training, such as "swag-checkpoint"."""
     identity: Mapping[str, Any]
-    """JSON: the checkpoint of another training is refused."""
+    """JSON values; a checkpoint with other values is refused."""
 
     def save(
         self,

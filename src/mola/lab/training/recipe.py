@@ -58,7 +58,7 @@ class Recipe:
     drops: tuple[float, ...] = ()
     """For "steps": the shares of the epochs after which the learning rate falls."""
     augment: bool = False
-    """Whether images are flipped at random and shifted by up to 4 pixels."""
+    """Flip images at random and shift them by up to 4 pixels."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:

@@ -243,7 +243,7 @@ def _statistics(
         with torch.no_grad():
             for name, tensor in draw(moments, seed, index, scale).items():
                 parameters[name].copy_(tensor)
-        # Of the parameters alone: the pass overwrites the statistics.
+        # A checksum of the parameters alone: the pass overwrites the statistics.
         drawn = state_checksum(nn.ParameterList(parameters.values()))
         identity = {"seed": seed, "scale": scale, "draw": drawn}
         folder = None if checkpoint is None else checkpoint / "draws" / str(index)

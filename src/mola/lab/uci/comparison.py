@@ -43,7 +43,7 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""One of so many training rows is held out."""
+"""One in ten training rows is held out."""
 
 STRUCTURE = "kron-exact"
 """For one output and constant noise, the exact posterior of the last layer."""
