@@ -19,7 +19,7 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """What one pass over the training data leaves of a network's last layer."""
+    """The Laplace approximation of a last layer without its prior: the result of one pass over the training data."""
 
     structure: Structure
     sums: Sums
@@ -31,13 +31,13 @@ class LastLayer:
 
     @staticmethod
     def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
-        """Solve the eigenproblems of the sums. `weights` (C, P) are those of all outputs."""
+        """Solve the eigenproblems of the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
         curvature = structure.solve(likelihood.with_noise(sums))
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
 
     def to(self, device: torch.device) -> LastLayer:
-        """The same on another device."""
+        """Move to another device."""
         distance = None if self.distance is None else self.distance.to(device)
         return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
 
@@ -69,11 +69,11 @@ class Component(nn.Module):
         self.prior_precision: float = check_precision(prior_precision)
 
     def at(self, prior_precision: float) -> Component:
-        """The same network at another prior precision."""
+        """Return the same network at another prior precision."""
         return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
 
     def noise_scaled(self, factor: float) -> Component:
-        """The same regression network with its noise multiplied by a factor."""
+        """Return the same regression network with its noise multiplied by a factor."""
         layer, likelihood = self.layer, self.likelihood
         if layer is None or factor == 1:
             return self
@@ -83,7 +83,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """The same network and sums under a likelihood with other settings, such as another noise."""
+        """Return the same network and sums under a likelihood with other settings, such as another noise."""
         layer = self.layer
         if layer is not None:
             curvature = layer.structure.solve(likelihood.with_noise(layer.sums))
@@ -91,20 +91,20 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """The last layer on a device: the owner of the network may have moved it."""
+        """Move the last layer to a device and return it: the user may have moved the network."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer
 
     def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
-        """How the logits spread at features (n, P); None without a Laplace approximation."""
+        """Return the spread of the logits at features (n, P); None without a Laplace approximation."""
         layer = self.on(phi.device)
         if layer is None:
             return None
         return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
 
     def require_layer(self, what: str) -> LastLayer:
-        """The Laplace approximation, or `OptionError` naming what it is needed for."""
+        """Return the Laplace approximation, or raise `OptionError` naming what needs it."""
         if self.layer is None:
             raise OptionError(
                 f"{what} needs a Laplace approximation, and a plain ensemble has none. Use mola.fit(networks, train_loader)."
@@ -126,7 +126,7 @@ class Component(nn.Module):
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` components, from one for all or one for each."""
+    """Return one value for each of `count` components, from one for all or one for each."""
     single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)

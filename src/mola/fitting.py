@@ -48,11 +48,11 @@ Logits: TypeAlias = "Callable[[Any], Tensor]"
 def as_networks(
     networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
 ) -> list[nn.Module]:
-    """One network or several as a list, without the wrapper of torch.compile; `OptionError` for anything else.
+    """Return one network or several as a list, without the wrapper of torch.compile; warn of the same network twice.
 
     Args:
         networks: one or several.
-        logits: picks the logits from a network's output, one for all networks or one for each; None takes it as it is.
+        logits: picks the logits from a network's output, one for all networks or one for each; None: the output is the logits.
     """
     given: list[Any]
     if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
@@ -135,12 +135,12 @@ def fit(
         head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
         logits: picks the logits from the output of a network that returns more, such as `lambda output: output[0]`; one
             function for all networks or one for each. Pass it to `mola.load` again.
-        distances: whether to sum what the distance from the training classes needs: C x P and P x P numbers for each network.
-        positions: of dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average"
+        distances: sum C x P and P x P numbers for each network, for the distance from the training classes.
+        positions: for dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average"
             counts each input as one datum, and a number draws that many positions of each input.
         ignore_index: label of positions that are left out.
         team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
-        checkpoint: folder for the sums so far: an interrupted fit goes on from there when it is called again. Removed at the end.
+        checkpoint: folder for the sums so far: calling an interrupted fit again continues from there. Removed at the end.
         checkpoint_every: batches between two checkpoints.
         progress: show a progress bar on stderr, if that is a terminal.
 
@@ -278,7 +278,7 @@ def _find_heads(
 
 
 def sum_over_processes(own: Sums, team: Team) -> Sums:
-    """The sums over the data of all processes."""
+    """Add up the sums of all processes."""
     if team.size == 1:
         return own
     # A rank without data has no sums, and takes the shapes from the others.
@@ -314,7 +314,7 @@ def ensemble(
     likelihood: str | Likelihood = "categorical",
     logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
-    """The deep ensemble of trained networks, or the plain (MAP) prediction of one network: no data needed.
+    """Make the deep ensemble of trained networks, or the plain (MAP) prediction of one network, without any data.
 
     Args:
         networks: one trained network, or K of them.

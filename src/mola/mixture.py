@@ -27,7 +27,7 @@ class Predictor(Protocol):
     """Anything that maps a batch of inputs to probabilities (n, C)."""
 
     def __call__(self, inputs: Any, /) -> Any:
-        """Probabilities (n, C)."""
+        """Return probabilities (n, C)."""
 
 
 class Mixture(nn.Module):
@@ -62,7 +62,7 @@ class Mixture(nn.Module):
         """The meaning of the predictions."""
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Probabilities (n, C), or means (n, D); the generator is for members that draw."""
+        """Return probabilities (n, C), or means (n, D); the generator is for members that draw."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
@@ -84,7 +84,7 @@ class Mixture(nn.Module):
         return members
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """The prediction of one batch; `place` is its name in messages."""
+        """Predict one batch; `place` is its name in messages."""
         if isinstance(self.likelihood, Gaussian):
             return self._predict_regression(self.likelihood, inputs, seed, place)
         assert isinstance(self.likelihood, ClassificationLikelihood)
@@ -133,7 +133,7 @@ class Mixture(nn.Module):
         progress: bool = False,
         team: Team | None = None,
     ) -> Any:
-        """Probabilities and uncertainty of one batch, or of all batches of a loader.
+        """Predict probabilities and uncertainty for one batch, or for all batches of a loader.
 
         Args:
             inputs: one batch (a tensor, a tuple of positional or a mapping of keyword arguments of the networks), or an iterable of
@@ -157,7 +157,7 @@ class Mixture(nn.Module):
         return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Probabilities (n, C) as a NumPy array, of a NumPy array or anything that `predict` takes."""
+        """Return probabilities (n, C) as a NumPy array, for a NumPy array or anything that `predict` takes."""
         if not self.likelihood.classification:
             raise OptionError(
                 "a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob."

@@ -23,7 +23,7 @@ SOBOL_DIMENSIONS = 4096
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Where float64 tensors that belong to a device are kept: on the CPU if the device has no float64."""
+    """Return the device of float64 tensors that belong to a device: the CPU if it has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -33,15 +33,15 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
-    """Draws on the CPU in float64, so that they are the same on every device."""
+    """Draw on the CPU in float64, so that draws are the same on every device."""
     if isinstance(generator, np.random.Generator):
         return torch.from_numpy(generator.standard_normal(tuple(shape)))
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-@lru_cache(maxsize=32)  # every batch has the same draws, and a trace takes those of an earlier run as constants
+@lru_cache(maxsize=32)  # every batch has the same draws, and a trace takes the draws of an earlier run as constants
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
-    """Standard normals (count, size) that fill space more evenly than random ones: a scrambled Sobol sequence.
+    """Draw standard normals (count, size) that fill space more evenly than random draws: a scrambled Sobol sequence.
 
     A mean over them has the same expectation as over random ones, and a smaller error where few dimensions matter. `count` is a power
     of two.

@@ -13,14 +13,14 @@ Kind = TypeVar("Kind")
 
 
 def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
-    """The object of that name with its default settings, or the object itself; `OptionError` for anything else."""
+    """Return the object of that name with its default settings, or the object itself; `OptionError` for anything else."""
     if isinstance(value, kind):
         return value
     return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """The name itself if it is known; `OptionError` with the known names, and `otherwise`, for anything else."""
+    """Return the name if it is known; `OptionError` with the known names, and `otherwise`, for anything else."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
@@ -29,13 +29,13 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """The known name that is spelt most alike, as a question after a message; nothing if none is."""
+    """Return a question after a message, with the known name of the closest spelling; "" if none is close."""
     near = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """A number with its noun, "1 network" or "3 networks"; `many` where it is not formed with an s."""
+    """Return a number with its noun, "1 network" or "3 networks"; `many` is an irregular plural."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -45,7 +45,7 @@ def is_real(value: object) -> bool:
 
 
 def whole_number(value: object, argument: str, least: int = 1) -> int:
-    """The value as an `int`; `OptionError` unless it is a whole number, also of NumPy, of at least `least`."""
+    """Return the value as an `int`; `OptionError` unless it is a whole number, also of NumPy, of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

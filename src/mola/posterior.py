@@ -85,7 +85,7 @@ class MoLA(Mixture):
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
         """The trained networks."""
         self.likelihoods: tuple[Likelihood, ...] = tuple(component.likelihood for component in components)
-        """Of each component: the noise of a regression may differ."""
+        """Likelihood of each component: the noise of a regression may differ."""
         self.link: Link = as_link(link, self.likelihood)
         self.weighting: str = weighting if isinstance(weighting, str) else "given"
         self.tuning: Tuning | None = tuning
@@ -103,7 +103,7 @@ class MoLA(Mixture):
 
     @property
     def prior_precision(self) -> tuple[float, ...]:
-        """Of each component."""
+        """Prior precision of each component."""
         return tuple(component.prior_precision for component in self.components)
 
     @property
@@ -129,12 +129,12 @@ class MoLA(Mixture):
 
     @property
     def has_distances(self) -> bool:
-        """Whether distances from the training classes are known."""
+        """True if distances from the training classes are known."""
         return all(one.layer is not None and one.layer.distance is not None for one in self.components)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the networks have dense outputs: one for each pixel or token."""
+        """True if the networks have dense outputs: one for each pixel or token."""
         head = self.components[0].head
         return head is not None and head.dense_axes > 0
 
@@ -152,7 +152,7 @@ class MoLA(Mixture):
         return torch.stack(rows)
 
     def why_no_distances(self) -> str:
-        """Why there are no distances from the training data, for messages."""
+        """Explain why there are no distances from the training data."""
         if self.components[0].layer is None:
             return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
         return "this posterior was fitted with distances=False. Fit again with distances=True to use the distance."
@@ -188,7 +188,7 @@ class MoLA(Mixture):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Probabilities (n, C) of one batch, or means (n, D) of a regression.
+        """Return probabilities (n, C) of one batch, or means (n, D) of a regression.
 
         Args:
             inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
@@ -234,14 +234,14 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """What temperature and distance divide each network's logits by, with these settings or with those of candidates."""
+        """Return the divisor of each network's logits by temperature and distance, for this posterior or for candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """The components at rows that the networks have computed already, with these settings or with those of candidates."""
+        """Return the components at rows that the networks have computed already, for this posterior or for candidates."""
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:
@@ -256,11 +256,11 @@ class MoLA(Mixture):
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """The predictive distribution of rows that the networks have computed already."""
+        """Return the predictive distribution at rows that the networks have computed already."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """The prediction of one batch; fields are computed when they are first read. `place` is the batch's name in messages."""
+        """Predict one batch; `place` is its name in messages."""
         with located(place):
             captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
@@ -273,7 +273,7 @@ class MoLA(Mixture):
         return self.make_prediction(kept, seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """What `predict` returns for inputs that the networks have processed already.
+        """Predict inputs that the networks have processed already, as `predict` does.
 
         Args:
             features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
@@ -285,7 +285,7 @@ class MoLA(Mixture):
             return self.make_prediction(kept)
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
-        """The prediction from captured passes, which it keeps: all but probabilities or means are computed when first read."""
+        """Predict from captured passes, which are kept: all fields but probabilities or means are computed when first read."""
 
         def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
             return lambda: self._by_rows(captured, compute, dtype)
@@ -316,13 +316,13 @@ class MoLA(Mixture):
         return prediction_type(self.likelihood)(fields, **shared)
 
     def logit_variance(self, rows: Rows) -> Tensor:
-        """Variances (K, n, C) of the logits, unscaled."""
+        """Return variances (K, n, C) of the logits, unscaled."""
         spreads = [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
         pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
-        """Mutual information (n,) between label and weights; (n, C) for multi-label data."""
+        """Return the mutual information (n,) between label and weights; (n, C) for multi-label data."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         probs, (means, spreads) = self.predictive(rows, seed).point(), self.members(rows).scaled()
@@ -338,7 +338,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score: the best one that is known."""
+        """Name of the outlier score: the best that is available."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -382,7 +382,7 @@ class MoLA(Mixture):
     # --- new posteriors from this one -------------------------------------------------------------------------------
 
     def with_parts(self, **changes: Any) -> Self:
-        """The same mixture with other arguments of the constructor; the description of a tuning is left out unless given."""
+        """Return the same mixture with other arguments of the constructor; `tuning` is None unless given."""
         parts: dict[str, Any] = {
             "components": self.components,
             "link": self.link,
@@ -392,7 +392,7 @@ class MoLA(Mixture):
         return type(self)(**(parts | changes))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
-        """The same mixture at another prior precision: one number, or one for each component."""
+        """Return the same mixture at another prior precision: one number, or one for each component."""
         for component in self.components:
             component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
@@ -400,31 +400,31 @@ class MoLA(Mixture):
         return self.with_parts(components=moved)
 
     def with_temperature(self, temperature: float) -> Self:
-        """The same mixture with another temperature, which divides all logits: below 1 sharpens."""
+        """Return the same mixture with another temperature, which divides all logits: below 1 sharpens."""
         return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
-        """The same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
+        """Return the same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
         return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
-        """The same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
+        """Return the same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
-        """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
+        """Return the same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
         return self.with_parts(weights=weights)
 
     def with_link(self, link: str | Link) -> Self:
-        """The same mixture with another link."""
+        """Return the same mixture with another link."""
         return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """The same regression with another noise, which rules then leave as it is.
+        """Return the same regression with another noise, which rules then leave unchanged.
 
         Args:
-            noise: standard deviation in the targets' units: one number, one for each output, or (K, D), one for each component, too. A
+            noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. A
                 factor for heteroscedastic networks.
         """
         if not isinstance(self.likelihood, Gaussian):
@@ -455,7 +455,7 @@ class MoLA(Mixture):
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
-        """Run the networks once over a loader and keep what tuning needs; what was read before is returned as it is."""
+        """Run the networks once over a loader and keep what tuning needs; a `HeldOut` is returned unchanged."""
         if isinstance(loader, HeldOut):
             if labelled and loader.labels is None:
                 raise DataError(f"the {where} was read without labels. Read batches of (inputs, labels).")
@@ -505,7 +505,7 @@ class MoLA(Mixture):
         return start.tuned(tuning)
 
     def tuned(self, tuning: Tuning) -> Self:
-        """The same mixture with what a rule chose."""
+        """Return the same mixture with what a rule chose."""
         moved = self.with_prior_precision(tuning.prior_precision)
         components = moved.components
         if tuning.noise_factors:
@@ -521,7 +521,7 @@ class MoLA(Mixture):
         return moved.with_parts(components=components, scaling=scaling, tuning=tuning)
 
     def reference_on(self, data: HeldOut) -> Reference:
-        """Distances, norms and outlier scores that are usual on validation data."""
+        """Measure the usual distances, norms and outlier scores on validation data."""
         reference = data.feature_scales(
             [layer.distance for one in self.components if (layer := one.on(torch.device("cpu")))]
         )
@@ -535,7 +535,7 @@ class MoLA(Mixture):
         return data.with_scores(reference, torch.cat(parts) if parts else None)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
-        """Stacking: weights that maximise the mixture's log-likelihood on validation data.
+        """Choose weights by stacking: maximise the mixture's log-likelihood on validation data.
 
         With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is
         then not concave in the weights: predictions and weights are updated in turn, from these weights and from uniform ones, and the
@@ -544,7 +544,7 @@ class MoLA(Mixture):
         Args:
             val_loader: validation data with labels, read once.
             progress: show a progress bar on stderr, if that is a terminal.
-            team: processes that do it together, each with its own shard.
+            team: processes that reweight together, each with its own shard.
         """
         with torch.no_grad():
             data = self.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
@@ -585,7 +585,7 @@ class MoLA(Mixture):
         return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
 
     def log_evidence(self) -> Tensor:
-        """Log marginal likelihoods (K,) of the training labels, one for each component."""
+        """Return the log marginal likelihood (K,) of the training labels for each component."""
         with torch.no_grad():
             values = [
                 one.log_evidence(torch.tensor(one.prior_precision, dtype=torch.float64, device="cpu"))
@@ -617,7 +617,7 @@ class MoLA(Mixture):
         return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
-        """Upper bound on the confidence in the predicted class of each input: the paper's Theorem.
+        """Bound the confidence in the predicted class of each input from above: the paper's Theorem.
 
         Args:
             inputs: one batch.
@@ -637,7 +637,7 @@ class MoLA(Mixture):
         return torch.stack(parts)
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
-        """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
+        """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
         Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With a distance exponent it is 1/C,
         except for a network whose features are all 0 at an input, and so at any multiple of it.

@@ -67,13 +67,13 @@ class _Fields:
         return type(self)({name: changed(name, axis) for name, axis in self.axes.items()}, **self._shared())
 
     def computed(self) -> Self:
-        """The same prediction with every field computed now."""
+        """Compute every field now, and return the prediction."""
         for name in self.axes:
             self._read(name)
         return self
 
     def cpu(self) -> Self:
-        """The same prediction in main memory."""
+        """Return the same prediction in main memory."""
         return self._map(lambda values, _: values.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class _Fields:
         return (self[index] for index in range(len(self)))
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All fields as NumPy arrays, by name."""
+        """Return all fields as NumPy arrays, by name."""
         names = dict.fromkeys((*self.axes, *self._derived()))
         values = {name: getattr(self, name) for name in names}
         return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
@@ -267,7 +267,7 @@ class Prediction(_Fields):
         return ("label", "confidence", "entropy", "aleatoric", "epistemic")
 
     def to_frame(self) -> Any:
-        """A pandas data frame with one row per input."""
+        """Return a pandas data frame with one row per input."""
         names = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
         return self._frame({name: getattr(self, name) for name in names} | {"prob": self.probs})
 
@@ -310,7 +310,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
-        """The prediction of members that return means (K, n, D) alone, with the likelihood's noise."""
+        """Predict from members that return means (K, n, D) alone, with the likelihood's noise."""
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
         noise = variance.expand_as(means).contiguous()
         fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
@@ -319,7 +319,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
-        """The mixture of several predictions for the same inputs; outlier score and distance are averages."""
+        """Mix several predictions for the same inputs; outlier score and distance are averages."""
 
         def averaged(name: str) -> Tensor:
             values = torch.stack([part._read(name) for part in parts])
@@ -437,7 +437,7 @@ class RegressionPrediction(_Fields):
         return self._returned(function(self.weights, self.component_mean, self.component_variance, *arguments))
 
     def log_prob(self, targets: Any) -> Tensor:
-        """Log density (n,) of each input's targets (n, D), all outputs together, in nats."""
+        """Return the log density (n,) of each input's targets (n, D), all outputs together, in nats."""
         given, axis = self._targets(targets), self.axis
         place = axis if axis == -1 else axis + 1
         means, variances = (values.movedim(place, -1) for values in (self.component_mean, self.component_variance))
@@ -445,21 +445,21 @@ class RegressionPrediction(_Fields):
         return self._returned(density(self.weights, means, variances, given.movedim(axis, -1)))
 
     def cdf(self, values: Any) -> Tensor:
-        """Probability (n, D) that a target is at most `values`: one number, or (n, D)."""
+        """Return the probability (n, D) that a target is at most `values`: one number, or (n, D)."""
         return self._of(normal_mixtures.cdf, self._targets(values, broadcast=True))
 
     def crps(self, targets: Any) -> Tensor:
-        """Continuous ranked probability score (n, D) of targets, in their units: lower is better."""
+        """Return the continuous ranked probability score (n, D) of targets, in their units: lower is better."""
         return self._of(normal_mixtures.crps, self._targets(targets))
 
     def quantile(self, level: float) -> Tensor:
-        """Value (n, D) that targets stay below with probability `level`."""
+        """Return the value (n, D) that targets stay below with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
             raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
         return self._of(normal_mixtures.quantile, float(level))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Central interval: lower and upper ends (n, D) between which targets lie with that probability."""
+        """Return the central prediction interval: lower and upper ends (n, D) that contain targets with that probability."""
         if not (is_real(probability) and 0 < probability < 1):
             raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
@@ -468,7 +468,7 @@ class RegressionPrediction(_Fields):
         return ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
 
     def to_frame(self) -> Any:
-        """A pandas data frame with one row per input."""
+        """Return a pandas data frame with one row per input."""
         names = ("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
         return self._frame({name: getattr(self, name) for name in names})
 
@@ -486,7 +486,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """How much the members of a regression disagree (n,), relative to the noise: the outlier score without features.
+    """Measure how much the members of a regression disagree (n,), relative to the noise: the outlier score without features.
 
     Args:
         weights: (K,).
@@ -501,5 +501,5 @@ def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
 
 @singledispatch
 def prediction_type(likelihood: Likelihood) -> Any:
-    """The class that holds predictions under a likelihood; register another one for a likelihood of your own."""
+    """Return the class of predictions under a likelihood; register another class for a likelihood of your own."""
     return Prediction if likelihood.classification else RegressionPrediction

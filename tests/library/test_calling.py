@@ -300,6 +300,8 @@ def test_the_same_network_twice_is_warned_of():
     for options in ({}, {"logits": lambda output: output}):
         with pytest.warns(mola.errors.MolaWarning, match="more than once"):
             mola.fit([network, network], [X], **options)
+        with pytest.warns(mola.errors.MolaWarning, match="more than once"):
+            mola.ensemble([network, network], **options)
 
 
 # --- checksum -----------------------------------------------------------------------------------------------------------

@@ -376,3 +376,10 @@ def test_new_posteriors_share_the_networks_and_leave_the_old_one_alone():
         assert not torch.equal(other.predict(X).probs, before)
         assert all(one is two for one, two in zip(other.networks, networks, strict=True))
         assert torch.equal(posterior.predict(X).probs, before)
+
+
+def test_a_tuning_describes_the_posterior_that_has_it():
+    tuned = mola.fit(three(), LOADER).tune(LOADER, rule=mola.rules.Threshold(confidence=0.4))
+    for other in (tuned.with_weights([1, 0, 0]), tuned.with_link("mc"), tuned.with_temperature(0.5)):
+        assert other.tuning is None
+    assert tuned.reweight(LOADER).tuning.summary == f"{tuned.tuning.summary} Weights by stacking afterwards."

@@ -213,8 +213,8 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
     first, second, third = networks = [plain(seed) for seed in (0, 2, 3)]
     posterior(networks).save(tmp_path)
     for order, words in (
-        ([second, first, third], r"networks\[0\].*weights differ.*those of networks\[1\]\. Pass the same 3 networks"),
-        ([first, third, second], r"networks\[1\].*those of networks\[2\]"),
+        ([second, first, third], r"networks\[0\].*weights differ.*networks\[1\] has the saved"),
+        ([first, third, second], r"networks\[1\].*networks\[2\] has the saved"),
         ([first, second, second], r"networks\[2\]: its weights differ"),
         ([first, second], "3 networks, got 2 networks"),
     ):

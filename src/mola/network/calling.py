@@ -156,7 +156,7 @@ class LogitsOf(nn.Module):
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile`, whose layers can be hooked; any other network is returned as it is."""
+    """Return the module inside `torch.compile`, whose layers can be hooked; any other network is returned unchanged."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network

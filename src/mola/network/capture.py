@@ -151,7 +151,7 @@ def capture_all(
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
-    """Refuse outputs (m, C) that are probabilities, of a network whose head was not looked for.
+    """Refuse outputs (m, C) that are probabilities, from a network whose head was not searched.
 
     Logits, too, may all lie between 0 and 1: outputs of a linear layer are never refused.
     """
@@ -345,7 +345,7 @@ def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -
 
 def check_finite(phi: Tensor, outputs: Tensor) -> None:
     """Refuse features (m, P) or outputs (m, C) that are NaN or infinite, with the number of rows affected."""
-    # NaN and infinity survive in a sum, and those of the features show in the outputs.
+    # NaN and infinity survive in a sum, and from the features they reach the outputs.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):

@@ -58,7 +58,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Save a document and its tensors; what the folder held before stays readable until all is written.
+    """Save a document and its tensors; the previous content of the folder stays readable until all is written.
 
     The folder is made if missing, and returned. The document has an entry "kind", such as "swag": a folder of another
     kind is not overwritten.
@@ -95,7 +95,7 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind."""
+    """Read the document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind."""
     folder = _path(directory)
     document = read_document(folder)
     if document["kind"] != kind:
@@ -114,13 +114,13 @@ def read_folder(
 
 
 def kind_of(directory: str | Path) -> str | None:
-    """The kind of what a folder holds, such as "posterior" or "swag"; None if there is no document."""
+    """Return the kind of a saved folder, such as "posterior" or "swag"; None if there is no document."""
     folder = _path(directory)
     return str(read_document(folder)["kind"]) if (folder / DOCUMENT).exists() else None
 
 
 def read_document(directory: str | Path) -> dict[str, Any]:
-    """The document of a folder, without its tensors; `StorageError` if it is missing, damaged, foreign or newer."""
+    """Read the document of a folder without its tensors; `StorageError` if it is missing, damaged, foreign or newer."""
     folder = _path(directory)
     path = folder / DOCUMENT
     if folder.is_file():

@@ -32,7 +32,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @dataclass
 class FitProgress:
-    """How far a fit is."""
+    """Progress of a fit."""
 
     sums: Sequence[Sums]
     """One for each network."""
@@ -40,7 +40,7 @@ class FitProgress:
     inputs: int = 0
     """Inputs in these batches."""
     used_inputs: int = 0
-    """Inputs with rows in the sums; those whose labels are all missing have none."""
+    """Inputs with rows in the sums; inputs whose labels are all missing have none."""
     checksum: str = ""
     """Checksum of these batches, by `batch_checksum`."""
 
@@ -62,7 +62,7 @@ class FitCheckpoint:
         self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
-        """The progress of an interrupted fit, with sums on the CPU, or None; `StorageError` if it belongs to another fit.
+        """Read the progress of an interrupted fit, with sums on the CPU, or None; `StorageError` if it belongs to another fit.
 
         The identity is JSON: "networks" with a checksum for each, and any other entries.
         """
@@ -96,7 +96,7 @@ class FitCheckpoint:
         return FitProgress(unpack_sums(document["sums"], tensors), **progress)
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
-        """Yield the batches that are not in the sums yet; `StorageError` if those in the sums are not the loader's first."""
+        """Yield the batches that are not in the sums yet; `StorageError` if the loader begins with different batches."""
         if self.folder is None:
             yield from batches
             return
@@ -111,9 +111,9 @@ class FitCheckpoint:
                 ) from None
         if checksum != progress.checksum:
             raise StorageError(
-                f"the first {progress.batches} batches of the training loader differ from those in the checkpoint: the data, their "
-                f"order or the batch size has changed, and some data would be counted twice and others never. Pass the same data "
-                f"unshuffled, or delete the checkpoint to start from zero."
+                f"the first {progress.batches} batches of the training loader differ from the batches in the checkpoint: the "
+                f"data, their order or the batch size has changed, and some data would be counted twice and others never. Pass the "
+                f"same data unshuffled, or delete the checkpoint to start from zero."
             )
         for batch in batches:
             progress.checksum = batch_checksum(progress.checksum, batch)
@@ -154,13 +154,13 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """The checksum after one more batch: shape and dtype of each of its tensors, and the sum of the bits of each datum.
+    """Return the checksum after one more batch: shape and dtype of each of its tensors, and the sum of the bits of each datum.
 
     Integers add up to the same sum on any machine.
     """
     digest = hashlib.sha256(so_far.encode())
     for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        with suppress(TypeError, ValueError, RuntimeError):  # text, say, which has no checksum
+        with suppress(TypeError, ValueError, RuntimeError):  # text, for example, has no checksum
             values = torch.as_tensor(part).detach()
             bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
             digest.update(f"{tuple(values.shape)} {values.dtype}".encode())

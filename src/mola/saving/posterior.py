@@ -1,4 +1,4 @@
-"""A posterior as a JSON document and tensors, and back onto the networks it was fitted on, and onto no others."""
+"""Save a posterior as a JSON document and tensors; load it onto the networks it was fitted on, and no others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
 
 
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors that `load_posterior` needs beside the networks."""
+    """Return the document and the tensors that `load_posterior` needs beside the networks."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     sums, tensors = pack_sums([layer.sums for layer in layers])
     parts = []
@@ -79,7 +79,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; `StorageError` unless `networks` are those it was fitted on, in the same order."""
+    """Read a posterior from a folder; `StorageError` unless it was fitted on `networks`, in the same order."""
     document, tensors = read_folder(directory, KIND, SCHEMA)
     parts = document["components"]
     try:
@@ -145,7 +145,7 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
 
 
 def pack_mixture(posterior: MoLA) -> dict[str, Any]:
-    """All of a posterior but its components, as JSON by the schema `MIXTURE`."""
+    """Return all of a posterior but its components as JSON, by the schema `MIXTURE`."""
     scaling = posterior.scaling
     reference = None if scaling.reference is None else scaling.reference.as_json()
     return {
@@ -158,7 +158,7 @@ def pack_mixture(posterior: MoLA) -> dict[str, Any]:
 
 
 def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """The arguments of `MoLA`: undo `pack_mixture` around components that have been rebuilt."""
+    """Undo `pack_mixture`: return the arguments of `MoLA` for components that have been rebuilt."""
     count, scaling = len(components), dict(document["scaling"])
     weights = check_weights(document["weights"], count)
     if scaling["reference"] is not None:
@@ -177,7 +177,7 @@ def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component])
 
 
 def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
-    """The name and settings of a structure, link or likelihood as JSON; `StorageError` for one that is not in `known`."""
+    """Return the name and settings of a structure, link or likelihood as JSON; `StorageError` if it is not in `known`."""
     if known.get(thing.name) is not type(thing):
         raise StorageError(
             f"cannot save a {what} of your own ({type(thing).__name__}): mola.load could not rebuild it."
@@ -186,7 +186,7 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
 
 
 def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
-    """The object that `describe` described."""
+    """Undo `describe`."""
     settings = {name: value for name, value in entry.items() if name != "name"}
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this mola supports {', '.join(known)}.")
@@ -207,5 +207,5 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
     own = [state_checksum(network) for network in networks]
     for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
         if found != expected:
-            hint = f" They are those of networks[{own.index(expected)}]." if expected in own else ""
+            hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
             raise StorageError(f"networks[{index}]: its weights differ from the saved weights.{hint} {remedy}")

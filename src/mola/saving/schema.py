@@ -29,7 +29,7 @@ class Optional:
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """The values in a JSON text; `StorageError` names the file if it is not JSON, too large or nested too deeply."""
+    """Parse a JSON text; `StorageError` names the file if it is not JSON, too large or nested too deeply."""
     try:
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
@@ -64,7 +64,7 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with a checksum of its content, which does not depend on the layout of the file."""
+    """Add a checksum of its content to a document; it does not depend on the layout of the file."""
     plain = json.loads(json.dumps(document))  # as it will be read: tuples as lists, keys as strings
     return {**plain, SEAL: _checksum(plain)}
 

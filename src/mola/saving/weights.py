@@ -52,7 +52,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """The texts kept with the weights in a safetensors file."""
+    """Read the texts kept with the weights in a safetensors file."""
     if not _is_safetensors(Path(path)):
         raise StorageError(f"{path} is not a safetensors file; no other file holds metadata.")
     try:
@@ -63,7 +63,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The content of a weights file on the CPU: tensors by name, or a training script's dictionary around them.
+    """Read a weights file onto the CPU: tensors by name, or a training script's dictionary around them.
 
     The file is safetensors or of `torch.save`, distinguished by its content.
     """
