@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from mola.errors import DataError
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
+from tests.pages import Page
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 
@@ -88,36 +88,12 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
         inside = inside[labels != 255]
     assert score["auroc"] == pytest.approx(metrics.auroc(inside.flatten(), far.flatten()), abs=1e-3)
     page = (tmp_path / "report" / "index.html").read_text()
-    assert check_page(page) == [], "styles and figures are inside"
+    Page(page)
     for name in kind.names:
         assert name in page
     for name in found["methods"]:
         assert name in page
     assert list((tmp_path / "report" / "figures").glob("*.png"))
-
-
-def check_page(text):
-    """Whatever a page would load; its tags are balanced."""
-
-    class Page(HTMLParser):
-        open_tags: list[str] = []  # noqa: RUF012
-        loads: list[str] = []  # noqa: RUF012
-
-        def handle_starttag(self, tag, attrs):
-            self.loads += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
-            if tag not in ("meta", "br"):
-                self.open_tags.append(tag)
-
-        def handle_startendtag(self, tag, attrs):
-            pass
-
-        def handle_endtag(self, tag):
-            assert self.open_tags.pop() == tag
-
-    page = Page()
-    page.feed(text)
-    assert page.open_tags == []
-    return page.loads
 
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
