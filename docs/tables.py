@@ -188,7 +188,7 @@ CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
 
 
 def _decisions(name: str) -> str:
-    """Whether guarantees are kept, or what is left of them under shift in one of `CASES`."""
+    """Guarantees that are kept, or their loss under shift in one of `CASES`."""
     cases = record("decisions")["cases"]
     if name != "kept":
         fields = {"alarms": "alarms", "answered": "answered", "error": "errors", "answered_gated": "answered, no alarm"}
@@ -302,7 +302,7 @@ def verdict(row: dict[str, Any], bar: str) -> list[str]:
 
 
 def _speed(name: str) -> str:
-    """What mola adds to the networks: time by setting, memory, time beside laplace-torch, and the machines."""
+    """Overhead over the networks: time by setting, memory, time beside laplace-torch, and the machines."""
     if name == "summary":
         defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
         rows = []

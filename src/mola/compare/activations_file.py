@@ -126,7 +126,7 @@ class HeadOnly(nn.Module):
         logits: Tensor = self.head(features[:, self.index, : self.head.in_features])
         return logits
 
-    def cooled(self, temperature: float) -> HeadOnly:
+    def scaled(self, temperature: float) -> HeadOnly:
         """The head with its logits divided by a temperature."""
         bias = None if self.head.bias is None else self.head.bias.detach() / temperature
         return HeadOnly(self.head.weight.detach() / temperature, bias, self.index).eval()

@@ -1,6 +1,6 @@
-"""What the demo found: a comparison on digits, confidence far away from them and around two moons. The report reads nothing else.
+"""Results of the demo: a comparison on digits, confidence far away from them and around two moons. The report reads nothing else.
 
-Dictionaries by method have the keys and the order of `METHODS`, unless they say otherwise.
+Dictionaries by method have the keys and the order of `METHODS`, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEST = "test digits"
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What the demo can be asked to change."""
+    """Seed and sizes of the demo."""
 
     seed: int = 0
     members: int = 5
@@ -50,15 +50,15 @@ class DistanceResult:
     limits: dict[str, dict[str, float]]
     """By kind of input and method with a Laplace approximation: mean of the exact limit."""
     bounds: dict[str, dict[str, float]]
-    """Likewise, for methods without a distance exponent: mean of the Theorem's bound."""
+    """By kind of input and method without a distance exponent: mean of the Theorem's bound."""
     precisions: Array
-    """Prior precisions tried for MoLA; what they give:"""
+    """Prior precisions of MoLA by the paper's rule in the next three curves."""
     test_confidence: Array
-    """mean confidence in the test digits,"""
+    """Mean confidence in the test digits."""
     limit: Array
-    """mean of the exact far-field limit in the directions of noise,"""
+    """Mean of the exact far-field limit in the directions of noise."""
     bound: Array
-    """mean of the Theorem's bound there."""
+    """Mean of the Theorem's bound in the directions of noise."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class MoonsResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo found."""
+    """All results of the demo."""
 
     settings: DemoSettings
     comparison: Comparison
-    """On the digits: as they are, rotated, and against inputs that are no digits."""
+    """On test digits, rotated digits, and inputs that are not digits."""
     distance: DistanceResult
     moons: MoonsResult
     seconds: dict[str, float]
-    """Time that each part took."""
+    """Time of each part."""
     versions: dict[str, str]
-    """Of mola, torch and Python."""
+    """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
         """The scores as plain JSON values, without arrays: `numbers.json`."""

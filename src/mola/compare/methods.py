@@ -168,7 +168,7 @@ class LastLayer:
                 logits = validation.logits()
                 averaged = logits.mean(0) if self.mean == "logits" else logits
                 temperature = fit_temperature(averaged, validation.labels)
-                networks, chosen["temperature"] = tuple(one.cooled(temperature) for one in networks), temperature
+                networks, chosen["temperature"] = tuple(one.scaled(temperature) for one in networks), temperature
             posterior = self.posterior(networks, train or (), validation, material.threshold, material.sums)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes

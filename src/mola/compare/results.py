@@ -1,4 +1,4 @@
-"""Results from tallies: the metrics of a method on each set, their errors over data, and which method leads."""
+"""Results from tallies: the metrics of each method on each set, their errors over data, and the method that leads."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
 
 
 def _by_label(tally: Tally) -> dict[str, list[float]]:
-    # Of each label of multi-label data that the data have; nan where not defined.
+    # By label of multi-label data, for labels that occur; nan where a metric is not defined.
     labels, yes, truth = tally["question"], tally["yes"], tally["label"]
     measures = {
         "auroc": metrics.auroc_of_labels,

@@ -1,4 +1,4 @@
-"""Means over runs with standard errors, and which lead is more than chance.
+"""Means over runs with standard errors, and leads beyond chance.
 
 Runs with their own networks are independent. Runs of a cross-fit share networks and data, so their spread understates the error of
 their mean; with n test data and m others in each of J runs, s^2 (1 / J + n / m) replaces s^2 / J (Nadeau and Bengio, Machine
@@ -65,7 +65,7 @@ class Estimate:
         return replace(self, mean=factor * self.mean, error=error, by_run=by_run)
 
     def text(self, digits: int) -> str:
-        """Such as `98.9 ± 0.1`, or `98.9` without an error."""
+        """Format as `98.9 ± 0.1`, or `98.9` without an error."""
         mean = f"{self.mean:z.{digits}f}"
         return mean if self.error is None else f"{mean} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
 
@@ -102,7 +102,7 @@ def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
 
 
 def is_clear(gap: Estimate) -> bool:
-    """Whether a difference is more than chance."""
+    """Return whether a difference is more than chance."""
     if gap.error is None or gap.mean == 0 or gap.runs < 2:
         return False
     from scipy.special import stdtr

@@ -181,7 +181,7 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
 
 
 def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Such as "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
+    """Number of runs in words: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
     counts = [len(records) for records in methods.values()]
     low, high = min(counts, default=0), max(counts, default=0)
     runs = "rotations" if are_rotations(methods) else "runs"
@@ -191,7 +191,7 @@ def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
 
 
 def are_rotations(methods: Mapping[str, Sequence[Record]]) -> bool:
-    """Whether the runs are rotations of a cross-fit, which share networks and data."""
+    """Return whether runs are rotations of a cross-fit, which share networks and data."""
     return any(record.overlap > 0 for records in methods.values() for record in records)
 
 

@@ -55,7 +55,7 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
         tables=evaluation_tables(comparison),
         detail=detail_table(comparison),
         figures=figures,
-        described=words.REGRESSION_METHODS if comparison.regression else METHODS,
+        described=words.REGRESSION_METHODS if comparison.regression else words.EVALUATION_METHODS,
         remarks=words.evaluation_remarks(comparison),
     )
 

@@ -1,4 +1,4 @@
-"""What the paper reports (arXiv 2111.03577), to stand beside what was measured here.
+"""Numbers of the paper (arXiv 2111.03577), shown beside our own.
 
 Mean confidence (MMC) and AUROC in %, mean and standard error over five runs. The paper's "MSWAG" is MultiSWAG here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from mola.compare.report.estimate import Estimate
 
 NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
-"""Its networks, by suite."""
+"""The paper's networks, by suite."""
 
 RUNS = 5
 

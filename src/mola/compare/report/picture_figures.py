@@ -30,8 +30,8 @@ MOST_SHIFTED = 2
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
     """Sets with images and with the confidence of at least one method."""
-    told = {name for records in comparison.runs.values() for record in records[:1] for name in record.examples}
-    known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in told]
+    shown = {name for records in comparison.runs.values() for record in records[:1] for name in record.examples}
+    known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
     kept = [shifted[(index + 1) * len(shifted) // MOST_SHIFTED - 1] for index in range(MOST_SHIFTED)] if shifted else []
     return [one for one in known if one not in shifted or one in kept]
@@ -44,12 +44,12 @@ def draw_examples(comparison: Comparison) -> Figure:
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
     for panel, one in zip(panels, sets, strict=True):
         pictures = comparison.pictures[one.name]
-        told = {method: records[0].examples.get(one.name) for method, records in comparison.runs.items()}
+        shown = {method: records[0].examples.get(one.name) for method, records in comparison.runs.items()}
         for column, image in enumerate(pictures.pixels[:IMAGES]):
             extent = (column, column + SIZE, 1 - SIZE, 1)
             grey: dict[str, Any] = {"cmap": "gray_r", "vmin": 0, "vmax": 255} if image.shape[-1] == 1 else {}
             panel.imshow(image.squeeze(-1) if grey else image, extent=extent, interpolation="nearest", **grey)
-            _bars(panel, pictures, told, drawn, column)
+            _bars(panel, pictures, shown, drawn, column)
         panel.set(xlim=(0, IMAGES), ylim=(-(height - 1.0), 1.04), aspect="equal")
         panel.set_axis_off()
         panel.set_title(one.title, fontsize=9)
@@ -63,13 +63,13 @@ def draw_examples(comparison: Comparison) -> Figure:
 def _bars(
     panel: Axes,
     pictures: Pictures,
-    told: Mapping[str, Examples | None],
+    shown: Mapping[str, Examples | None],
     drawn: Mapping[str, Mapping[str, Any]],
     column: int,
 ) -> None:
     full = SIZE - 0.24  # leaves room for the number
     for place, (method, stroke) in enumerate(drawn.items()):
-        examples = told[method]
+        examples = shown[method]
         if examples is None or column >= min(len(examples.confidence), len(examples.label)):
             continue
         confidence = examples.confidence[column]

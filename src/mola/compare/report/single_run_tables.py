@@ -35,7 +35,7 @@ BOLD = (
 
 
 def set_words(one: SetInfo) -> str:
-    """Such as "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
+    """Size and name of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
     if one.inputs is None:
         return f"{counted(one.count, 'input')} of {one.name}"
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"

@@ -314,14 +314,14 @@ OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in",
 
 
 def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
-    asked = []
+    wanted = []
     shown: list[SetInfo] = []
     for kind, listed in NEAR_AND_FAR.get(suite.name, {}).items():
         sets = [suite.sets[name] for name in listed if name in suite.sets]
         group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
-        asked += [(replace(SCORED[key], name=name, group=group), names, key) for key, name in OPENOOD_METRICS.items()]
+        wanted += [(replace(SCORED[key], name=name, group=group), names, key) for key, name in OPENOOD_METRICS.items()]
         shown += sets
-    columns, values = _every_score(suite, numbers, asked)
+    columns, values = _every_score(suite, numbers, wanted)
     counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
     caption = (
         f"In %. {runs_words(suite.runs)} Means over sets, as in OpenOOD (Zhang et al., 2023). FPR95: share of test data refused where "
@@ -339,8 +339,8 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
 
 def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
-    asked = [(Column(name, better="high"), "rejection", f"{name}, {{}}") for name in named]
-    columns, values = _every_score(suite, numbers, asked)
+    wanted = [(Column(name, better="high"), "rejection", f"{name}, {{}}") for name in named]
+    columns, values = _every_score(suite, numbers, wanted)
     caption = (
         f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds the threshold that treats most validation "
         f"requests correctly, 3000 in scope and 100 out of it. Rejected requests count as wrong in the in-scope accuracy. Larson "
@@ -477,9 +477,9 @@ def _cost(suite: SuiteResults) -> Table | None:
         columns += [Column(name, group=group, digits=2) for name in (unit, ratio, f"paper {ratio}")]
         for method, row in values.items():
             row += [here[method][index], *(_ratio(costs, method, base, index) for costs in (here, paper_numbers.COST))]
-    told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
+    settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
-        f"Measured in one run{f' ({told})' if told else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
+        f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
         f"fits nothing. Paper: the same ratios in the paper's table ({paper_numbers.COST_SETTING}). Memory: what prediction needs."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values)

@@ -16,8 +16,10 @@ from mola.compare.report.reading import METHODS, SuiteResults, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of
 from mola.compare.report.suite_tables import paper_network
 
+EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace approximation of its last layer"}
+
 REGRESSION_METHODS = {
-    **METHODS,
+    **EVALUATION_METHODS,
     "MAP": "the first network as it is, with the noise of the training data",
     "MAP-N": "MAP, its noise scaled on the validation data",
     "DE": "the deep ensemble: a mixture of all networks, each with its noise",
@@ -125,7 +127,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
 
 
 def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
-    """Such as: MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 +- 0.0010)."""
+    """State the best method: MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 +- 0.0010)."""
 
     def named(one: tuple[str, ...]) -> str:
         return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
