@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -68,27 +68,17 @@ class Reference:
 
     def as_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "scales": [list(scale) for scale in self.scales],
-            "score": None if self.score is None else [list(term) for term in self.score],
-            "energies": None if self.energies is None else list(self.energies),
-        }
+        return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """What `as_json` made."""
+        """The inverse of `as_json`."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
             None if score is None else tuple((float(mean), float(spread)) for mean, spread in score),
             None if energies is None else tuple(float(one) for one in energies),
         )
-
-
-def _check(value: float, name: str, low: float, high: float, meaning: str) -> float:
-    if not (is_real(value) and low <= value <= high):
-        raise OptionError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}. {meaning}")
-    return float(value)
 
 
 NO_COVARIANCE = 1e12
@@ -133,14 +123,16 @@ class LogitScaling:
     reference: Reference | None = None
 
     def __post_init__(self) -> None:
-        meaning = "1 leaves logits as they are, below 1 sharpens."
-        object.__setattr__(self, "temperature", _check(self.temperature, "temperature", 1e-3, 1e3, meaning))
-        meaning = "1 mixes the networks' probabilities, 0 averages their logits."
-        object.__setattr__(self, "pooling", _check(self.pooling, "pooling", 0, 1, meaning))
-        meaning = "At 0, distance changes nothing."
-        object.__setattr__(self, "exponent", _check(self.exponent, "distance_exponent", 0, 100, meaning))
-        meaning = "1 is the median of the validation data."
-        object.__setattr__(self, "onset", _check(self.onset, "onset", 1e-6, 1e6, meaning))
+        for field, name, low, high, meaning in (
+            ("temperature", "temperature", 1e-3, 1e3, "1 leaves logits as they are, below 1 sharpens."),
+            ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, 0 averages their logits."),
+            ("exponent", "distance_exponent", 0, 100, "At 0, distance changes nothing."),
+            ("onset", "onset", 1e-6, 1e6, "1 is the median of the validation data."),
+        ):
+            value = getattr(self, field)
+            if not (is_real(value) and low <= value <= high):
+                raise OptionError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}. {meaning}")
+            object.__setattr__(self, field, float(value))
 
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""

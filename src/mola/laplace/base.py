@@ -1,6 +1,6 @@
 r"""The contracts of a curvature structure, and the linear algebra that structures share.
 
-A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature`, which knows no
+A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature` without a
 prior: everything that depends on the prior precision :math:`\lambda` follows from it in closed form, for one value or for many at
 once.
 
@@ -62,7 +62,7 @@ class Structure(ABC):
     smaller: str | None = None
     """Name of the structure to use where this one does not fit into memory; None chooses by the sizes."""
     additive = True
-    """Whether sums of parts of the data add up to those of all data, in any order."""
+    """True if sums of parts of the data add up to those of all data, in any order."""
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
 
 
 def _free_memory() -> int | None:
-    # What Linux has left; elsewhere all that the machine has, which errs on the side of trying. None where it is unknown.
+    # Available memory on Linux, all memory elsewhere, and None where it is unknown.
     with suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
         if found is not None:
@@ -123,7 +123,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Variance (..., n, C) of each logit at features (n, P)."""
+        """Variance (n, C) of each logit at features (n, P); (L, n, C) for L prior precisions."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
@@ -222,7 +222,7 @@ def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
 
 
 def hides_shift(sums: Sums) -> bool:
-    """Whether a shift common to all outputs changes nothing: no output has curvature of its own."""
+    """Test whether a shift common to all outputs changes nothing: no output has curvature of its own."""
     return "separate" not in sums.tensors
 
 

@@ -34,7 +34,9 @@ class Diag(Structure):
         squares = phi.square()
         sums = {"squares": squares.sum(0)}
         if curvature.coupling is not None:
-            sums["coupled"] = curvature.coupled_diagonal().T @ squares
+            sums["coupled"] = (
+                curvature.coupling * (curvature.coupling.sum(1, keepdim=True) - curvature.coupling)
+            ).T @ squares
         if curvature.separate is not None:
             sums["separate"] = curvature.separate.T @ squares
         return sums
@@ -61,7 +63,7 @@ class DiagCurvature(Curvature):
     feature_values: Tensor
     """Mean squared features (P,)."""
     hidden: bool
-    """Whether a shift common to all outputs changes nothing."""
+    """True if a shift common to all outputs changes nothing."""
 
     def inverse(self, precision: Precision) -> Tensor:
         """Posterior variances (..., C, P) of the weights."""

@@ -20,7 +20,7 @@ RIDGE = 1e-4
 1e-3 gives the same ranking; with few data or few features (two moons, two images per class) less is too little."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
-"""What sums of unit vectors lose to rounding, over the root of the number of data."""
+"""Rounding error of sums of unit vectors, over the root of the number of data."""
 
 NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
@@ -61,7 +61,7 @@ class ClassDistance:
     squares: Tensor
     """Squared norms of these means."""
     known: bool
-    """Whether features vary within classes; otherwise all distances are 1."""
+    """False if features do not vary within classes: all distances are then 1."""
     training_distance: float
     """Root mean square of the training data's distances to their own class."""
     training_norm: float

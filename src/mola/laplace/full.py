@@ -93,7 +93,7 @@ class FullCurvature(Curvature):
         """Coordinates (n, C, M) of each logit in the eigenbasis."""
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
-    def _unseen_scale(self, phi: Tensor, precision: Precision) -> Tensor:
+    def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
         """Variance (..., n) of the logits' shift, which the prior alone determines."""
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
@@ -104,7 +104,7 @@ class FullCurvature(Curvature):
         variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
         if centred:
             return variance
-        return variance + self._unseen_scale(phi, precision)[..., None] * self.unseen.square().sum(1)
+        return variance + self._shift_variance(phi, precision)[..., None] * self.unseen.square().sum(1)
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """`(I x phi)' Sigma (I x phi)`."""
@@ -112,7 +112,7 @@ class FullCurvature(Curvature):
         covariance = (coordinates * self.inverse(precision)) @ coordinates.mT
         if centred:
             return covariance
-        return covariance + self._unseen_scale(phi, precision)[:, None, None] * (self.unseen @ self.unseen.T)
+        return covariance + self._shift_variance(phi, precision)[:, None, None] * (self.unseen @ self.unseen.T)
 
     @property
     def noise_size(self) -> int:

@@ -56,7 +56,7 @@ class Kron(Structure):
 
     @property
     def additive(self) -> bool:  # type: ignore[override]
-        """Whether sums of parts of the data add up: not for a running average."""
+        """False for a running average, which depends on the order of the batches."""
         return self.running_average is None
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
@@ -151,22 +151,25 @@ class FactoredCurvature(Curvature):
         """Squared coordinates (n, P) of the features in B's eigenbasis."""
         return (phi @ self.feature_vectors).square()
 
-    def scale(self, phi: Tensor, precision: Precision) -> Tensor:
+    def feature_variance(self, phi: Tensor, precision: Precision) -> Tensor:
         """`phi' V phi` (..., n)."""
         # No transposed features: onnxruntime before 1.25 cannot multiply them in float64.
         return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
         """`(phi' V phi) U_cc`."""
-        return self.scale(phi, precision)[..., None] * self.class_variance(precision, centred=centred)[..., None, :]
+        return (
+            self.feature_variance(phi, precision)[..., None]
+            * self.class_variance(precision, centred=centred)[..., None, :]
+        )
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """`(phi' V phi) U`."""
-        return self.scale(phi, precision)[:, None, None] * self.class_matrix(precision, centred=centred)
+        return self.feature_variance(phi, precision)[:, None, None] * self.class_matrix(precision, centred=centred)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """`sqrt(phi' V phi)` times draws of covariance U."""
-        return self.scale(phi, precision).sqrt()[:, None, None] * self.class_draws(precision, noise)
+        return self.feature_variance(phi, precision).sqrt()[:, None, None] * self.class_draws(precision, noise)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`P log det U^-1 + C sum_j log(sqrt(N) b_j + sqrt(lambda))`."""

@@ -2,7 +2,7 @@ r"""Algorithm 1 for very many classes: the class factor by its diagonal, and nev
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are
 the classes and whose edges say how much two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-holds the degrees of the nodes, C numbers that add up like every sum here. Of all graphs with these degrees we take the one in
+holds the degrees of the nodes, C numbers that add up like every sum here. Among all graphs with these degrees we take the one in
 which no two classes are confused in particular: edges :math:`T q_i q_j`, with :math:`q \ge 0`, :math:`\sum_c q_c = 1` and T
 settled by the degrees,
 
@@ -18,7 +18,7 @@ where there is one datum, and where the outputs' curvature is the same for all d
 
 so that a logit's variance under `kron` is never less than half of the one here, and is more only as far as the classes fall
 into groups that are confused among themselves. (The second line follows from the first because :math:`\nu_2 (1 - q_{\max}) \le
-1 \le \nu_{\max}`.) What that does to probabilities is measured in docs/speed.md.
+1 \le \nu_{\max}`.) docs/speed.md has the effect on probabilities.
 
 The inverse is known, too: with :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lambda)`, the centring matrix :math:`\Pi` and
 :math:`\kappa = \sqrt\lambda / \sum_c (1 - \sqrt\lambda \gamma_c)`,

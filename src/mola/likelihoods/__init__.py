@@ -1,4 +1,4 @@
-"""What the outputs of a network mean: one file for each likelihood."""
+"""Likelihoods, the meaning of a network's outputs: one file for each."""
 
 from mola.likelihoods.base import (
     ClassificationLikelihood,

@@ -1,4 +1,4 @@
-r"""What a likelihood provides: how outputs are checked, scored, curve the loss, and become a predictive distribution.
+r"""The contract of a likelihood: checks of outputs and labels, log-likelihood, curvature, and predictive distribution.
 
 For one datum the curvature of the negative log-likelihood with respect to the outputs f is always of the form
 
@@ -43,11 +43,6 @@ class OutputCurvature:
     coupling: Tensor | None = None
     """(n, C), or None where outputs do not interact."""
 
-    def coupled_diagonal(self) -> Tensor:
-        """Diagonal (n, C) of each datum's coupled part."""
-        assert self.coupling is not None
-        return self.coupling * (self.coupling.sum(1, keepdim=True) - self.coupling)
-
 
 @dataclass(frozen=True)
 class Members:
@@ -81,7 +76,7 @@ class Predictive(Protocol):
     """The predictive distribution of n data. Leading dimensions may be candidates of a search."""
 
     def point(self) -> Tensor:
-        """What calling a posterior returns: probabilities (..., n, C), or means (..., n, D)."""
+        """Probabilities (..., n, C), or means (..., n, D): the result of calling a posterior."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Scores (..., m) of each datum, or of each known yes/no question of multi-label data."""
@@ -92,13 +87,13 @@ LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", in
 
 
 class Likelihood(ABC):
-    """What the outputs of a network mean."""
+    """The meaning of a network's outputs."""
 
     name: str
     mutually_exclusive: bool = False
-    """Whether outputs compete: one of C classes, and not C yes/no questions."""
+    """True for one of C classes, False for C yes/no questions."""
     classification: bool = True
-    """Whether labels are choices (classes, or yes and no); otherwise it is a regression."""
+    """True if labels are choices (classes, or yes and no), False for a regression."""
     default_rule: str = "nll"
     """Name of the tuning rule that is used where none is given."""
 

@@ -139,7 +139,7 @@ class Bernoulli(ClassificationLikelihood):
         return 2
 
     def choices(self, probs: Tensor) -> Tensor:
-        """Of no and yes (..., C, 2)."""
+        """Probabilities (..., C, 2) of no and yes."""
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a link is, and the formula that several share."""
+"""The contract of a link, and the formulas that several links share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Link(ABC):
 
     name: str
     variance_only = True
-    """Whether the variance of each logit is all that it uses: then many candidates of a search are evaluated at once."""
+    """True if the link uses only the variance of each logit: many candidates of a search are then evaluated at once."""
 
     needs_covariance = False
-    """Whether the link is undefined without covariance."""
+    """True if the link is undefined without covariance."""
 
     @abstractmethod
     def __call__(
@@ -31,7 +31,7 @@ class Link(ABC):
         """Probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the link is defined for a likelihood: by default for every one whose labels are choices."""
+        """Test whether the link is defined for a likelihood: by default for every classification."""
         return likelihood.classification
 
     def row_size(self, outputs: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether labels are in another class order than the outputs of the networks.
+"""Detect labels in another class order than the outputs of the networks.
 
 With the classes in another order, a network of 99 % accuracy looks like one of 5 %.
 """

@@ -33,7 +33,7 @@ REGRESSION_PRICE = 0.01
 """Log loss per output, in nats, that the distance may cost a regression by default."""
 
 FAR = 3.0
-"""How much farther than the training data the validation data may be before a note says so."""
+"""Ratio of the distances of validation and training data from which on a note warns."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Distance(Rule):
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule is defined for a likelihood."""
+        """True: logits are divided, and standard deviations of a regression multiplied."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -115,7 +115,7 @@ class Distance(Rule):
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
-        # What the scores at an exponent must meet, in words, and notes.
+        # A condition on the scores at an exponent, the condition in words, and notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)

@@ -77,8 +77,7 @@ class HeldOut:
         else:
             probs = torch.stack([self.likelihood.probabilities(outputs) for outputs in self.outputs]).mean(0)
             check_label_order(self.gather(self.labels), self.gather(probs), self.where)
-        known = targets >= 0
-        accuracy = sum(float((one[known] == targets[known]).double().mean()) for one in predicted) / len(predicted)
+        known, (accuracy, _) = targets >= 0, self.accuracy()
         chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
         error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
         if chance + 2 * error >= 1:

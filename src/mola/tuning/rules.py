@@ -47,7 +47,7 @@ NEAR = 0.005
 """Mean confidence above the target up to which it counts as met closely."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Of the noise of a regression, tried around the current one; then finer."""
+"""Factors of a regression's noise that are tried around the current noise; then finer ones."""
 
 
 # --- the paper's rule ----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Threshold(Rule):
         confidence: threshold on the mean confidence; None sets it `margin` below the networks' own mean accuracy on the validation
             data, as the paper does (0.98 for a network of 99.2 %, 0.94 for one of 94.8 %).
         brier: threshold on the Brier score, to be met as well.
-        margin: how far below the accuracy the default threshold lies.
+        margin: distance of the default threshold below the accuracy.
         grid: prior precisions to choose from; None is the paper's, 100 values from 1e-4 to 1e3, which grows past an end that wins.
     """
 
@@ -80,7 +80,7 @@ class Threshold(Rule):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """Whether labels are needed: not for a given confidence."""
+        """False for a given confidence."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
@@ -153,7 +153,7 @@ class Score(Rule):
         one_of(self.score, tuple(SCORE_NAMES), "score")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule is defined for a likelihood."""
+        """Test whether the rule is defined for a likelihood."""
         return {"nll": True, "crps": not likelihood.classification}.get(self.score, likelihood.classification)
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -262,7 +262,7 @@ class Evidence(Rule):
     needs_data = False
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule is defined for a likelihood."""
+        """Test whether the rule is defined for a likelihood."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:

@@ -127,7 +127,7 @@ class PrecisionSearch:
         return {"prior_precision": tuple(self.value(index) for index in order)} | table
 
     def note(self, index: int) -> tuple[str, ...]:
-        """A warning if the chosen value lies outside the paper's grid."""
+        """A warning if the chosen value is outside the paper's grid."""
         if self.given is not None or LOW <= index <= HIGH:
             return ()
         meaning = (
@@ -135,9 +135,7 @@ class PrecisionSearch:
             if index < LOW
             else "next to no covariance is left, and predictions are close to the plain ensemble's"
         )
-        return (
-            noted(f"the prior precision {self.value(index):.3g} lies outside the grid from 1e-4 to 1e3: {meaning}."),
-        )
+        return (noted(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),)
 
 
 def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a rule returns, and what a rule is."""
+"""The contract of a rule, and its result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Tuning:
 
     rule: str
     prior_precision: tuple[float, ...]
-    """Of each component."""
+    """One for each component."""
     summary: str = ""
-    """What the tuning did, in one sentence."""
+    """The choice in one sentence."""
     notes: tuple[str, ...] = ()
-    """What else the user should know."""
+    """Warnings and remarks."""
     curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    """What each candidate scored on the validation data."""
+    """Scores of each candidate on the validation data, by name."""
     temperature: float = 1.0
     pooling: float = 1.0
     distance_exponent: float = 0.0
@@ -40,7 +40,7 @@ class Tuning:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """What `as_json` made."""
+        """The inverse of `as_json`."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))
@@ -53,14 +53,14 @@ class Rule:
     """
 
     needs_data = True
-    """Whether the rule uses validation data."""
+    """True if the rule uses validation data."""
     needs_labels = True
-    """Whether the validation data must have labels."""
+    """True if the validation data must have labels."""
     fixes_weights = False
-    """Whether weights by evidence stay those of the first prior precision."""
+    """True if weights by evidence stay those of the first prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Whether the rule is defined for a likelihood: by default for every classification."""
+        """Test whether the rule is defined for a likelihood: by default for every classification."""
         return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
