@@ -47,7 +47,7 @@ def test_the_temperature_is_scipys_and_the_best_of_a_fine_grid(members, seed):
     assert loss(np.log(found)) <= min(loss(log_t) for log_t in np.linspace(-4, 5, 400)) + 1e-12
     step = 1e-5
     slope = (loss(np.log(found) + step) - loss(np.log(found) - step)) / (2 * step)
-    assert abs(slope) < 1e-9
+    assert abs(slope) < 1e-7
 
 
 def test_two_minima_and_the_lower_is_taken():
@@ -69,9 +69,9 @@ def test_two_minima_and_the_lower_is_taken():
 def test_it_scales_with_the_logits_and_ignores_shifts():
     logits, labels = draw(2)
     base = fit_temperature(logits, labels)
-    assert fit_temperature(1000 * logits, labels) == pytest.approx(1000 * base, rel=1e-9)
+    assert fit_temperature(1000 * logits, labels) == pytest.approx(1000 * base, rel=1e-6)
     shifts = torch.randn(2, logits.shape[1], 1)
-    assert fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-9)
+    assert fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-6)
 
 
 def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
@@ -132,7 +132,7 @@ def test_the_predictor_is_the_formula(mode):
         "members": lambda: [fit_temperature(one, made[0].labels) for one in own],
         "pooled": lambda: [fit_temperature(pool, made[0].labels)] * 3,
     }
-    assert predictor.temperatures == pytest.approx(wanted[mode](), rel=1e-8)
+    assert predictor.temperatures == pytest.approx(wanted[mode](), rel=1e-6)
     torch.testing.assert_close(predictor(inputs), expected)
     said = predictor.predict([(part,) for part in inputs.split(7)])
     torch.testing.assert_close(said.probs, expected)
@@ -202,7 +202,7 @@ def test_binary_labels_are_two_classes(mode):
         labels = torch.bernoulli(sum(network(inputs)[:, 0] for network in networks).sigmoid()).long()
     one = temperature_scaled(networks, [(inputs, labels)], mode=mode, likelihood="bernoulli", progress=False)
     two = temperature_scaled(twins, [(inputs, labels)], mode=mode, progress=False)
-    assert one.temperatures == pytest.approx(two.temperatures, rel=1e-8)
+    assert one.temperatures == pytest.approx(two.temperatures, rel=1e-6)
     torch.testing.assert_close(one(inputs)[:, 0], two(inputs)[:, 1])
     found, expected = one.predict(inputs), two.predict(inputs)
     torch.testing.assert_close(found.mutual_information[:, 0], expected.mutual_information)

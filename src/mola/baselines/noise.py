@@ -20,10 +20,9 @@ from mola.mixture import Mixture
 from mola.network import batches
 from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
+from mola.tuning.search import maximise
 
-STEPS = 60  # of the golden-section search: the interval shrinks by a factor of 10^12
 RANGE = 100.0  # how many times smaller or larger than the errors the noise may be
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 Scaled = TypeVar("Scaled", bound=Mixture)
 
@@ -89,19 +88,17 @@ def _with(predictor: Any, likelihood: Gaussian) -> Any:
 
 
 def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
-    """Factors (D,) of the noise that maximise the likelihood of targets (n, D), by golden-section search over logarithms."""
+    """Find the factors (D,) of the noise that maximise the likelihood of targets (n, D)."""
     means, variances, noises = (one.double() for one in (means, variances, noises))
-    rest = variances - noises
-    error = (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
+    rest, error = variances - noises, (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()
-    low, high = start - math.log(RANGE), start + math.log(RANGE)
+    found = []
+    for place, middle in enumerate(start.tolist()):
+        one = slice(place, place + 1)
 
-    def loss(logs: Tensor) -> Tensor:
-        return -normal_mixtures.log_density(weights, means, rest + noises * (2 * logs).exp(), targets).mean(0)
+        def score(log: float, one: slice = one) -> float:
+            scaled = rest[..., one] + noises[..., one] * math.exp(2 * log)
+            return float(normal_mixtures.log_density(weights, means[..., one], scaled, targets[:, one]).mean())
 
-    for _ in range(STEPS):
-        width = GOLDEN * (high - low)
-        left, right = high - width, low + width
-        better = loss(left) < loss(right)
-        low, high = torch.where(better, low, left), torch.where(better, right, high)
-    return ((low + high) / 2).exp()
+        found.append(math.exp(maximise(score, middle - math.log(RANGE), middle + math.log(RANGE), coarse=9)))
+    return torch.tensor(found, dtype=torch.float64, device=means.device)

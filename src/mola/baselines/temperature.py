@@ -2,17 +2,15 @@ r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature
 
 For K members with weights w the loss of a temperature T is that of the mixture,
 
-.. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n},
+.. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
 
-and its slope in :math:`\log T` has a closed form: with the responsibilities :math:`r_{kn}` of the members for the label,
-:math:`\tfrac1n \sum_n \sum_k r_{kn} (z_{kny} - E_k[z_{kn}]) / T`. For one member L is convex in 1/T and has one minimum. For
-several it may have more: a grid brackets each, bisection of the slope finds it, and the lowest is taken.
+For one member L is convex in 1/T and has one minimum. For several members it may have more: a grid finds the lowest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,10 +31,11 @@ from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import check_networks, describe, rebuild
 from mola.scaling import Candidates, LogitScaling
+from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
 RANGE = 1e4  # temperatures from 1/RANGE to RANGE times the mean range of the logits are tried; beyond, nothing changes
-GRID = 129  # points that bracket minima: seven per factor of e
+GRID = 129  # points that find the lowest of several minima: seven per factor of e
 CHUNK = 2**22  # logits at a time
 
 KIND = "temperature"
@@ -49,7 +48,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Find the temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 10 digits.
+    """Find the temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 8 digits.
 
     Where every label has the highest logit, the loss falls all the way to temperature 0; where labels contradict the logits, to
     infinity. Then the end of the range is taken, with a warning.
@@ -67,9 +66,14 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         warn("all logits of each datum are equal: every temperature gives the same probabilities; took 1.")
         return 1.0
     low, high = math.log(span / RANGE), math.log(span * RANGE)
-    points = 2 if count == 1 else GRID  # one member has one minimum, which the ends bracket
-    best, at_end = _minimise(lambda log: _loss(members, labels, shares, log), low, high, points)
-    if at_end:
+
+    def score(log_temperature: float) -> float:
+        return -_loss(members, labels, shares, log_temperature)
+
+    best = maximise(score, low, high, coarse=9 if count == 1 else GRID)
+    end = max((low, high), key=score)
+    if score(end) >= score(best):
+        best = end
         limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
         warn(
             f"the loss falls as the temperature goes to {limit} in these data; took the end of the range, {math.exp(best):.3g}. "
@@ -111,37 +115,14 @@ def _pooled_logits(members: Tensor, weights: Tensor, likelihood: ClassificationL
     return yes - no
 
 
-def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: float) -> tuple[float, float]:
-    # The loss and its slope.
-    scale, loss, slope = math.exp(-log_temperature), 0.0, 0.0
-    log_weights = weights.to(members).log()[:, None]
+def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: float) -> float:
+    log_weights, loss = weights.to(members).log()[:, None], 0.0
     step = max(1, CHUNK // members[:, 0].numel())
     for rows, own in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
-        index = own[None, :, None].expand(len(rows), -1, 1)
-        log_probs = torch.log_softmax(scale * rows, dim=-1)
-        joint = log_probs.gather(-1, index).squeeze(-1) + log_weights
-        loss -= float(torch.logsumexp(joint, dim=0).sum())
-        advantage = rows.gather(-1, index).squeeze(-1) - (log_probs.exp() * rows).sum(-1)
-        slope += scale * float((torch.softmax(joint, dim=0) * advantage).sum())
-    return loss / len(labels), slope / len(labels)
-
-
-def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: float, points: int) -> tuple[float, bool]:
-    # The minimum of a smooth function with a known slope, and whether it is at an end.
-    places = torch.linspace(low, high, points, dtype=torch.float64, device="cpu").tolist()
-    places[0], places[-1] = low, high
-    values = [loss(place) for place in places]
-    # The ends compete, too; where the loss has run flat, the first end that is as good wins.
-    candidates = [(values[0][0], 0, low), (values[-1][0], 0, high)]
-    for left, right, before, after in zip(places[:-1], places[1:], values[:-1], values[1:], strict=True):
-        if before[1] < 0 <= after[1]:
-            while right - left > 1e-12:
-                middle = (left + right) / 2
-                left, right = (middle, right) if loss(middle)[1] < 0 else (left, middle)
-            found = (left + right) / 2
-            candidates.append((loss(found)[0], 1, found))
-    _, interior, best = min(candidates)
-    return best, not interior
+        log_probs = torch.log_softmax(math.exp(-log_temperature) * rows, dim=-1)
+        chosen = log_probs.gather(-1, own[None, :, None].expand(len(rows), -1, 1)).squeeze(-1)
+        loss -= float(torch.logsumexp(chosen + log_weights, dim=0).sum())
+    return loss / len(labels)
 
 
 class TemperatureScaled(MoLA):
