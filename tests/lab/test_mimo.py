@@ -16,6 +16,7 @@ from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.lab.training import train_mimo
 from mola.lab.training.mimo import member_rows
 from mola.rules import Threshold
+from tests.closeness import assert_close
 from tests.conftest import make_problem
 
 
@@ -221,7 +222,7 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
     torch.testing.assert_close(tuned.predict(validation[0]).probs, wanted.predict(validation[0]).probs)
     tuned.save(tmp_path)
     again = mola.load(tmp_path, mimo.networks)
-    assert torch.equal(again(validation[0]), tuned(validation[0]))
+    assert_close(again(validation[0]), tuned(validation[0]))
     with pytest.raises(StorageError, match="3 networks, got 2"):
         mola.load(tmp_path, mimo.networks[:2])
 
@@ -245,7 +246,7 @@ def test_files(tmp_path):
     mimo, (inputs, _) = trained(), images()
     mimo.save(tmp_path)
     again = Mimo.load(tmp_path, conv_net(seed=4), example=inputs[:2])
-    assert torch.equal(mimo(inputs), again(inputs))
+    assert_close(mimo(inputs), again(inputs))
     with pytest.raises(StorageError, match="does not fit Sequential with 3 members"):
         Mimo.load(tmp_path, conv_net(classes=4), example=inputs[:2])
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from mola.baselines import McDropout
 from mola.errors import DataError, OptionError, StorageError
+from tests.closeness import assert_close
 from tests.conftest import make_problem
 
 
@@ -120,7 +121,7 @@ def test_files(tmp_path):
     inputs, model = make_problem().inputs, network()
     predictor = McDropout(model, 5, seed=2)
     predictor.save(tmp_path)
-    assert torch.equal(McDropout.load(tmp_path, model)(inputs), predictor(inputs))
+    assert_close(McDropout.load(tmp_path, model)(inputs), predictor(inputs), "float64")
     with pytest.raises(StorageError, match="weights differ"):
         McDropout.load(tmp_path, network(width=4))
     model[0].weight.data = model[0].weight.data.flip(0)

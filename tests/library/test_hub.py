@@ -58,7 +58,7 @@ def test_scaling_is_kept_and_shown(tmp_path, posterior):
     folder = hub.save(scaled, tmp_path / "scaled")
     again, card = hub.load(folder, build), (folder / "README.md").read_text()
     for name in ("probs", "distance", "ood_score", "mutual_information"):
-        assert torch.equal(getattr(again.predict(X), name), getattr(scaled.predict(X), name))
+        assert_close(getattr(again.predict(X), name), getattr(scaled.predict(X), name), "float64")
     for line in ("| temperature | 0.8, which", "| pooling | 0.4 |", "| distance exponent | 1.5: logits shrink"):
         assert line in card
     plain = hub.save(posterior, tmp_path / "plain")
@@ -68,11 +68,11 @@ def test_scaling_is_kept_and_shown(tmp_path, posterior):
 def test_ensembles_and_folders_without_networks(tmp_path, posterior):
     warm = mola.ensemble(posterior.networks, weights=[0.25, 0.75]).with_temperature(1.7).with_pooling(0.2)
     hub.save(warm, tmp_path / "warm", classes=NAMES)
-    assert torch.equal(hub.load(tmp_path / "warm", build)(X), warm(X))
+    assert_close(hub.load(tmp_path / "warm", build)(X), warm(X), "float64")
     noisy = mola.ensemble(posterior.networks, likelihood=mola.likelihoods.Gaussian(noise=[0.1, 0.2, 0.3]))
     hub.save(noisy, tmp_path / "noisy", classes=NAMES)
     again = hub.load(tmp_path / "noisy", build)
-    assert torch.equal(again.predict(X).variance, noisy.predict(X).variance)
+    assert_close(again.predict(X).variance, noisy.predict(X).variance, "float64")
     assert "prediction.mean" in (tmp_path / "noisy" / "README.md").read_text()
     damage(tmp_path / "noisy", "config.json", lambda document: document["likelihood"].update(noise="loud"))
     with pytest.raises(StorageError, match="cannot be used"):
