@@ -199,7 +199,7 @@ def test_fit_leaves_bad_images_out_and_tells(desk, tmp_path, mola_command):
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("holds no job.toml", ["predict", "train", "test"]),
+        ("holds no posterior", ["predict", "train", "test"]),
         ("has no subfolders", ["evaluate", "POSTERIOR", "--test", "strange"]),
         ("choose another --output", ["evaluate", "POSTERIOR", "--test", "test", "--output", "test.npz"]),
         ("holds other files", ["evaluate", "POSTERIOR", "--test", "test", "-o", "."]),

@@ -402,7 +402,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
         port = str(taken.getsockname()[1])
         for arguments, words in (
             (["--reference", "val"], "posterior's folder"),
-            ([str(tmp_path), "--no-browser"], "job.toml"),
+            ([str(tmp_path), "--no-browser"], "holds no posterior"),
             ([str(fitted.folder), "--port", port, "--no-browser", "--quiet"], f"port {port}"),
         ):
             assert run(monkeypatch, *arguments) == 1

@@ -228,7 +228,7 @@ def test_one_name_for_one_field():
 
 
 WRONG_USE = {
-    "no posterior": ("classes", ["predict", ".", "test.npz"], "job.toml"),
+    "no posterior": ("classes", ["predict", ".", "test.npz"], "holds no posterior"),
     "no data": ("classes", ["predict", "posterior", "nowhere"], "unknown data"),
     "ending": ("classes", ["predict", "posterior", "test.npz", "--output", "out.xlsx"], ".parquet"),
     "folder as output": ("classes", ["predict", "posterior", "test.npz", "--output", "folder.csv"], "is a folder"),

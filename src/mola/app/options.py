@@ -177,14 +177,7 @@ def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
-    """The options in the document of a run file, checked, with paths as seen from the current folder.
-
-    Args:
-        document: of `read_toml`.
-        kind: dataclass of the options.
-        command: that the file must belong to.
-        path: of the file.
-    """
+    """The options in the document of a run file, checked, with paths as seen from the current folder."""
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(

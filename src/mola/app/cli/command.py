@@ -22,13 +22,9 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 
 
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
-    """Register a command.
+    """Register a function of a dataclass of options (`mola.app.options`); its docstring is the help.
 
-    Args:
-        app: that holds the commands.
-        function: takes a dataclass of options (`mola.app.options`); its docstring is the help.
-        panel: heading of the command in the help.
-        stopped: what an interrupted run leaves, for the message after Ctrl-C.
+    `stopped` names what an interrupted run leaves, for the message after Ctrl-C.
     """
     kind = get_type_hints(function)["options"]
     declared = options_of(kind)

@@ -11,14 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function to be told what is being done, and which share of the work, from 0 to 1, is done.
-
-    Args:
-        quiet: whether to show nothing.
-
-    Yields:
-        The function.
-    """
+    """Yield a function that shows the current step and the finished share of the work, from 0 to 1."""
     console = Console(stderr=True)
     if quiet:
         yield lambda doing, done: None

@@ -29,21 +29,16 @@ LABELS = ("y", "labels", "targets", "label", "arr_1")
 
 @dataclass(frozen=True)
 class Arrays:
-    """Rows of an array, with labels.
-
-    Attributes:
-        name: as the user named the data.
-        values: (n, ...), pixels in bytes or network inputs.
-        labels: (n,), (n, C), or one for each position; or None.
-        intake: from a row to an input.
-        classes: always None: arrays do not name classes.
-    """
+    """Rows of an array, with labels."""
 
     name: str
     values: NDArray[Any]
+    """(n, ...), pixels in bytes or network inputs."""
     labels: Tensor | None
+    """(n,), (n, C), or one for each position; or None."""
     intake: Intake
     classes: tuple[str, ...] | None = None
+    """Always None: arrays do not name classes."""
 
     @property
     def count(self) -> int:
@@ -69,14 +64,7 @@ class Arrays:
 
 
 def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL) -> Arrays:
-    """Open a file of arrays.
-
-    Args:
-        path: `.npz` or `.npy`.
-        intake: from a row to an input.
-        labelled: read labels.
-        likelihood: meaning of the labels.
-    """
+    """Open a `.npz` or `.npy` file."""
     found = _load(path)
     names = found if isinstance(found, list) else []
     inputs, labels = _choose(names, INPUTS), _choose(names, LABELS)

@@ -48,16 +48,10 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class Columns:
-    """From the predictions of a posterior to tables, arrays and a summary.
-
-    Attributes:
-        names: of the classes, labels or targets.
-        likelihood: of the posterior.
-        decisions: thresholds of "outlying", "answer" and "set", and the intervals "lower" to "upper".
-        probabilities: include the probabilities of all classes.
-    """
+    """From the predictions of a posterior to tables, arrays and a summary."""
 
     names: tuple[str, ...]
+    """Of the classes, labels or targets."""
     likelihood: Likelihood
     decisions: Decisions
     probabilities: bool = False
@@ -163,19 +157,16 @@ def _field(column: str) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums over predictions, which add up over batches.
-
-    Attributes:
-        count: number of inputs.
-        positions: number of positions; that of the inputs where outputs are not dense.
-        sums: over positions, by name.
-        labels: how often each class, or "yes" for each label, was predicted.
-    """
+    """Sums over predictions, which add up over batches."""
 
     count: int
+    """Number of inputs."""
     positions: int
+    """Number of positions; without dense outputs, of inputs."""
     sums: Mapping[str, float]
+    """Over positions, by name."""
     labels: NDArray[Any]
+    """How often each class, or "yes" for each label, was predicted."""
 
     def __add__(self, other: Summary) -> Summary:
         sums = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}

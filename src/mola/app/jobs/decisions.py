@@ -110,12 +110,7 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Numbers that were kept of each validation datum, and outlier scores (n,).
-
-    Args:
-        fitted: an opened posterior.
-        option: that needs them, for messages.
-    """
+    """Numbers that were kept of each validation datum, and outlier scores (n,); messages name the option that needs them."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
         others = (
@@ -137,12 +132,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Predictions that were kept of the validation data of a regression, and targets (n, D) in their own units.
-
-    Args:
-        fitted: an opened posterior for regression.
-        option: that needs them, for messages.
-    """
+    """Predictions that were kept of the validation data of a regression, and targets (n, D) in their own units."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
     known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
     if len(known) < 3 or not _are_predictions(known, len(weights)):
@@ -183,13 +173,6 @@ def gated_threshold(
 ) -> AnswerThreshold:
     """Confidence, from 0, above which inputs that do not raise the alarm are answered.
 
-    Args:
-        known: labelled data.
-        score: their outlier scores (n,).
-        alarm: outlier score above which inputs raise the alarm; None raises none.
-        error_rate: of the answers.
-        certainty: confidence level of the error rate.
-
     Raises:
         DataError: no threshold guarantees the error rate.
     """
@@ -209,16 +192,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """The thresholds that a user asks for.
-
-    Args:
-        fitted: an opened posterior.
-        false_alarm_rate: of the alarm; None is 0.05.
-        error_rate: of the answers; None gives no threshold.
-        certainty: confidence level of the error rate; None is 0.95.
-        coverage: of the sets, or of the intervals for regression; None gives neither.
-        by_class: guarantee the coverage of sets for each class.
-    """
+    """Thresholds for the options of `mola.app.jobs.groups.Deciding`; the alarm is always there, by default at a rate of 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty goes with --error-rate: give both, or neither.")
     if by_class and coverage is None:

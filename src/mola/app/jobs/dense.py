@@ -55,13 +55,10 @@ class DrawnRows:
 
 
 def draw_rows(prediction: Any, labels: Tensor | None, ignore_index: int, start: int) -> DrawnRows:
-    """Draw positions of each input, of those whose label is not ignored; there may be none.
+    """Draw positions of each input whose label counts; a batch may have none.
 
-    Args:
-        prediction: a dense prediction.
-        labels: as a loader yields them; None draws from all positions.
-        ignore_index: label of positions that do not count; NaN does not count either.
-        start: number of inputs before this batch: the draw depends on the index of an input alone.
+    NaN and `ignore_index` do not count. `start` is the number of inputs before this batch: the draw depends on the index of an
+    input alone.
     """
     outputs = prediction.probs if isinstance(prediction, Prediction) else prediction.component_mean[0]
     layout = Layout.of(outputs, prediction.axis)

@@ -1,8 +1,8 @@
 """A posterior's folder: where it may be written, what it holds, and how it is opened again.
 
-The posterior's own document holds the job as well: its options, and under `result` what fitting settled (classes, shape of the
+The posterior's document holds the job as well: its options, and under `result` what the fit determined (classes, shape of the
 inputs, checksums of the weights, alarm threshold). Both are replaced in one step, so that no posterior is used with the
-preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; of an edited one, only the paths count.
+preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; only its paths are read back.
 
 Sorted OOD scores of the validation data are saved with the posterior's tensors, for other false-alarm rates, together with the
 columns that other decisions need (`mola.app.jobs.decisions`).
@@ -72,25 +72,19 @@ VALIDATION, COLUMN = "validation.", "datum."
 
 @dataclass(frozen=True)
 class PosteriorFolder:
-    """A posterior with its networks and the preparation of its inputs.
-
-    Attributes:
-        posterior: ready to predict.
-        classes: their names, if they have names.
-        example: a batch of 2 zero inputs of the right shape and type, for tracing: a tensor, or a mapping or tuple of them.
-        preparation: `mola.app.jobs.preparation.Intake` as plain values.
-        document: content of `job.toml`.
-        job: the options, with paths as seen from the current folder.
-        folder: the posterior's folder.
-        trust: whether the user trusts it.
-    """
+    """A posterior with its networks and the preparation of its inputs."""
 
     posterior: MoLA
     classes: tuple[str, ...] | None
+    """Names of the classes, labels or targets, if they have names."""
     example: Any
+    """A batch of 2 zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
     preparation: dict[str, Any]
+    """`mola.app.jobs.preparation.Intake` as plain values."""
     document: dict[str, Any]
+    """Content of `job.toml`."""
     job: Job
+    """The options, with paths as seen from the current folder."""
     folder: Path
     trust: bool = False
 
@@ -123,71 +117,45 @@ class PosteriorFolder:
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     """The job of a posterior's folder, checked, without building networks."""
-    job, document = _job_of_folder(path)
-    if not isinstance(document.get("result"), dict):
-        raise StorageError(f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them.")
+    if not (path / files.DOCUMENT).is_file():
+        raise StorageError(f"{path} holds no posterior: expected a folder that `mola fit --output` wrote.")
+    document = files.read_document(path).get("job")
+    if document is None:
+        raise StorageError(
+            f"{path} was saved from Python, not by `mola fit`: how its inputs are prepared is unknown. Use mola.load(...) in "
+            f"Python, or fit with `mola fit`."
+        )
     try:
+        check(document, {"result": RESULT}, "job")
         result = document["result"]
-        check(result, RESULT, "result")
         check(result.get("validation"), Optional({"outlier_threshold": float}), "result.validation")
         Intake.from_plain(result["intake"])
-    except StorageError as error:
-        raise StorageError(f"{path / NAME}: {error}") from error
-    named = {one["dtype"] for one in result["inputs"]}
-    if any(math.prod(one["shape"]) > LARGEST_INPUT for one in result["inputs"]):
-        raise StorageError(
-            f"{path / NAME}: the results are invalid: inputs of shape {[one['shape'] for one in result['inputs']]}."
-        )
-    if len(result["classes"]) not in (0, result["outputs"]) or not all(
-        isinstance(getattr(torch, one, None), torch.dtype) for one in named
-    ):
-        raise StorageError(
-            f"{path / NAME}: the results are invalid: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
-            f"{', '.join(sorted(named))}."
-        )
-    return job, document
+        shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
+        if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
+            raise StorageError(f"{len(result['classes'])} names for {result['outputs']} outputs, inputs of {shapes}.")
+        if not all(isinstance(getattr(torch, one, None), torch.dtype) for one in types):
+            raise StorageError(f"inputs of type {', '.join(types)}.")
+    except (StorageError, ValueError) as error:
+        raise StorageError(f"{path / files.DOCUMENT} is damaged: {error}") from error
+    return _with_moved_files(job_of(document, path / NAME), path), document
 
 
-def _job_of_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    saved = files.read_document(path) if (path / files.DOCUMENT).is_file() else {}
-    if "job" in saved:
-        check(saved["job"], {"result": {}}, "job")
-        return _as_lying_now(job_of(saved["job"], path / NAME), saved["job"], path)
+def _with_moved_files(job: Job, path: Path) -> Job:
+    # Paths may have been edited in `job.toml` since the fit; other changes to that file are mentioned.
     if not (path / NAME).is_file():
-        raise StorageError(f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote.")
-    if saved:
-        raise StorageError(
-            f"{path / NAME} is of another posterior: the one in {path / files.DOCUMENT} was saved from Python, not by `mola fit`, "
-            f"and its inputs may be prepared in another way. Use it from Python with mola.load(...), or fit again with `mola fit "
-            f"--config {path / NAME}`."
-        )
-    return read_job(path)
-
-
-def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, dict[str, Any]]:
-    # A job whose files may have moved since, as its `job.toml` says; other changes to that file are mentioned.
-    if not (path / NAME).is_file():
-        return job, fitted
-    beside, document = read_job(path)
+        return job
+    beside, _ = read_job(path)
     paths = [one.name for one in options_of(Job) if one.is_path]
-    places = [name for name in paths if name != "network" or all(map(is_whole, job.network))]
-    before, now = _options(fitted), _options(document)
-    differing = [name for name in before | now if before.get(name) != now.get(name)]
-    strange = [name for name in differing if name.rpartition(".")[2] not in (*places, "files")]
-    if strange:
+    paths = [name for name in paths if name != "network" or all(map(is_whole, job.network))]
+    moved = replace(job, **{name: getattr(beside, name) for name in paths})
+    changed = [one.name for one in options_of(Job) if getattr(moved, one.name) != getattr(beside, one.name)]
+    if changed:
         warn(
-            f"{path / NAME} is not what the posterior was fitted with ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''} "
-            f"differs): what was fitted is used. To fit with the file as it is: `mola fit --config {path / NAME}`."
+            f"{path / NAME} differs from what the posterior was fitted with ({', '.join(changed[:3])}"
+            f"{', ...' if len(changed) > 3 else ''}): what was fitted is used. To fit with the file as it is: `mola fit --config "
+            f"{path / NAME}`."
         )
-    if any(name.startswith("result.") for name in strange):
-        return job, fitted  # the file is of another fit: where that one's files lie does not matter
-    moved = replace(job, **{name: getattr(beside, name) for name in places})
-    return moved, fitted | {"result": document["result"]}
-
-
-def _options(document: dict[str, Any]) -> dict[str, Any]:
-    tables = {name: table if isinstance(table, dict) else {"": table} for name, table in document.items()}
-    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+    return moved
 
 
 def open_posterior(
@@ -195,8 +163,7 @@ def open_posterior(
 ) -> PosteriorFolder:
     """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
 
-    Functions that the folder names are imported from the current folder, but for what came along with the posterior; others need
-    the user's word. See `mola.app.jobs.code`.
+    `mola.app.jobs.code` decides which functions the folder may name.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -350,17 +317,19 @@ def read_information(folder: Path) -> dict[str, Any]:
         "tensors": len(tensors),
         "sha256": document["tensors"]["sha256"],
     }
-    if "job" not in document and not (folder / NAME).is_file():
+    if "job" not in document:
         return {**found, "job": None}
     job, whole = read_folder(folder)
     result = whole["result"]
+    paths = [str(folder / name) for name in result["files"]]
+    paths = list(job.weights) if len(job.weights) == len(paths) else paths  # job.toml may name where they are now
     return {
         **found,
         "classes": result["classes"],
         "networks": list(job.network),
         "weight_files": [
-            {"path": os.path.normpath(folder / name), "state": _state(folder / name, expected)}
-            for name, expected in zip(result["files"], result["sha256"], strict=False)
+            {"path": os.path.normpath(name), "state": _state(Path(name), expected)}
+            for name, expected in zip(paths, result["sha256"], strict=False)
         ],
         "inputs": result["inputs"],
         "intake": result["intake"],

@@ -38,24 +38,18 @@ BAD_ROW = -1
 
 @dataclass(frozen=True)
 class Pictures:
-    """Image files with their labels, decoded batch by batch.
-
-    Attributes:
-        name: as the user named them.
-        paths: of the files.
-        names: what each is called in messages and results.
-        labels: class indices (n,), or numbers (n, C); None where the set has none.
-        classes: names that the set itself gives to the classes.
-        problems: by index, why an image cannot be used, known before its file is opened.
-        intake: from a file to an input.
-    """
+    """Image files with their labels, decoded batch by batch."""
 
     name: str
     paths: tuple[Path, ...]
     names: tuple[str, ...]
+    """Of the images, in messages and results."""
     labels: Tensor | None
+    """Class indices (n,), or numbers (n, C)."""
     classes: tuple[str, ...] | None
+    """Names that the set itself gives to the classes."""
     problems: dict[int, str]
+    """By index, why an image cannot be used, if that is known before its file is opened."""
     intake: Intake
 
     @property
@@ -137,14 +131,7 @@ def require_pillow() -> None:
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List a folder of images; none is decoded yet.
-
-    Args:
-        root: with a subfolder for each class, or with images alone.
-        classes: names in the order of the networks' outputs; None: the subfolders in alphabetical order.
-        intake: from a file to an input.
-        labelled: read labels, which are the subfolders.
-    """
+    """List a folder of images, whose labels are its subfolders, by default in alphabetical order; none is decoded yet."""
     require_pillow()
     subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = [path for path in image_files(root) if path.parent == root] if subfolders else image_files(root)
@@ -199,15 +186,9 @@ def list_csv(
 ) -> Pictures:
     """List the images that a CSV file names, with their labels; none is decoded yet.
 
-    Args:
-        path: a CSV with a heading and a column of paths, relative to its folder. Classes have one column of names or indices;
-            multi-label and regression data have one column of numbers, or yes and no, for each output.
-        classes: names of the outputs, in their order. None: for classes the names in alphabetical order, or indices; for
-            multi-label and regression data all columns but the paths.
-        intake: from a file to an input.
-        labelled: read labels.
-        outputs: number of outputs, where it is known.
-        likelihood: meaning of the labels.
+    The file has a heading and a column of paths, relative to its folder. Classes have one column of names or indices; names are
+    numbered alphabetically unless `classes` gives their order. Multi-label and regression data have a column of numbers, or yes
+    and no, for each output.
     """
     require_pillow()
     try:

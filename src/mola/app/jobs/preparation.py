@@ -1,7 +1,7 @@
-"""How inputs of any source become what the networks take.
+"""Preparation of inputs from any source.
 
-What the user says comes first, then what the network says of itself (its configuration), then what the training data show.
-All of it is settled once, when a posterior is fitted, and written down: later inputs are treated alike.
+Options come first, then the network's configuration, then the training data. The preparation is determined once, when a posterior
+is fitted, and saved with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODES = ("RGB", "L")
 
 @dataclass(frozen=True)
 class Hints:
-    """What a network's configuration says of its inputs and classes; None where it is silent."""
+    """Inputs and classes by a network's configuration; None where it has no entry."""
 
     shape: tuple[int, int, int] | None = None
     """Channels, height and width."""
@@ -35,31 +35,24 @@ class Hints:
 
 @dataclass(frozen=True)
 class Intake:
-    """From files and arrays to network inputs.
-
-    Attributes:
-        resize: see `mola.lab.data.folder.Preparation`; None leaves images as they are.
-        crop: likewise.
-        mode: of the colours, "RGB" or "L"; None until the first image has shown it.
-        asked: whether the user chose the mode: only then are images of another mode converted without a word.
-        mean: of the normalisation of bytes.
-        std: likewise.
-        shape: of one input, without the batch; None until the first input has shown it.
-        dtype: of inputs that are no whole numbers: the networks' own.
-        batch_size: inputs in a batch.
-        workers: threads that decode images.
-    """
+    """From files and arrays to network inputs."""
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
+    """Both as in `mola.lab.data.folder.Preparation`."""
     mode: str | None = None
+    """"RGB" or "L"; None until the training images are read."""
     asked: bool = False
+    """Whether the user chose the mode: only then are images of another mode converted without a note."""
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     shape: tuple[int, ...] | None = None
+    """Of one input, without the batch; None until the training data are read."""
     dtype: str = "float32"
+    """Of floating-point inputs: that of the networks."""
     batch_size: int = 256
     workers: int = 2
+    """Threads that decode images."""
 
     @property
     def prepare(self) -> Preparation:
@@ -100,16 +93,7 @@ class Intake:
 
 
 def settle(job: Job, hints: Hints, dtype: str) -> Intake:
-    """What the user and the network say of the inputs.
-
-    Args:
-        job: what the user says.
-        hints: what the network says.
-        dtype: the networks' floating-point type.
-
-    Returns:
-        The intake; what nobody says is None, and for the training data to show.
-    """
+    """The intake by the options and the network's configuration; the training data determine what is None in both."""
     if job.mode is not None:
         one_of(job.mode, MODES, "mode")
     for name in ("batch_size", "resize", "crop"):

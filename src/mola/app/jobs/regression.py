@@ -35,13 +35,9 @@ def untuned_noise(posterior: MoLA) -> Tensor:
 def networks_alone(
     prediction: RegressionPrediction, count: int, untuned: Tensor, factors: Tensor | None = None
 ) -> RegressionPrediction:
-    """Prediction of the first networks of a posterior without Laplace approximations: their means, and noise around them.
+    """Prediction of the first `count` networks of a posterior without Laplace approximations.
 
-    Args:
-        prediction: of the posterior, (n, D).
-        count: number of networks.
-        untuned: from `untuned_noise`.
-        factors: of the noise (D,), where it is scaled.
+    The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) where it is scaled.
     """
     means = prediction.component_mean[:count]
     noise = prediction.component_noise[:count] * untuned[:count, None].to(means)

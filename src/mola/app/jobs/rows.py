@@ -112,29 +112,25 @@ class Account:
 
 @dataclass(frozen=True)
 class Loader:
-    """The usable inputs of a set as a loader for `mola.fit`, `tune` and `predict`.
-
-    Attributes:
-        source: the set.
-        account: where unusable inputs are recorded.
-        strict: raise an error for an unusable input instead.
-        labelled: require labels.
-        tell: called with the share of the set that has been read, where its size is known.
-        whole: this is the whole set, so some of it must be usable.
-    """
+    """The usable inputs of a set as a loader for `mola.fit`, `tune` and `predict`."""
 
     source: Set
     account: Account
+    """Record of unusable inputs."""
     strict: bool = False
+    """Raise an error for an unusable input instead."""
     labelled: bool = True
-    tell: Callable[[float], None] = lambda share: None
+    """Require labels."""
+    on_share: Callable[[float], None] = lambda share: None
+    """Called with the share of the set that has been read."""
     whole: bool = True
+    """Raise an error if no input is usable; a part of a set may have none."""
 
     def __iter__(self) -> Iterator[Any]:
         used = seen = 0
         for rows in self.source:
             seen += len(rows.names)
-            self.tell(share_read(seen, self.source.count))
+            self.on_share(share_read(seen, self.source.count))
             if self.strict:
                 rows.check_strict()
             self.account.add(self.source.name, rows)
@@ -161,14 +157,7 @@ def as_loaded(rows: Rows) -> Any:
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Rows of tensors, without inputs that are not finite. The library checks the labels.
-
-    Args:
-        names: of the inputs.
-        inputs: a tensor, or a mapping or tuple of tensors, with the inputs along the first axis.
-        labels: (n, ...), or None.
-        dtype: floating-point inputs are converted to it.
-    """
+    """Rows of tensors in the given floating-point type, without inputs that are not finite. The library checks the labels."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tensors_of(inputs):
         if tensor.is_floating_point():

@@ -44,15 +44,7 @@ SPLITS = ("train", "val", "report", "test")
 
 @dataclass(frozen=True)
 class Own:
-    """Batches that a function of the user's returns.
-
-    Attributes:
-        name: `package.module:function`.
-        function: called without arguments whenever the data are read.
-        labelled: read labels.
-        intake: its type is that of floating-point inputs.
-        classes: always None.
-    """
+    """Batches that a function of the user's returns, which is called whenever the data are read."""
 
     name: str
     function: Callable[[], Iterable[Any]]
@@ -131,18 +123,9 @@ def open_set(
     download: bool = False,
     likelihood: Likelihood = CATEGORICAL,
 ) -> UserSet:
-    """Open data by name; inputs are not read yet.
+    """Open data by name, as in the table above; images are not decoded yet.
 
-    Args:
-        name: as in the table above.
-        intake: from what is on disk to network inputs.
-        labelled: read labels.
-        classes: names of the classes in the order of the networks' outputs, where they are known.
-        outputs: number of outputs, where it is known.
-        directory: folder of the built-in sets.
-        seed: of the split of the digits.
-        download: fetch built-in sets that are missing.
-        likelihood: meaning of the labels.
+    `classes` and `outputs` are the names and the number of the networks' outputs, where they are known.
     """
     path = Path(name).expanduser()
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()

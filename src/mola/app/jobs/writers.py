@@ -77,12 +77,7 @@ class Writer(Protocol):
 
 
 def check_output(output: Path, data: str) -> None:
-    """Refuse an output that cannot be written, or that holds the data, before any work.
-
-    Args:
-        output: file or folder to write.
-        data: as the user named them.
-    """
+    """Refuse an output that cannot be written, or that holds the data, before any work."""
     source = Path(data).expanduser()
     if output.exists() and source.exists() and output.samefile(source):
         raise OptionError(f"{output} holds the data, and would be overwritten: choose another --output.")
@@ -106,12 +101,7 @@ def check_output(output: Path, data: str) -> None:
 
 @contextmanager
 def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
-    """A writer by the ending of the output; the file or folder is put in place when the context ends without an error.
-
-    Args:
-        output: checked by `check_output`.
-        names: of the classes or targets.
-    """
+    """A writer by the ending of the output; the file or folder is put in place when the context ends without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         writer: Writer
@@ -143,13 +133,7 @@ def _partial_folder(output: Path) -> Iterator[Path]:
 
 
 class TableWriter:
-    """A table: CSV, JSON lines, or Parquet.
-
-    Args:
-        path: of the file.
-        form: ending that names the format.
-        stack: closes the file.
-    """
+    """A table: CSV, JSON lines, or Parquet."""
 
     def __init__(self, path: Path, form: str, stack: ExitStack) -> None:
         self.path, self.form, self.stack = path, form, stack
@@ -207,11 +191,7 @@ class TableWriter:
 class ArrayWriter:
     """An archive with an array for each field; unusable inputs have NaN, or -1 in arrays of integers.
 
-    Args:
-        path: of the archive.
-        spool: temporary folder, where the fields wait until their length is known.
-        names: of the classes or targets.
-        stack: closes the files.
+    Fields are collected in files of the temporary folder `spool` until their length is known.
     """
 
     def __init__(self, path: Path, spool: Path, names: Sequence[str], stack: ExitStack) -> None:
@@ -254,13 +234,7 @@ class ArrayWriter:
 
 
 class PictureWriter:
-    """A folder with pictures of the labels, the confidence and the entropy of each input, and a table of means.
-
-    Args:
-        folder: to write into.
-        names: of the classes.
-        stack: closes the table.
-    """
+    """A folder with pictures of the labels, the confidence and the entropy of each input, and a table of means."""
 
     def __init__(self, folder: Path, names: Sequence[str], stack: ExitStack) -> None:
         require_pillow()
