@@ -17,7 +17,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -41,24 +41,36 @@ KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """Declaration of an option; see `option`."""
+    """Declaration of an option."""
 
     name: str
     default: Any
+    """`MISSING` for a required option."""
     kind: type
     help: str
+    """One or two short lines, without a full stop; without help, the option shares the line of the option before."""
     flags: tuple[str, ...] = ()
+    """By default the field's name with hyphens, and none for an argument; a flag of two values is written "--check/--no-check"."""
     panel: str = ""
+    """Heading of the option in the help; common options have none and come first."""
     metavar: str = ""
+    """Placeholder of the value in the help."""
     shown: str | None = None
+    """The default as the help shows it."""
     parse: Callable[[Any], Any] | None = None
+    """Converts a text, or a value of a run file; `ValueError` with what was expected otherwise."""
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
+    """Variable of the environment that gives the value."""
     argument: bool = False
+    """Whether the value is given on the command line without a flag; flags may be given as well."""
     is_path: bool = False
+    """Whether the value names a file or folder, if it has the form of a path."""
     names: Collection[str] = ()
+    """Values that are no paths."""
     kept: bool = True
+    """Whether the run file holds the option."""
 
     @property
     def label(self) -> str:
@@ -86,55 +98,20 @@ class Option:
         return self.kind(value)
 
 
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    flags: tuple[str, ...] | None = None,
-    panel: str = "",
-    metavar: str = "",
-    shown: str | None = None,
-    parse: Callable[[Any], Any] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    envvar: str | None = None,
-    argument: bool = False,
-    path: bool = False,
-    names: Collection[str] = (),
-    kept: bool = True,
-) -> Any:
-    """A field of a dataclass of options.
-
-    Args:
-        default: without it, the option is required.
-        help: one or two short lines, without a full stop; without it, the option shares the line of the one before.
-        flags: by default, the field's name with hyphens; a flag of two values is written "--check/--no-check".
-        panel: heading of the option in the help; the common options have none and come first.
-        metavar: placeholder of the value in the help.
-        shown: the default as the help shows it.
-        parse: converts a text, or a value of a run file; `ValueError` with what was expected otherwise.
-        minimum: smallest number allowed.
-        maximum: largest number allowed.
-        envvar: variable of the environment that gives the value.
-        argument: whether the value stands on the command line without a flag; flags may be given as well.
-        path: whether the value names a file or folder, if it has the form of a path.
-        names: values that are no paths.
-        kept: whether the run file holds it.
-    """
-    settings = {name: value for name, value in locals().items() if name not in ("default", "path")}
-    return field(default=default, metadata={"option": settings | {"is_path": path}})
+def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
+    """A field of a dataclass of options, with settings by the names of `Option`."""
+    return field(default=default, metadata={"help": help, **settings})
 
 
 def options_of(kind: type) -> list[Option]:
     """The declared options of a dataclass."""
     hints, found = get_type_hints(kind), []
     for one in fields(kind):
-        settings = dict(one.metadata["option"])
-        if settings["flags"] is None:
+        declared = Option(one.name, one.default, _plain_type(hints[one.name]), **one.metadata)
+        if not declared.flags and not declared.argument:
             flag = one.name.replace("_", "-")
-            plain = f"--{flag}/--no-{flag}" if one.default is True else f"--{flag}"
-            settings["flags"] = () if settings["argument"] else (plain,)
-        found.append(Option(name=one.name, default=one.default, kind=_plain_type(hints[one.name]), **settings))
+            declared = replace(declared, flags=(f"--{flag}/--no-{flag}" if one.default is True else f"--{flag}",))
+        found.append(declared)
     return found
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -66,10 +64,8 @@ def evaluate(options: EvaluateOptions) -> None:
         for line in _shown(console, comparison):
             console.print(Text.from_ansi(line), soft_wrap=True)
         console.print(f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers.", soft_wrap=True)
-    # torchrun knows only success and failure: inputs that were left out are listed, but do not end the job.
-    with suppress(*(typer.Exit,) if team.size > 1 else ()):
-        account = Account(comparison.left_out, comparison.noted)
-        finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)
+    account = Account(comparison.left_out, comparison.noted)
+    finish(account, numbers, team, as_json=as_json, quiet=True if not as_json else quiet)
 
 
 def _shown(console: Console, comparison: Comparison) -> list[str]:

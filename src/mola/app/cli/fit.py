@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -81,9 +80,7 @@ def fit(options: FitOptions) -> None:
         "replaced": result.replaced,
         **result.account.plain(),
     }
-    # torchrun distinguishes success and failure only: inputs that were left out do not make the job fail.
-    with suppress(*(typer.Exit,) if team.size > 1 else ()):
-        finish(result.account, summary, as_json=as_json, quiet=quiet)
+    finish(result.account, summary, team, as_json=as_json, quiet=quiet)
 
 
 @contextmanager

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -42,6 +39,4 @@ def predict(options: PredictOptions) -> None:
         Console(highlight=False).print(
             f"{escape(result.sentence())} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
         )
-    # torchrun knows only success and failure: inputs that were left out are listed, but do not end the job.
-    with suppress(*(typer.Exit,) if team.size > 1 else ()):
-        finish(result.account, result.plain(), as_json=as_json, quiet=quiet)
+    finish(result.account, result.plain(), team, as_json=as_json, quiet=quiet)

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from mola.app.jobs.rows import Account
 from mola.app.options import check_writable
+from mola.distributed import Team
 from mola.errors import OptionError
 
 LEFT_OUT = 3
@@ -32,15 +33,18 @@ def check_report_folder(output: Path) -> None:
         )
 
 
-def finish(account: Account, summary: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
-    """Report inputs that were left out, or print the summary as JSON; exit with code 3 where inputs were left out."""
+def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
+    """Report inputs that were left out, or print the summary as JSON; exit with code 3 where inputs were left out.
+
+    torchrun takes every exit code but 0 for a failure: under it, inputs that were left out are listed only.
+    """
     if as_json:
         typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
     elif not quiet:
         console = Console(stderr=True, highlight=False)
         for line in account.lines():
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
-    if len(account):
+    if len(account) and team.size == 1:
         raise typer.Exit(LEFT_OUT)
 
 

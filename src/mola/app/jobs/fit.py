@@ -370,22 +370,16 @@ class Material:
         self.classes = self.classes or self.train.classes
         self.inputs = describe_inputs(first)
         self.outputs = self._outputs(built, first)
-        if isinstance(job.classes, int) and job.classes != self.outputs:
-            raise DataError(
-                f"--classes {job.classes} was given, but the networks have {self.outputs} outputs: leave --classes out, or name all "
-                f"{self.outputs} classes."
-            )
-        if self.classes is not None and len(self.classes) != self.outputs:
-            many = len(self.classes)
+        listed = self.classes or ()
+        many = job.classes if isinstance(job.classes, int) else len(listed) or self.outputs
+        if many != self.outputs:
             advice = (
                 f"remove what is no class from {job.train}, or use networks with {many} outputs"
-                if self.classes == self.train.classes and many > self.outputs
+                if listed == self.train.classes and many > self.outputs
                 else "name all of them, in the order of the outputs, with --classes"
             )
-            raise DataError(
-                f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} "
-                f"outputs: {advice}."
-            )
+            names = f" ({', '.join(listed[:5])}{', ...' if len(listed) > 5 else ''})" if listed else ""
+            raise DataError(f"{many} classes{names} for a network with {self.outputs} outputs: {advice}.")
         # Again, now that it is known which labels there can be.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)

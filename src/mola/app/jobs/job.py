@@ -106,22 +106,22 @@ class Job:
         argument=True,
         flags=("--weights",),
         metavar="WEIGHTS",
-        path=True,
+        is_path=True,
     )
     network: tuple[str, ...] = option(
         (),
         "lenet, resnet-20, ...; module:function; timm:NAME; a Hugging Face folder; a .pt2 file. Can be repeated",
         metavar="NAME",
-        path=True,
+        is_path=True,
         names=MODELS,
     )
     train: str | None = option(
         None,
         "Training data: a folder of images for each class, .npz, .csv, mnist:train, or module:function",
         metavar="DATA",
-        path=True,
+        is_path=True,
     )
-    val: str | None = option(None, "Validation data, in the same forms", metavar="DATA", path=True)
+    val: str | None = option(None, "Validation data, in the same forms", metavar="DATA", is_path=True)
     likelihood: str = option(
         CATEGORICAL.name, "categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
     )
@@ -138,7 +138,7 @@ class Job:
         parse=parse_class_names,
     )
     data: str | None = option(
-        None, "Folder of the built-in data sets, also MOLA_DATA", metavar="DIR", envvar="MOLA_DATA", path=True
+        None, "Folder of the built-in data sets, also MOLA_DATA", metavar="DIR", envvar="MOLA_DATA", is_path=True
     )
     download: bool = option(False, "Download missing built-in data sets")
     strict: bool = option(False, "Stop at the first input that cannot be used")
@@ -179,7 +179,7 @@ class Job:
         metavar="X",
         parse=parse_price,
     )
-    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", path=True)
+    outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
     distances: bool = option(True, "Leave out distances from the classes: less memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
