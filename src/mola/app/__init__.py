@@ -1,1 +1,1 @@
-"""What users run: the command line, jobs on their own networks and data, and the explorer."""
+"""The command line, its jobs on the user's networks and data, and the explorer."""

@@ -64,13 +64,13 @@ class Option:
     envvar: str | None = None
     """Variable of the environment that gives the value."""
     argument: bool = False
-    """Whether the value is given on the command line without a flag; flags may be given as well."""
+    """True if the value is given without a flag; flags may be declared as well."""
     is_path: bool = False
-    """Whether the value names a file or folder, if it has the form of a path."""
+    """True if a value in the form of a path names a file or folder."""
     names: Collection[str] = ()
     """Values that are no paths."""
     kept: bool = True
-    """Whether the run file holds the option."""
+    """True if the run file holds the option."""
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether the option has no default."""
+        """True if the option has no default."""
         return self.default is MISSING
 
     def check(self, value: Any, where: str) -> Any:
@@ -123,7 +123,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """A value by the `parse` of its option; `OptionError` says what was expected."""
+    """A value by the `parse` of its option; `OptionError` names what was expected."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
@@ -197,7 +197,7 @@ def check_writable(path: Path) -> None:
     """Refuse, before any work, a file or folder that cannot be made."""
     above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
     try:
-        with tempfile.TemporaryFile(dir=above):  # permissions do not tell: root may write anywhere, except in /proc
+        with tempfile.TemporaryFile(dir=above):  # os.access is no proof: root may write anywhere but in /proc
             pass
     except OSError as error:
         raise OptionError(

@@ -64,7 +64,7 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # A name and an annotation for typer. The default is always None, so that a flag of the user's is told from none.
+    # A name and an annotation for typer. The default is always None, to tell given flags from defaults.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),

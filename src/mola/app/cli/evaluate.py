@@ -51,7 +51,7 @@ def evaluate(options: EvaluateOptions) -> None:
         comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
         numbers = evaluation_document(comparison)
         if not team.first:
-            return  # one process writes and speaks for all
+            return  # rank 0 writes and prints
         page = write_evaluation(
             comparison,
             numbers,

@@ -58,7 +58,7 @@ def _show(console: Console, written: Written) -> None:
             )
     console.print(
         f"Wrote [bold]{escape(str(written.path))}[/bold], {written.bytes / 1e6:.2f} MB, "
-        f"{len(written.document['classes'])} classes.",
+        f"{len(written.document['classes'])} {'classes' if written.document['likelihood'] == 'categorical' else 'outputs'}.",
         soft_wrap=True,
     )
     console.print(table)

@@ -50,7 +50,8 @@ def info(options: InfoOptions) -> None:
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
     tuning, *notes = found["notes"] or ["not tuned: the prior precision is as given"]
-    scaling = " and ".join(scaling_words(found)) or "none"
+    scaling = ", ".join(scaling_words(found)) or "none"
+    weights = "uniform" if len(set(found["weights"])) == 1 else ", ".join(f"{one:.3g}" for one in found["weights"])
     distances = "distances from the training classes" if found["has_distances"] else "no distances (--no-distances)"
     lines = [
         ("tuning", tuning),
@@ -58,7 +59,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("posterior", found["folder"]),
         ("networks", str(found["components"])),
         ("last layer", f"{_features(found)}, {_outputs(found)}"),
-        ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
+        ("structure", f"{found['structure']}, link {found['link']}, weights {weights}"),
         ("lambda", f"{precisions}{', by ' + found['rule'] if found['rule'] else ', as given'}"),
         ("scaling", f"{scaling}; {distances}"),
         ("fitted on", _fitted_on(found)),
@@ -69,7 +70,10 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     names = found["classes"]
     shapes = ", ".join(f"{one['name'] or 'tensor'} {tuple(one['shape'])} of {one['dtype']}" for one in found["inputs"])
     lines += [
-        ("classes", ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names"),
+        (
+            "classes" if found["likelihood"] == "categorical" else "outputs",
+            ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names",
+        ),
         ("inputs", shapes),
         ("made from", ", ".join(found["networks"])),
         *[("weights", f"{one['state']}: {one['path']}") for one in found["weight_files"]],

@@ -21,12 +21,12 @@ def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
             task = bar.add_task("", total=1.0)
             yield lambda doing, done: bar.update(task, description=doing, completed=done)
     else:
-        said = ""
+        printed = ""
 
-        def say(doing: str, done: float) -> None:
-            nonlocal said
-            if doing != said:
+        def show(doing: str, done: float) -> None:
+            nonlocal printed
+            if doing != printed:
                 console.print(f"{round(100 * done):3d} % {doing}", highlight=False)
-                said = doing
+                printed = doing
 
-        yield say
+        yield show

@@ -31,8 +31,8 @@ class ReportOptions(Quiet):
 def report(options: ReportOptions) -> None:
     """Show benchmark results: tables, figures and a page, beside the paper's numbers.
 
-    Reads what `mola bench` stored and no model: index.html holds everything in one file; tables.md, tables.tex and figures lie
-    beside it. Takes seconds.
+    Reads the records of `mola bench`, and no model. Writes index.html, which needs no other file, tables.md, tables.tex and
+    the figures. Takes seconds.
     """
     # Here and not above: drawing needs matplotlib, which other commands do not.
     from mola.compare.report.reading import read_suites

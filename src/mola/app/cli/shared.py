@@ -1,4 +1,4 @@
-"""How commands begin and end: checks of the output, and the report of inputs that were left out."""
+"""Checks of the output before a command, and the report of inputs that were left out after it."""
 
 from __future__ import annotations
 

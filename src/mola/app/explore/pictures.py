@@ -96,7 +96,7 @@ def change(
 
 @dataclass(frozen=True)
 class Sight:
-    """How networks take pictures: (channels, height, width), prepared like the training data."""
+    """Preparation of pictures for networks that take (channels, height, width)."""
 
     shape: tuple[int, ...]
     intake: Intake

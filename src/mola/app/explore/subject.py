@@ -176,7 +176,7 @@ def _read_reference(
         notes.append("Fitted without validation data: name some with --reference to see how outlying a picture is.")
         return [], reference
     try:
-        data = fitted.open_set(named, labelled=False, directory=options.data, said=options.reference is not None)
+        data = fitted.open_set(named, labelled=False, directory=options.data, by_user=options.reference is not None)
         inputs = _read(data, EXAMPLES if options.reference is None else MAX_SCORED)
     except MolaError as error:
         if options.reference is not None:

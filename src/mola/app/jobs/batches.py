@@ -221,7 +221,7 @@ class _Loaded:
     """From inputs to "probs" (n, C), "label" and other fields (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
-    """Of the other fields."""
+    """Names of the other fields."""
     threshold: float | None = None
     """Outlier score above which inputs are outlying."""
 

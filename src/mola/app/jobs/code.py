@@ -75,7 +75,7 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # What was probably downloaded with a file: everything in the outermost folder around it, as seen from here.
+    # Everything in the outermost folder around a file, as seen from here: it was probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):

@@ -51,7 +51,7 @@ class Columns:
     """From the predictions of a posterior to tables, arrays and a summary."""
 
     names: tuple[str, ...]
-    """Of the classes, labels or targets."""
+    """Names of the classes, labels or targets."""
     likelihood: Likelihood
     decisions: Decisions
     probabilities: bool = False
@@ -166,7 +166,7 @@ class Summary:
     sums: Mapping[str, float]
     """Over positions, by name."""
     labels: NDArray[Any]
-    """How often each class, or "yes" for each label, was predicted."""
+    """Number of predictions of each class, or of "yes" for each label."""
 
     def __add__(self, other: Summary) -> Summary:
         sums = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}

@@ -58,10 +58,10 @@ ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
+"""Ending of the networks alone with a temperature (classes), or with scaled noise (regression)."""
+
 LOGITS = "DE-L"
 """The temperature-scaled mean of the networks' logits."""
-
-"""Ending of the networks alone with a temperature (classes), or with scaled noise (regression)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class _Methods:
     factors: Mapping[str, Any]
     """Temperature, or factors (D,) of the noise, of each method whose networks are scaled."""
     sets: PredictionSets | None = None
-    """Of the posterior for classes, where its folder has enough validation data."""
+    """Conformal sets of the posterior for classes, if its folder has enough validation data."""
     intervals: Mapping[float, PredictionIntervals] | None = None
     """By coverage, for regression: calibrated on the validation data, where the folder has enough."""
 
@@ -209,23 +209,25 @@ def run_evaluate(
     steps = 2 + len(outliers)
 
     def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
-        def tell(share: float) -> None:
+        def on_share(share: float) -> None:
             progress(doing, (step + share) / steps)
 
-        tell(0.0)
-        return Loader(divided(source, together), account, options.strict, labelled, tell, whole=together.size == 1)
+        on_share(0.0)
+        return Loader(divided(source, together), account, options.strict, labelled, on_share, whole=together.size == 1)
 
     # All sets are opened first, so a wrong name is reported before any work.
     tuned_on = val or fitted.job.val
     sources = {
-        name: fitted.open_set(name, labelled=name == test, directory=options.data, said=True)
+        name: fitted.open_set(name, labelled=name == test, directory=options.data, by_user=True)
         for name in (test, *outliers)
     }
     held_out = None
     if tuned_on is not None:
         # A folder that was moved may name data that stayed behind.
         absent = None if val else "name the validation data with --val DATA."
-        source = fitted.open_set(tuned_on, labelled=True, directory=options.data, said=val is not None, absent=absent)
+        source = fitted.open_set(
+            tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
+        )
         reading = loader(source, "tuning", 0, labelled=True)
         where = f"validation data {source.name}"
         held_out = fitted.posterior.read(reading, where, labelled=True, team=together)
@@ -372,7 +374,7 @@ def _temperatures(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[
         notes += [f"{name}{SCALED[True]}: {one.message}" for one in caught]
     if len(logits) > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the ensemble's note tells the same
+            warnings.simplefilter("ignore", MolaWarning)  # the ensemble has the same note
             mean = torch.tensordot(posterior.weights.to(logits), logits, 1)
             temperatures[LOGITS] = fit_temperature(mean, labels)
     return temperatures, notes

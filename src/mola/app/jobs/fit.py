@@ -71,7 +71,7 @@ class FitResult:
     notes: tuple[str, ...]
     """Summary and notes of the tuning; empty without tuning."""
     replaced: bool = False
-    """Whether the folder held an earlier posterior."""
+    """True if the folder held an earlier posterior."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -249,16 +249,16 @@ def _measure(
     decided = likelihood.mutually_exclusive and not posterior.is_dense
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
-        said = posterior.predict_from_features(part.phi, part.outputs)
+        prediction = posterior.predict_from_features(part.phi, part.outputs)
         # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
         alone = torch.einsum(
             "k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(list(part.outputs)))
         )
         plain.add(Answer(alone, likelihood=likelihood), labels)
-        whole.add(Answer(said.probs, ood_score=said.ood_score, likelihood=likelihood), labels)
-        given.append(said.ood_score)
+        whole.add(Answer(prediction.probs, ood_score=prediction.ood_score, likelihood=likelihood), labels)
+        given.append(prediction.ood_score)
         if decided:
-            known.append(decision_rows(said.probs, labels, said.ood_score))
+            known.append(decision_rows(prediction.probs, labels, prediction.ood_score))
     plain, whole = plain.together(team), whole.together(team)
     scores = team.gather(torch.cat(given).double() if given else None).numpy()
     rows = team.gather(torch.cat(known) if known else None) if decided else None
@@ -273,20 +273,22 @@ def _measure_numbers(
     team, count, some = held_out.team, len(posterior.components), len(held_out) > 0
     assert held_out.labels is not None
     plain, whole, untuned, targets = Tally(), Tally(), untuned_noise(posterior), held_out.labels
-    said = posterior.predict_from_features(held_out.phi, held_out.outputs) if some else None
-    everyone = RegressionPrediction.gather([] if said is None else [networks_alone(said, count, untuned)], team)
+    prediction = posterior.predict_from_features(held_out.phi, held_out.outputs) if some else None
+    everyone = RegressionPrediction.gather(
+        [] if prediction is None else [networks_alone(prediction, count, untuned)], team
+    )
     factors = noise_factors(everyone, team.gather(targets if some else None))
-    if said is not None:
-        alone = networks_alone(said, count, untuned, factors)
+    if prediction is not None:
+        alone = networks_alone(prediction, count, untuned, factors)
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
             plain.add(RegressionAnswer(alone[part]), targets[part])
-            whole.add(RegressionAnswer(said[part]), targets[part])
+            whole.add(RegressionAnswer(prediction[part]), targets[part])
     plain, whole = plain.together(team), whole.together(team)
-    scores = team.gather(None if said is None else said.ood_score.double()).numpy()
+    scores = team.gather(None if prediction is None else prediction.ood_score.double()).numpy()
     kept = None
     if not posterior.is_dense:  # positions of one input are not independent
-        kept = team.gather(None if said is None else interval_rows(said, targets))
+        kept = team.gather(None if prediction is None else interval_rows(prediction, targets))
     measured = {"networks": summary(plain), "posterior": summary(whole), **_score_summary(scores)}
     return measured, scores, None if kept is None else interval_columns(kept, count)
 
@@ -389,7 +391,7 @@ class Material:
         try:
             network, likelihood = built.networks[0].eval(), self.job.meaning()
             outputs = call(network, first)
-            if outputs.dim() > 2:  # the layer that gave them says where classes stand
+            if outputs.dim() > 2:  # the head determines which dimension holds the classes
                 with evaluating(network):
                     return find_heads([network], [self.job.head], first, likelihood)[0].outputs
             return 1 if outputs.dim() == 1 else outputs.shape[1]
@@ -433,7 +435,7 @@ class Material:
         )
 
     def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """A set as a loader that tells how far it has been read, as a part of the whole work."""
+        """A set as a loader that reports progress between two shares of the whole work."""
         self.progress(doing, start)
         return Loader(
             divided(source, self.team),

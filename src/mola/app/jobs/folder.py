@@ -94,13 +94,19 @@ class PosteriorFolder:
         return int(self.document["result"]["outputs"])
 
     def open_set(
-        self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
+        self,
+        name: str,
+        *,
+        labelled: bool,
+        directory: str | None = None,
+        by_user: bool = False,
+        absent: str | None = None,
     ) -> UserSet:
-        """Data by name, prepared as the training data were."""
+        """Data by name, prepared as the training data were; code that the folder names, and not the user, is checked."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which are not there (any more): {absent}")
-        if not said and is_own_function(name):
+        if not by_user and is_own_function(name):
             check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         return open_set(
             name,
@@ -184,7 +190,7 @@ def open_posterior(
     outputs = {part.head.outputs for part in posterior.components if part.head is not None}
     if outputs != {result["outputs"]}:
         raise StorageError(
-            f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
+            f"{path} was fitted on networks with {result['outputs']} outputs, and these have {outputs}: one of them has changed."
         )
     return PosteriorFolder(
         posterior=posterior,
@@ -225,7 +231,7 @@ def move(module: Moved, device: str) -> Moved:
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:
-    """What a batch's inputs look like, as plain values."""
+    """Form, shapes and types of the inputs of a batch, as plain values."""
     if isinstance(inputs, Tensor):
         form, named = "tensor", {"": inputs}
     elif isinstance(inputs, dict):
@@ -253,12 +259,12 @@ def example_of(result: dict[str, Any]) -> Any:
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into."""
-    if not output.exists():
-        check_writable(output)
-        return False
-    if not output.is_dir():
+    """True if the folder holds a posterior, which a new posterior replaces; a folder with other content is refused."""
+    if output.is_file():
         raise OptionError(f"{output} is a file; expected a folder to write the posterior to.")
+    check_writable(output)
+    if not output.exists():
+        return False
     try:
         kind = files.kind_of(output)
     except StorageError as error:
@@ -267,8 +273,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         raise OptionError(
             f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
         )
-    # What an interrupted fit leaves is no stranger's; nor is a job to be done there. Only whole names of ours: a user's own
-    # scores-2024.csv is a stranger's.
+    # Files of an interrupted fit, and a job file, may be there.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
@@ -287,7 +292,7 @@ def _has_bias(width: int, directions: Tensor | None) -> bool | None:
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """What a folder holds and how it was made, its files checked."""
+    """Content and history of a folder, with its files checked."""
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
     likelihood = dict(parts[0]["likelihood"])

@@ -129,12 +129,12 @@ def build_networks(
 
 
 def is_imported(name: str) -> bool:
-    """Whether a name is a function of the user's."""
+    """True for `package.module:function`."""
     return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_whole(name)
 
 
 def is_whole(name: str) -> bool:
-    """Whether a name is a network with its weights: a Hugging Face folder or an exported program."""
+    """True for a network with its own weights: a Hugging Face folder or an exported program."""
     if name in MODELS or name.startswith(TIMM):
         return False
     return Path(name).expanduser().is_dir() or name.endswith(EXPORTED)

@@ -43,7 +43,7 @@ class Pictures:
     name: str
     paths: tuple[Path, ...]
     names: tuple[str, ...]
-    """Of the images, in messages and results."""
+    """Names of the images in messages and results."""
     labels: Tensor | None
     """Class indices (n,), or numbers (n, C)."""
     classes: tuple[str, ...] | None

@@ -129,7 +129,7 @@ def run_predict(
     several = posterior.likelihood.classification and not posterior.likelihood.mutually_exclusive
     everything = options.probabilities or (several and not posterior.is_dense)
     columns = Columns(output_names(fitted), posterior.likelihood, decisions, everything)
-    source = fitted.open_set(options.inputs, labelled=False, directory=options.data, said=True)
+    source = fitted.open_set(options.inputs, labelled=False, directory=options.data, by_user=True)
     account, summary = Account(), Summary(0, 0, {}, np.zeros(len(columns.names), dtype=np.int64))
     progress("predicting", 0.0)
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def run_predict(
             columns,
             seed=options.seed,
             arrays=output.suffix in (ARRAYS, ""),
-            tell=lambda share: progress("predicting", share),
+            on_share=lambda share: progress("predicting", share),
         )
         for portion in _in_order(own, together):
             assert writer is not None  # only rank 0 is given any
@@ -187,12 +187,12 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
 
 
 def _portions(
-    posterior: MoLA, source: Set, columns: Columns, *, seed: int | None, arrays: bool, tell: Callable[[float], None]
+    posterior: MoLA, source: Set, columns: Columns, *, seed: int | None, arrays: bool, on_share: Callable[[float], None]
 ) -> Iterator[Portion]:
     seen = 0
     for rows in source:
         seen += len(rows.names)
-        tell(share_read(seen, source.count))
+        on_share(share_read(seen, source.count))
         shown = rows._replace(inputs=None, labels=None)
         if rows.inputs is None:
             yield Portion(shown)

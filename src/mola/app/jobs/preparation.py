@@ -43,13 +43,13 @@ class Intake:
     mode: str | None = None
     """"RGB" or "L"; None until the training images are read."""
     asked: bool = False
-    """Whether the user chose the mode: only then are images of another mode converted without a note."""
+    """True if the user chose the mode: images of another mode are then converted without a note."""
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     shape: tuple[int, ...] | None = None
-    """Of one input, without the batch; None until the training data are read."""
+    """Shape of one input, without the batch; None until the training data are read."""
     dtype: str = "float32"
-    """Of floating-point inputs: that of the networks."""
+    """Type of floating-point inputs: that of the networks."""
     batch_size: int = 256
     workers: int = 2
     """Threads that decode images."""

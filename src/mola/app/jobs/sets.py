@@ -105,7 +105,7 @@ UserSet = Pictures | Arrays | Own
 
 
 def is_own_function(name: str) -> bool:
-    """Whether data are named as `package.module:function`."""
+    """True for data named as `package.module:function`."""
     if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
         return False
     return not Path(name).expanduser().exists()
@@ -190,7 +190,7 @@ def _open_built_in(
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two built-in sets share images: `val` and `report` are parts of `test`."""
+    """True for built-in sets that share images: `val` and `report` are parts of `test`."""
     (base, _, split), (other_base, _, other_split) = one.partition(":"), other.partition(":")
     if base != other_base or base not in BUILT_IN:
         return False

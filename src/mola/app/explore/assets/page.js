@@ -11,10 +11,10 @@ async function look() {
   busy = true;
   while (again) {
     again = false;
-    const asked = { picture: drawing ? canvas.toDataURL("image/png") : picture, seed, invert: invert.checked };
-    sliders.forEach((slider) => (asked[slider.name] = Number(slider.value)));
+    const request = { picture: drawing ? canvas.toDataURL("image/png") : picture, seed, invert: invert.checked };
+    sliders.forEach((slider) => (request[slider.name] = Number(slider.value)));
     try {
-      answer.innerHTML = await server.look(asked);
+      answer.innerHTML = await server.look(request);
     } catch (error) {
       note.textContent = "No answer: is `mola explore` still running?";
     }
