@@ -46,7 +46,7 @@ add_command(app, train.train, panel=PAPER, stopped=RESUMES.format("networks and 
 add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
 add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete: run the command again.")
 
-SHARED = ("fit", "evaluate", "predict", "demo", "train", "bench")
+SHARED = ("fit", "evaluate", "predict", "train", "bench")
 """Commands that several processes can share; any other would be done, and its files written, by each process."""
 
 
@@ -71,7 +71,7 @@ def _options(
 
         mola evaluate posterior --test mnist:report --ood fashion-mnist:test -o report
 
-    Several processes share the work of fit, evaluate, predict, demo, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
+    Several processes share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
     Exit codes: 0 success; 1 an error, explained in one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130
     stopped.

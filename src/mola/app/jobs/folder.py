@@ -190,7 +190,8 @@ def open_posterior(
     outputs = {part.head.outputs for part in posterior.components if part.head is not None}
     if outputs != {result["outputs"]}:
         raise StorageError(
-            f"{path} was fitted on networks with {result['outputs']} outputs, and these have {', '.join(map(str, sorted(outputs)))}: one of them has changed."
+            f"{path} was fitted on networks with {result['outputs']} outputs, and these have "
+            f"{', '.join(map(str, sorted(outputs)))}: one of them has changed."
         )
     return PosteriorFolder(
         posterior=posterior,
