@@ -135,23 +135,6 @@ def test_wrong_options_and_sources_are_refused(desk, source_of, tmp_path):
         BatchPredictor(source, inputs=COLUMNS).spark_schema({"id": "long"})
 
 
-def test_columns_with_numbers_for_names_tensors_in_a_graph_and_nested_lists(desk, source_of):
-    source, more = source_of("hub")
-    inputs, _ = desk.inputs("test")
-    predictor = BatchPredictor(source, **NAMED, **more)
-    expected = predictor(frame_of(desk))["confidence"].tolist()
-    numbered = BatchPredictor(source, inputs=range(len(COLUMNS)), shape=(3, 6, 6), **more)
-    assert numbered(pd.DataFrame(inputs.flatten(1).numpy()))["confidence"].tolist() == expected
-    assert predictor(inputs.flatten(1).requires_grad_())["confidence"].tolist() == expected
-    nested = np.empty(len(inputs), dtype=object)  # as Arrow and Spark hand lists out: arrays of arrays
-    for index, image in enumerate(inputs.numpy()):
-        nested[index] = np.empty(3, dtype=object)
-        for channel in range(3):
-            nested[index][channel] = np.empty(6, dtype=object)
-            nested[index][channel][:] = list(image[channel])
-    assert BatchPredictor(source, inputs="picture", **more)({"picture": nested})["confidence"].tolist() == expected
-
-
 def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):
     source = Path(shutil.copytree(source_of("hub")[0], tmp_path / "moved"))
     reads = []

@@ -149,30 +149,6 @@ def test_info_for_people_and_for_programs(posterior, mola_command):
     assert json.loads(out)["components"] == 3
 
 
-@pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_caution_by_distance_from_fit_to_evaluate(desk, tmp_path, mola_command):
-    place = tmp_path / "posterior"
-    code, out, _ = mola_command(*arguments(desk, place, "--rule", "distance", "--price", "0.3"))
-    told = " ".join(out.split())
-    exponent = open_posterior(place).posterior.distance_exponent
-    assert code == 0
-    assert exponent > 0
-    assert f"distance exponent {exponent:.4g}, by Distance: at most 30 % more log loss" in told
-    again = tmp_path / "again"
-    assert mola_command("fit", "--config", place / "job.toml", "--output", again, "--quiet")[0] == 0
-    first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (place, again))
-    assert first == second
-    told = " ".join(mola_command("info", place)[1].split())
-    assert f"scaling distance exponent {exponent:.4g}" in told
-    code, out, _ = mola_command(
-        "evaluate", place, "--test", "test", "--output", tmp_path / "report", "--quiet", "--json"
-    )
-    found = json.loads(out)
-    assert code == 0
-    assert any(note.startswith("MoLA") and f"exponent {exponent:.4g}" in note for note in found["notes"])
-
-
 def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola_command):
     place, output = tmp_path / "posterior", tmp_path / "out.csv"
     assert mola_command(*arguments(desk, place, "--no-distances", "--quiet"))[0] == 0

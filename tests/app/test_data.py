@@ -182,22 +182,6 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
 
 
-def test_a_number_in_a_csv_that_is_no_class_is_left_out_by_name(desk, tmp_path):
-    """Whatever looks like a number: beyond the classes, beyond 64 bits, a digit that is none."""
-    good = [
-        (path, index) for index, name in enumerate(CLASSES) for path in sorted((desk.root / "val" / name).iterdir())
-    ]
-    rows = [f"{path},{index}" for path, index in good]
-    strange = ["3", "9" * 30, "\u00b2"]
-    rows += [f"{good[0][0]},{label}" for label in strange]
-    (tmp_path / "val.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
-    for train in ("train", "train.npz"):  # with names of classes, and without
-        result = run_fit(job_for(desk, train=train, val=str(tmp_path / "val.csv")), tmp_path / train)
-        (words,) = result.account.left_out[str(tmp_path / "val.csv")].values()  # one file, three times
-        assert "which is none of the 3 classes" in words
-        assert result.document["result"]["validation"]["count"] == len(good)
-
-
 def test_names_in_a_csv_need_an_order(desk, tmp_path):
     """Two names for three outputs: alphabetically they would be the first two, and could be any."""
     rows = [line for line in (desk.root / "val.csv").read_text().splitlines() if not line.endswith("cat")]

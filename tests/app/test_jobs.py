@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 import mola
 from mola.app.jobs import folder as folders
-from mola.app.jobs import pictures
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import (
@@ -285,18 +284,6 @@ def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
 
 
 # --- the validation data: read once, and what is kept of them ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{}, {"mixing": "stacking"}, {"rule": "nll"}, {"rule": "evidence"}], ids=str)
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes):
-    opened = []
-    read = pictures.read_pixels
-    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
-    run_fit(job_for(desk, **changes), tmp_path / "posterior")
-    validation = [path for path in opened if "/val/" in path or path.startswith("val")]
-    assert sorted(validation) == sorted(set(validation))
-    assert len(validation) == 18
 
 
 def test_files_that_are_not_ours_are_not_written_among(tmp_path):

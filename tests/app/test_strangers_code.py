@@ -335,20 +335,6 @@ def test_the_file_of_a_run_is_not_the_users_word_for_code(place, mola_command, c
     assert not place.witness.exists()
 
 
-def test_a_command_names_the_networks_in_its_own_words(place, bundle, mola_command):
-    folder = beside(place, "network")
-    data = bundle[0].root / "test.npz"
-    code, words = mola_command("predict", folder, data, "--quiet")
-    assert code == 1
-    assert "--network dl.evil:build" in words
-    assert not place.witness.exists()
-    code, words = mola_command("predict", folder, data, "--quiet", "--network", "dl.evil:build")
-    assert code == 0, words
-    assert place.witness.exists()
-    code, words = mola_command("predict", "--config", "predictions.csv.toml", "--quiet", "--network", "dl.evil:build")
-    assert code == 0, words
-
-
 # --- networks that bring code -------------------------------------------------------------------------------------------
 
 

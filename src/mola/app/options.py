@@ -201,7 +201,7 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise OptionError(
-            f"cannot write {path}: {above} is not a writable folder ({error.strerror}). Choose another --output."
+            f"cannot write {path}: {above} is not a writable folder. Choose another place for the output."
         ) from error
 
 
