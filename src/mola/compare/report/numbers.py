@@ -180,33 +180,18 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
 
-def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Number of runs in words: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
-    counts = [len(records) for records in methods.values()]
-    low, high = min(counts, default=0), max(counts, default=0)
-    runs = "rotations" if are_rotations(methods) else "runs"
-    if high == 1:
-        return "one run"
-    return f"{high} {runs}" if low == high else f"{low} to {high} {runs}"
-
-
-def are_rotations(methods: Mapping[str, Sequence[Record]]) -> bool:
-    """Return whether runs are rotations of a cross-fit, which share networks and data."""
-    return any(record.overlap > 0 for records in methods.values() for record in records)
+LEADS = "Bold: leads every other method, run by run, by more than chance (Student's t, 95 %)."
+"""How to read bold numbers in the tables of suites."""
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """The caption's sentences about errors and bold numbers."""
-    counted = runs_counted(methods)
-    if counted == "one run":
+    """The caption's sentence about the number of runs: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
+    counts = [len(records) for records in methods.values()]
+    if max(counts) == 1:
         return "One run: the spread is unknown and nothing is bold."
-    if are_rotations(methods):
-        return (
-            f"Mean \N{PLUS-MINUS SIGN} standard error over {counted} of a cross-fit, corrected for shared data (Nadeau and "
-            f"Bengio, 2003); networks and outliers are the same in all rotations. Bold: leads every other method, rotation by "
-            f"rotation, by more than chance (Student's t, 95 %)."
-        )
-    return (
-        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other method, run by run, by more than "
-        f"chance (Student's t, 95 %)."
-    )
+    counted = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
+    if any(record.overlap > 0 for records in methods.values() for record in records):
+        counted += " rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)"
+    else:
+        counted += " runs"
+    return f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}."

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
 from mola.compare.report import words
+from mola.compare.report.numbers import LEADS
 from mola.compare.report.reading import METHODS, SuiteResults
 from mola.compare.report.single_run_tables import demo_tables, detail_table, evaluation_tables
 from mola.compare.report.style import INK, Drawn, strokes
@@ -74,7 +75,7 @@ def _render(template: str, **context: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"strokes": strokes, "METHODS": METHODS}
+    environment.globals |= {"strokes": strokes, "METHODS": METHODS, "LEADS": LEADS}
     environment.filters |= {
         "ablation_groups": ablation_groups,
         "findings": words.suite_findings,

@@ -129,7 +129,8 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
     _check(document, SUITE_SCHEMA, place / SUITE)
     found, unread = _readable_records(store, name)
     overlap = _overlap(document, place / SUITE)
-    records = [replace(record, overlap=overlap) for record in found]
+    ordered = sorted(found, key=lambda record: (*_rank(record.method), record.run))
+    records = [replace(record, overlap=overlap) for record in ordered]
     cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
     _check(cost, COST_SCHEMA, place / COST)
     sets, groups = _sets(document, records), _grouped(records)
@@ -195,7 +196,7 @@ def _rank(method: str) -> tuple[int, list[str]]:
 
 def _grouped(records: Iterable[Record]) -> dict[str, dict[str, tuple[Record, ...]]]:
     groups: dict[str, dict[str, list[Record]]] = {}
-    for record in sorted(records, key=lambda record: (*_rank(record.method), record.run)):
+    for record in records:
         groups.setdefault(record.group, {}).setdefault(record.method, []).append(record)
     return {
         group: {method: tuple(found) for method, found in methods.items()} for group, methods in sorted(groups.items())

@@ -295,8 +295,8 @@ def as_latex(table: Table) -> str:
     return text
 
 
-def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
-    """A document that compiles as it is, from the title and the tables of each section; tables can be copied from it one by one."""
+def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str = "") -> str:
+    """A document that compiles as it is, from words at its beginning and the title and tables of each section."""
     lines = [
         r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
         r"\documentclass{article}",
@@ -306,6 +306,7 @@ def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
         r"\usepackage[margin=2cm]{geometry}",
         r"\usepackage{booktabs,graphicx,longtable}",
         r"\begin{document}",
+        escape_latex(words),
         "",
     ]
     for title, tables in sections:

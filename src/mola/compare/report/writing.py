@@ -12,6 +12,7 @@ from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
 from mola.compare.report import words
 from mola.compare.report.figures import demo_figures, evaluation_figures, suite_figures
+from mola.compare.report.numbers import LEADS
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.single_run_tables import FEW, detail_table, evaluation_tables
@@ -106,8 +107,8 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
         made_by = f"Made by `mola report {' '.join(planned)}` with mola {mola.__version__}, from stored results alone."
         sections = [(report.suite.title, list(report.tables.values())) for report in reports]
         return {
-            "tables.md": "\n".join(line for report in reports for line in _markdown(report)),
-            "tables.tex": latex_document(sections),
+            "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
+            "tables.tex": latex_document(sections, LEADS),
             "index.html": suites_page(reports, made_by),
         }
 
