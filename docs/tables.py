@@ -370,6 +370,7 @@ def _default(name: str) -> str:
         return markdown_rows(header, [[one, *_compared(numbers, on[one], 100, 2, sign=1)] for one in on])
     columns = {"NLL": ("nll", 1, 4), "ECE %": ("ece", 100, 2), "AURC x 1000": ("aurc", 1000, 2)}
     header = ["", *(f"{title} {word}" for title in columns for word in (*RIVALS, "default", "difference"))]
+    header = [one.replace("-", "\N{NON-BREAKING HYPHEN}") for one in header]
     rows = []
     for one in (*found.of_role("test"), *found.of_role("shift")):
         row = [one.name]
