@@ -76,15 +76,6 @@ def test_labels_no_better_than_chance_are_warned_of(posterior, reader):
         READERS[reader](posterior, [(draw(150, 2)[0], labels)])
 
 
-def test_the_target_confidence_is_no_less_than_chance(posterior):
-    inputs, _ = draw(150, 2)
-    predicted = posterior.networks[0](inputs).argmax(1)
-    never = torch.where(torch.arange(150) % 2 == 0, predicted + 1, predicted + 2) % CLASSES  # always wrong, in no order
-    with pytest.warns(MolaWarning, match="chance"):
-        tuned = posterior.tune([(inputs, never)], rule="threshold", progress=False)
-    assert "33.33%" in tuned.tuning.rule
-
-
 def test_predictions_that_have_nothing_to_do_with_the_labels_are_no_other_order():
     """Few data and many orders: one of them always does well."""
     generator = torch.Generator().manual_seed(0)

@@ -120,25 +120,6 @@ class TestAgainstTheFormulas:
 
 
 class TestLaws:
-    def test_the_unit_of_the_features_does_not_matter(self, networks):
-        """Features 8 times as long, with weights of an eighth: the same logits, distances and scaling."""
-
-        class Longer(nn.Module):
-            def __init__(self, network):
-                super().__init__()
-                self.body, self.head = network[:-1], nn.Linear(8, CLASSES)
-                with torch.no_grad():
-                    self.head.weight.copy_(network[-1].weight / 8)
-                    self.head.bias.copy_(network[-1].bias)
-
-            def forward(self, inputs):
-                return self.head(8 * self.body(inputs))
-
-        asked, rule = 3 * torch.randn(20, 3), Distance(price=0.5, rule=Score(grid=[1e12]))
-        first, second = (tuned(made, rule=rule).predict(asked) for made in (networks[0], Longer(networks[0])))
-        assert torch.allclose(first.distance, second.distance, rtol=1e-9)
-        assert close(first.probs, second.probs, 1e-7)
-
     @pytest.mark.parametrize("link", [name for name in LINKS if name != "bridge"])
     @pytest.mark.parametrize("bias", [True, False])
     def test_far_away_all_classes_are_equally_likely(self, link, bias):

@@ -1,9 +1,5 @@
 """Laws on random problems: hypothesis draws sizes, data and options, and shrinks what breaks a law."""
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -199,13 +195,6 @@ class TestPredictions:
         )
         assert close(first, second, 1e-8)
 
-    @given(problem=problems(), name=structures, link=st.sampled_from(["probit", "probit-centred", "mean-field"]))
-    def test_without_spread_it_is_the_network(self, problem, name, link):
-        posterior = mola.fit(
-            problem.network, problem.loader, structure=name, link=link, prior_precision=1e30, progress=False
-        )
-        assert close(posterior(problem.inputs), torch.softmax(problem.network(problem.inputs).detach(), 1))
-
     @given(
         problem=problems(),
         name=structures,
@@ -282,23 +271,3 @@ class TestPredictions:
         for prediction in (plain, sure):
             assert close(prediction.entropy, total, 1e-9)
             assert close(prediction.mutual_information, total - within, 1e-9)
-
-
-class TestFiles:
-    @given(
-        problem=problems(),
-        name=structures,
-        link=st.sampled_from([*CLOSED_FORM_LINKS, "mc"]),
-        dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
-        precision=precisions,
-    )
-    def test_saved_moved_and_loaded_are_the_same_bits(self, problem, name, link, dtype, precision):
-        network, inputs = problem.network.to(dtype), problem.inputs.to(dtype)
-        posterior = mola.fit(network, [inputs], structure=name, link=link, prior_precision=precision, progress=False)
-        before = posterior.predict(inputs)
-        with tempfile.TemporaryDirectory() as folder:
-            posterior.save(Path(folder) / "first")
-            moved = shutil.move(Path(folder) / "first", Path(folder) / "second")
-            after = mola.load(moved, network).predict(inputs)
-        for field in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
-            assert torch.equal(getattr(before, field), getattr(after, field)), field

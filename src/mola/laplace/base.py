@@ -158,9 +158,10 @@ class Curvature(ABC):
     def class_covariance(self, precision: float, output: int) -> Tensor:
         """Marginal covariance (P, P) of one output's weights."""
 
-    @abstractmethod
     def smallest_class_variance(self, precision: float) -> Tensor:
         """Smallest eigenvalue (C,) of each output's marginal covariance."""
+        blocks = (self.class_covariance(precision, output) for output in range(self.outputs))
+        return torch.stack([torch.linalg.eigvalsh(block)[0] for block in blocks])
 
     @abstractmethod
     def divided(self, by: float) -> Self:

@@ -148,11 +148,6 @@ class FullCurvature(Curvature):
             self.features, dtype=vectors.dtype, device=vectors.device
         )
 
-    def smallest_class_variance(self, precision: float) -> Tensor:
-        """Smallest eigenvalue of each diagonal block."""
-        blocks = [torch.linalg.eigvalsh(self.class_covariance(precision, c))[0] for c in range(self.outputs)]
-        return torch.stack(blocks)
-
     def divided(self, by: float) -> Self:
         """The curvature divided by a number."""
         return replace(self, values=self.values / by)

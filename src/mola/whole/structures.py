@@ -231,10 +231,6 @@ class WholeCurvature(Curvature):
         """Not defined."""
         _refuse("the covariance of one class's weights")
 
-    def smallest_class_variance(self, precision: float) -> Tensor:
-        """Not defined."""
-        _refuse("the covariance of one class's weights")
-
 
 def _refuse(what: str) -> NoReturn:
     raise OptionError(f"{what} belongs to a last layer, and this posterior is over whole networks. Use mola.fit.")
