@@ -22,16 +22,10 @@ from mola.saving.posterior import MIXTURE, check_networks, pack_mixture, unpack_
 from mola.saving.schema import Optional
 from mola.whole.jacobians import Block, WeightLayout
 from mola.whole.posterior import WholeMoLA, make_component, structure_of
-from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
+from mola.whole.structures import STRUCTURES
 
 KIND = "whole-posterior"
 CHOSEN = "chosen"  # name of the tensor with the places of a subnetwork's weights; all others are sums
-STRUCTURES: dict[str, type[WholeStructure]] = {
-    "kron": WholeKron,
-    "diag": WholeDiag,
-    "full": WholeFull,
-    "subnetwork": WholeFull,
-}
 BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
 COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}

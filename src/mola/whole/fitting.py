@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,13 +34,7 @@ from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 from mola.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from mola.whole.posterior import WholeMoLA, make_component
-from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
-
-STRUCTURES: dict[str, Callable[[WeightLayout, int], WholeStructure]] = {
-    "kron": WholeKron,
-    "diag": WholeDiag,
-    "full": WholeFull,
-}
+from mola.whole.structures import STRUCTURES, WholeDiag, WholeFull, WholeStructure
 
 
 def fit(
@@ -133,7 +127,7 @@ def fit(
 
 def _check_structure(structure: str | None, subnetwork: float | None) -> str:
     if subnetwork is None:
-        return one_of("kron" if structure is None else structure, STRUCTURES, "structure")
+        return one_of("kron" if structure is None else structure, ("kron", "diag", "full"), "structure")
     if structure not in (None, "full"):
         raise OptionError(
             f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."

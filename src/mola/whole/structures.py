@@ -149,6 +149,15 @@ class WholeKron(WholeStructure):
         return 8 * 4 * (features + sum(sizes))
 
 
+STRUCTURES: dict[str, type[WholeStructure]] = {
+    "kron": WholeKron,
+    "diag": WholeDiag,
+    "full": WholeFull,
+    "subnetwork": WholeFull,
+}
+"""Structures by their names in files."""
+
+
 @dataclass(frozen=True)
 class WholeCurvature(Curvature):
     """Eigenvalues (D,) of the Gauss-Newton matrix. In its methods phi is an object with `coordinates` (n, C, D)."""
