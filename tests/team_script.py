@@ -104,31 +104,27 @@ def laws(team):
     held, strange = divisions(val, team), divisions(outliers, team)
     for division, shard in divisions(train, team).items():
         for structure in STRUCTURES:
-            # The sums of each network are its own, however many there are: three with one structure.
-            for count in (2, 3) if structure == STRUCTURES[-1] else (2,):
-                posterior = mola.fit(networks(count), batches(shard), structure=structure, progress=False, team=team)
-                key = f"{division}/{structure}/{count}"
-                for index, component in enumerate(posterior.components):
-                    sums = component.layer.sums
-                    found[f"{key}/{index}/count"] = torch.tensor(float(sums.count))
-                    found |= {f"{key}/{index}/{name}": one for name, one in sums.tensors.items()}
-                found[f"{key}/evidence"] = posterior.log_evidence()
-                if count == 3:
-                    continue
-                tuned = posterior.tune(batches(held[division]), rule=RULE, progress=False, team=team)
-                found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
-                found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
-                found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
-                found |= {f"{key}/probs/{link}": tuned.with_link(link)(inputs()) for link in LINKS}
-                prediction = tuned.predict(batches(held[division]), team=team)
-                for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
-                    found[f"{key}/predict/{name}"] = getattr(prediction, name)
+            posterior = mola.fit(networks(2), batches(shard), structure=structure, progress=False, team=team)
+            key = f"{division}/{structure}"
+            for index, component in enumerate(posterior.components):
+                sums = component.layer.sums
+                found[f"{key}/{index}/count"] = torch.tensor(float(sums.count))
+                found |= {f"{key}/{index}/{name}": one for name, one in sums.tensors.items()}
+            found[f"{key}/evidence"] = posterior.log_evidence()
+            tuned = posterior.tune(batches(held[division]), rule=RULE, progress=False, team=team)
+            found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
+            found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
+            found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
+            found |= {f"{key}/probs/{link}": tuned.with_link(link)(inputs()) for link in LINKS}
+            prediction = tuned.predict(batches(held[division]), team=team)
+            for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
+                found[f"{key}/predict/{name}"] = getattr(prediction, name)
         exposure = mola.rules.Outliers(list(batches(strange[division])), grid=RULE.grid)
         chosen = posterior.tune(batches(held[division]), rule=exposure, progress=False, team=team)
         found[f"{division}/outliers"] = torch.tensor(chosen.tuning.curve["objective"])
         careful = posterior.tune(batches(held[division]), rule=CAREFUL, progress=False, team=team)
         found[f"{division}/distance/exponent"] = torch.tensor(careful.distance_exponent)
-        found[f"{division}/distance/usual"] = torch.tensor([list(scale) for scale in careful.scaling.reference.scales])
+        found[f"{division}/distance/scales"] = torch.tensor([list(scale) for scale in careful.scaling.reference.scales])
         careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
         prediction = careful.predict(batches(held[division]), team=team)
         for name in ("probs", "mutual_information", "ood_score", "far_field", "distance"):
@@ -146,12 +142,10 @@ def laws(team):
         plain = mola.ensemble(networks(2))
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
-        for structure in STRUCTURES:
-            options = {"structure": structure, "likelihood": "bernoulli", "progress": False, "team": team}
-            several = mola.fit(networks(2), labelled(shard), **options)
-            key = f"{division}/bernoulli/{structure}"
-            found[f"{key}/evidence"] = several.log_evidence()
-            found |= {f"{key}/{name}": one for name, one in several.components[0].layer.sums.tensors.items()}
+        several = mola.fit(networks(2), labelled(shard), likelihood="bernoulli", progress=False, team=team)
+        key = f"{division}/bernoulli"
+        found[f"{key}/evidence"] = several.log_evidence()
+        found |= {f"{key}/{name}": one for name, one in several.components[0].layer.sums.tensors.items()}
         several = several.tune(labelled(held[division]), rule=CAREFUL, progress=False, team=team)
         found[f"{key}/lambda"] = torch.tensor(several.prior_precision)
         found[f"{key}/exponent"] = torch.tensor(several.distance_exponent)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from mola.distributed import Team, check_sampler, join, shard
 from mola.errors import MolaWarning, OptionError
-from mola.fitting import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3
@@ -27,7 +26,6 @@ def process(rank, path):
     check_sums(team)
     check_rows(team)
     check_documents(team)
-    check_fit(team)
     pair = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(OptionError, match="not in the process group"):
@@ -84,24 +82,6 @@ def check_documents(team):
     assert team.shard(list(range(7))) == [[0, 1], [2, 3], [4, 5, 6]][team.rank]
 
 
-def check_fit(team):
-    """The posterior of all processes is that of one; the last rank has no data."""
-    torch.manual_seed(0)
-    networks = [torch.nn.Linear(4, 3).double() for _ in range(2)]
-    batches = [(torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3) for _ in range(5)]
-    own = [batches[:3], batches[3:], []][team.rank]
-    found, alone = fit(networks, own, team=team, progress=False), fit(networks, batches, progress=False)
-    for one, two in zip(found.components, alone.components, strict=True):
-        assert one.layer.sums.count == two.layer.sums.count == 30
-        assert one.layer.sums.log_likelihood == pytest.approx(two.layer.sums.log_likelihood, rel=1e-12)
-        for name, tensor in two.layer.sums.tensors.items():
-            torch.testing.assert_close(one.layer.sums.tensors[name], tensor, rtol=1e-12, atol=1e-12)
-    probs = found(batches[0][0])
-    assert all(torch.equal(probs, one) for one in team.collect(probs))
-    with pytest.raises(OptionError, match=r"fit: rank 1 .* structure"):
-        fit(networks, batches, structure="diag" if team.rank == 1 else "kron", team=team, progress=False)
-
-
 def test_processes_work_together(tmp_path):
     torch.multiprocessing.spawn(process, (tmp_path / "meeting",), SIZE)
 
@@ -134,29 +114,20 @@ def test_torchrun_ends_all_when_one_fails(how, tmp_path):
     assert ("a mistake in the script" in done.stderr) == (how == "fail")
 
 
-class TestSingle:
-    def test_join_without_torchrun(self, monkeypatch):
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
-        with join() as team:
-            assert (team.rank, team.size, team.first) == (0, 1, True)
-            assert team.shard([1, 2, 3]) == [1, 2, 3]
-            assert team.collect(5) == [5]
-            assert team.share(5) == 5
-            team.agree({"a": 1}, "fit")
-            assert team.sum([torch.ones(2)])[0].tolist() == [1, 1]
-            assert team.gather(torch.ones(2, 1)).shape == (2, 1)
-            with pytest.raises(OptionError, match="none on any"):
-                team.gather(None)
-
-    def test_incomplete_environment(self, monkeypatch):
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.delenv("MASTER_ADDR", raising=False)
-        with pytest.raises(OptionError, match=r"WORLD_SIZE is 2.*MASTER_ADDR.*torchrun"), join():
-            pass
-
-    def test_no_group(self):
-        with pytest.raises(OptionError, match=r"no process group.*torchrun"):
-            Team()
+def test_one_process_without_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with join() as team:
+        assert (team.rank, team.size, team.first) == (0, 1, True)
+        assert (team.shard([1, 2, 3]), team.collect(5), team.share(5)) == ([1, 2, 3], [5], 5)
+        team.agree({"a": 1}, "fit")
+        assert team.sum([torch.ones(2)])[0].tolist() == [1, 1]
+        assert team.gather(torch.ones(2, 1)).shape == (2, 1)
+    with pytest.raises(OptionError, match=r"no process group.*torchrun"):
+        Team()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(OptionError, match=r"WORLD_SIZE is 2.*MASTER_ADDR.*torchrun"), join():
+        pass
 
 
 class Squares(Dataset):

@@ -12,7 +12,7 @@ import mola
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
 from mola.links import MonteCarlo
-from mola.rules import Evidence, Outliers, Score, Threshold
+from mola.rules import Evidence, Score, Threshold
 
 STRUCTURES = [{"structure": "kron"}, {"structure": "diag"}, {"structure": "full"}, {"subnetwork": 25}]
 DRAWS = MonteCarlo(samples=3, over="weights", seed=2)
@@ -293,7 +293,7 @@ def test_tuning_scores_what_the_predictor_returns(link):
             assert tuned.prior_precision == (best, best)
 
 
-def test_the_papers_rule_the_evidence_and_outliers():
+def test_the_papers_rule_and_the_evidence():
     network, (inputs, labels) = convolutional(), data()
     posterior = fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.4)
     rule = Threshold(confidence=0.29, grid=[1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0])
@@ -310,8 +310,6 @@ def test_the_papers_rule_the_evidence_and_outliers():
     for factor in (0.9, 1.1):
         moved = best.with_prior_precision(best.prior_precision[0] * factor)
         assert float(moved.log_evidence()) < float(best.log_evidence())
-    exposed = posterior.tune([(inputs, labels)], rule=Outliers([5 * inputs], grid=[0.01, 1.0, 100.0]), progress=False)
-    assert exposed.prior_precision[0] in (0.01, 1.0, 100.0)
     with pytest.raises(OptionError, match="no distances"):
         posterior.tune([(inputs, labels)], rule="distance", progress=False)
 
@@ -385,18 +383,10 @@ def test_bad_input_is_explained(monkeypatch):
     network, (inputs, labels) = convolutional(), data()
     loader = [(inputs, labels)]
     for error, words, given, options in [
-        (
-            OptionError,
-            "no parameter that requires gradients",
-            loader,
-            {"networks": convolutional().requires_grad_(False)},
-        ),
+        (OptionError, "all are frozen", loader, {"networks": convolutional().requires_grad_(False)}),
         (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
-        *(
-            (OptionError, "subnetwork must be", loader, {"subnetwork": wrong})
-            for wrong in (0, -1, 1.5, 0.0, True, "all")
-        ),
+        *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, True, "all")),
         (OptionError, "at most 168", loader, {"subnetwork": 10**6}),
         (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),
