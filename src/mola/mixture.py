@@ -22,6 +22,9 @@ from mola.prediction import Prediction, RegressionPrediction, prediction_type
 from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
+KEPT_BYTES = 2**28
+"""Memory that the unread fields of a prediction may hold. The fields of further batches are computed at once."""
+
 
 class Predictor(Protocol):
     """Anything that maps a batch of inputs to probabilities (n, C)."""
@@ -144,16 +147,15 @@ class Mixture(nn.Module):
                 ranks.
 
         Returns:
-            A `Prediction`, or a `RegressionPrediction`, in main memory. Of one batch, costly fields are computed when they are first
-            read; of a loader, with each batch.
+            A `Prediction`, or a `RegressionPrediction`, in main memory. Costly fields are computed when they are first read, as long
+            as that takes little memory.
         """
-        kind, seed, alone = prediction_type(self.likelihood), seed_from(generator), team is None or team.size == 1
-        parts = [
-            self.predict_batch(batch, seed, place).cpu()
-            if _is_one_batch(inputs)
-            else self.predict_batch(batch, seed, place).cpu().computed()
-            for place, batch in _batches(inputs, progress=progress, required=alone)
-        ]
+        kind, seed, parts, held = prediction_type(self.likelihood), seed_from(generator), [], 0
+        alone = team is None or team.size == 1
+        for place, batch in _batches(inputs, progress=progress, required=alone):
+            part = self.predict_batch(batch, seed, place)
+            held += part.held_bytes
+            parts.append(part.cpu() if held <= KEPT_BYTES else part.cpu().computed())
         return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
@@ -174,13 +176,9 @@ class Mixture(nn.Module):
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
 
 
-def _is_one_batch(inputs: Any) -> bool:
-    # Anything else is an iterable of batches.
-    return isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys")
-
-
 def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
-    if _is_one_batch(inputs):
+    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches.
+    if isinstance(inputs, (Tensor, tuple, Mapping)) or hasattr(inputs, "keys"):
         yield "the inputs", one_batch(inputs)
         return
     if isinstance(inputs, np.ndarray):

@@ -34,12 +34,11 @@ class _Fields:
     """Axis of classes or outputs: the last, or 1 in (n, C, H, W)."""
     likelihood: Any
     ood_score_name: str
+    held_bytes: int
+    """Memory that unread fields hold."""
     _fields: dict[str, Field]
 
-    def __init__(
-        self, fields: dict[str, Field], *, ood_score_name: str, likelihood: Likelihood, axis: int = -1, **more: Any
-    ) -> None:
-        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, **more}
+    def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
         vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -96,12 +95,14 @@ class _Fields:
                 "batch by batch, with predict_batches."
             )
 
-        fields: dict[str, Field] = {
-            name: torch.cat([part._read(name) for part in parts], dim=axis)
-            for name, axis in cls.axes.items()
-            if parts[0]._fields[name] is not None
-        }
-        return cls(fields, **parts[0]._shared())
+        def joined(name: str, axis: int) -> Field:
+            if parts[0]._fields[name] is None:
+                return None
+            if any(callable(part._fields[name]) for part in parts):
+                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
+            return torch.cat([part._read(name) for part in parts], dim=axis)
+
+        return cls({name: joined(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
 
     @classmethod
     def gather(cls, parts: Sequence[Self], team: Team) -> Self:
@@ -190,8 +191,9 @@ class Prediction(_Fields):
         ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
         axis: int = -1,
+        held_bytes: int = 0,
     ) -> None:
-        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis)
+        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis, held_bytes=held_bytes)
 
     @property
     def probs(self) -> Tensor:
@@ -305,8 +307,10 @@ class RegressionPrediction(_Fields):
         ood_score_name: str = "variance",
         likelihood: Likelihood = GAUSSIAN,
         axis: int = -1,
+        held_bytes: int = 0,
     ) -> None:
-        super().__init__(fields, ood_score_name=ood_score_name, likelihood=likelihood, axis=axis, weights=weights)
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
+        super().__init__(fields, weights=weights, **shared)
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:

@@ -215,7 +215,9 @@ class CapturedBatch:
     @property
     def used_inputs(self) -> int:
         """Number of inputs with at least one row in use."""
-        return self.inputs if self.in_use is None else len(set((self.in_use // self.networks[0].layout.count).tolist()))
+        if self.in_use is None:
+            return self.inputs
+        return int((torch.bincount(self.in_use // self.networks[0].layout.count) > 0).sum())
 
     def chunks(self, size: int = 4096) -> Iterator[Rows]:
         """Yield the rows in use, at most `size` at a time; one empty `Rows` if there are none."""
