@@ -18,14 +18,14 @@ help:  ## list the targets
 
 setup: $(READY)  ## make the virtual environment, with everything in it
 
-# The extra `curvature` comes without the torchvision that a dependency asks for and nothing here imports: its wheels bind
+# curvlinops comes without the torchvision that a dependency asks for and nothing here imports: its wheels bind
 # one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
 	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
-	@echo "3/3  K-FAC of all layers (curvlinops)"
+	@echo "3/3  curvlinops, the reference for K-FAC in the tests"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
 	@$(COMPILE)
 	@touch $(DEMO_READY) $@
