@@ -156,10 +156,10 @@ class Gaussian(Likelihood):
             )
         return matrix
 
-    def predicted_variance(self, outputs: Tensor) -> Tensor | None:
-        """Variance (..., D) that a heteroscedastic network predicts at unit noise, in its own units; None for others."""
+    def predicted_variance(self, outputs: Tensor) -> Tensor:
+        """Variance (..., D) at unit noise, in the network's units: predicted by a heteroscedastic network, 1 otherwise."""
         if not self.heteroscedastic:
-            return None
+            return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
         if self.variance == "softplus":
             return functional.softplus(given).clamp_min(VARIANCE_FLOOR)
@@ -167,9 +167,8 @@ class Gaussian(Likelihood):
 
     def noise_variance(self, outputs: Tensor) -> Tensor:
         """Variance (..., D) of the noise at outputs (..., C), in the network's units."""
-        means, predicted = self.means(outputs), self.predicted_variance(outputs)
-        variance = self.deviation(means.shape[-1]).to(means).square()
-        return variance.expand_as(means) if predicted is None else predicted * variance
+        predicted = self.predicted_variance(outputs)
+        return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
 
     def deviation(self, width: int) -> Tensor:
         """Noise (D,) in the network's units; a factor for heteroscedastic networks."""
@@ -231,23 +230,17 @@ class Gaussian(Likelihood):
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """1 for each output, or one over the predicted variance: at unit noise, so that the noise can be chosen later."""
-        predicted = self.predicted_variance(outputs)
-        means = self.means(outputs)
-        return OutputCurvature(separate=torch.ones_like(means) if predicted is None else 1 / predicted)
+        return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Sums (4, D) from which the noise and the log-likelihood at any noise follow.
 
         Squared residuals at unit noise, logarithms of predicted variances, targets and their squares, in the network's units.
         """
-        means, predicted = to_float64(self.means(outputs)), self.predicted_variance(outputs)
+        means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
         targets = self._standardised(labels.to(means.device))
-        squares = (targets - means).square()
-        logs = squares.new_zeros(squares.shape[1])
-        if predicted is not None:
-            predicted = to_float64(predicted)
-            squares, logs = squares / predicted, predicted.log().sum(0)
-        return {"targets": torch.stack([squares.sum(0), logs, targets.sum(0), targets.square().sum(0)])}
+        summed = ((targets - means).square() / predicted, predicted.log(), targets, targets.square())
+        return {"targets": torch.stack([one.sum(0) for one in summed])}
 
     def fitted(self, sums: Sums) -> Gaussian:
         """The likelihood with its noise known: as given, or estimated from the residuals of the training data."""

@@ -21,6 +21,8 @@ class Link(ABC):
     variance_only = True
     """True if the link uses only the variance of each logit: many candidates of a search are then evaluated at once."""
 
+    classes_only = False
+    """True if the link centres logits over classes: a yes/no logit has no others to be centred by."""
     needs_covariance = False
     """True if the link is undefined without covariance."""
 
@@ -31,8 +33,8 @@ class Link(ABC):
         """Probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Test whether the link is defined for a likelihood: by default for every classification."""
-        return likelihood.classification
+        """Test whether the link is defined for a likelihood."""
+        return likelihood.classification and (likelihood.mutually_exclusive or not self.classes_only)
 
     def row_size(self, outputs: int) -> int:
         """Numbers per datum that are held at once."""

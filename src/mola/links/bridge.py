@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace.base import Spread
-from mola.likelihoods.base import ClassificationLikelihood, Likelihood
+from mola.likelihoods.base import ClassificationLikelihood
 from mola.links.base import Link, centred
 
 
@@ -30,11 +30,8 @@ class Bridge(Link):
 
     normalised: bool = False
     name = "bridge"
+    classes_only = True
     needs_covariance = True
-
-    def applies_to(self, likelihood: Likelihood) -> bool:
-        """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""
-        return likelihood.classification and likelihood.mutually_exclusive
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mola.laplace.base import Spread
-from mola.likelihoods.base import ClassificationLikelihood, Likelihood
+from mola.likelihoods.base import ClassificationLikelihood
 from mola.links.base import Link, centred, probit_scaled
 
 
@@ -29,10 +29,7 @@ class CentredProbit(Link):
     """Probit of the centred logits: mean and covariance are projected on the contrasts first."""
 
     name = "probit-centred"
-
-    def applies_to(self, likelihood: Likelihood) -> bool:
-        """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""
-        return likelihood.classification and likelihood.mutually_exclusive
+    classes_only = True
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
