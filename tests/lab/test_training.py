@@ -45,9 +45,12 @@ def test_ensembles_of_neighbouring_seeds_share_no_member():
     assert len(set(members)) == 6
 
 
-@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"learning_rate": 0.0}, {"batch_size": 0}, {"weight_decay": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epochs": 0}, {"learning_rate": 0.0}, {"batch_size": 0}, {"weight_decay": -1.0}, {"optimiser": "adamm"}],
+)
 def test_a_recipe_that_cannot_be_followed_is_refused(wrong):
-    with pytest.raises(OptionError, match="must be above 0"):
+    with pytest.raises(OptionError, match="must be"):
         Recipe(**({"epochs": 1} | wrong))
 
 
@@ -65,10 +68,8 @@ def _build_noisy():
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
-@pytest.mark.parametrize("schedule", ["cosine", "steps"])
-def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, schedule, tmp_path):
-    drops = {"drops": (0.4, 0.8)} if schedule == "steps" else {}
-    recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=optimiser, schedule=schedule, **drops)
+def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, tmp_path):
+    recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
     data = two_moons(40)
     whole = train(_build_noisy, data, recipe, seed=1, prepare=_noisy)
     checkpoint = TrainingCheckpoint(tmp_path / "under-way", "training-checkpoint", {"seed": 1})
@@ -118,32 +119,6 @@ def test_a_training_that_diverges_says_so():
         train(_build, two_moons(40), Recipe(epochs=3, learning_rate=1e30, optimiser="sgd"), seed=0)
 
 
-def test_the_cosine_ends_at_zero_and_the_steps_are_tenths():
-    for schedule, drops, expected in (("cosine", (), 0.0), ("steps", (0.5, 0.75), 0.01)):
-        recipe = Recipe(epochs=4, batch_size=5, learning_rate=1.0, optimiser="sgd", schedule=schedule, drops=drops)
-        optimiser = recipe.make_optimiser([torch.nn.Parameter(torch.zeros(1))])
-        steps = recipe.make_schedule(optimiser, 12)
-        for _ in range(4 * 3):
-            optimiser.step()
-            steps.step()
-        assert optimiser.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"optimiser": "adamm"}, r"optimiser must be one of adamw, adam, sgd; got 'adamm'. Did you mean 'adam"),
-        ({"schedule": "linear"}, "schedule must be one of"),
-        ({"schedule": "steps"}, "drops must be shares"),
-        ({"drops": (0.5,)}, "drops must be shares"),
-        ({"schedule": "steps", "drops": (1.5,)}, "drops must be shares"),
-    ],
-)
-def test_unknown_choices_are_listed(wrong, message):
-    with pytest.raises(OptionError, match=message):
-        Recipe(epochs=1, **wrong)
-
-
 @pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
 def test_side_by_side_perceptrons_are_those_of_the_loop(optimiser):
     data, recipe = two_moons(40), Recipe(epochs=3, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
@@ -151,5 +126,3 @@ def test_side_by_side_perceptrons_are_those_of_the_loop(optimiser):
     together = train_mlps(2, (16,), 2, data, recipe, members=2, seed=3)
     for one, other in zip(together, train_ensemble(_build, data, recipe, members=2, seed=3), strict=True):
         torch.testing.assert_close(_weights(one), _weights(other))
-    with pytest.raises(OptionError, match="cosine"):
-        train_mlps(2, (16,), 2, data, Recipe(epochs=1, schedule="steps", drops=(0.5,)), members=1, seed=0)

@@ -36,7 +36,7 @@ from mola.lab.suite import (
     first_labels,
 )
 from mola.lab.suites.image_sources import load_outliers
-from mola.lab.training import RECIPES
+from mola.lab.training import Recipe
 from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
@@ -331,7 +331,7 @@ IMAGENET = Suite(
     title="ImageNet",
     builders={"wrn-50-2": partial(build_network, "wrn-50-2", CLASSES)},
     classes=(),
-    recipe=RECIPES["imagenet"],
+    recipe=Recipe(epochs=90, batch_size=256, learning_rate=0.1, weight_decay=1e-4, optimiser="sgd", augment=True),
     threshold=None,
     shift=Shift("severity", "ImageNet-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
     make_sources=_sources,

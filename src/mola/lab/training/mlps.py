@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola import perceptrons
-from mola.errors import OptionError
 from mola.lab.training.recipe import OPTIMISERS, Labelled, Recipe
 from mola.options import one_of
 from mola.perceptrons import Loss, mlp
@@ -44,10 +43,8 @@ def train_mlps(
 ) -> list[nn.Sequential]:
     """Train multilayer perceptrons side by side that differ by their seed alone, as `train_ensemble` would one by one.
 
-    The recipe's schedule must be the cosine; `loss` is one of `LOSSES`.
+    `loss` is one of `LOSSES`.
     """
-    if recipe.schedule != "cosine":
-        raise OptionError(f"perceptrons are trained side by side with the cosine schedule alone, got {recipe}.")
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

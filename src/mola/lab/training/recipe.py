@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from mola.errors import OptionError
 from mola.options import one_of
@@ -22,9 +22,6 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
 """Adam with decoupled weight decay; Adam with weight decay in the gradient; SGD with Nesterov momentum 0.9."""
-
-SCHEDULES = ("cosine", "steps")
-"""The learning rate falls to 0 along a half cosine, batch by batch; or to a tenth at each of `drops`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimiser and schedule with their settings."""
+    """Optimiser with its settings; the learning rate falls to 0 along a half cosine, batch by batch."""
 
     epochs: int
     batch_size: int = 64
@@ -53,10 +50,6 @@ class Recipe:
     weight_decay: float = 1e-2
     optimiser: str = "adamw"
     """One of `OPTIMISERS`."""
-    schedule: str = "cosine"
-    """One of `SCHEDULES`."""
-    drops: tuple[float, ...] = ()
-    """For "steps": the shares of the epochs after which the learning rate falls."""
     augment: bool = False
     """Flip images at random and shift them by up to 4 pixels."""
 
@@ -66,13 +59,10 @@ class Recipe:
                 f"epochs, batch_size and learning_rate must be above 0 and weight_decay at least 0, got {self}."
             )
         one_of(self.optimiser, OPTIMISERS, "optimiser")
-        one_of(self.schedule, SCHEDULES, "schedule")
-        if bool(self.drops) != (self.schedule == "steps") or not all(0 < drop < 1 for drop in self.drops):
-            raise OptionError(f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.')
 
     def describe(self) -> dict[str, Any]:
-        """Return the recipe as JSON values."""
-        return {**asdict(self), "drops": list(self.drops)}
+        """Return the recipe as JSON values, with the schedule that records and trained networks name."""
+        return {**asdict(self), "schedule": "cosine", "drops": []}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Make the optimiser of these parameters."""
@@ -80,24 +70,11 @@ class Recipe:
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
         """Make the learning-rate schedule over all batches of `count` data, stepped after each batch."""
-        steps = self.epochs * math.ceil(count / self.batch_size)
-        if self.schedule == "cosine":
-            return CosineAnnealingLR(optimiser, steps)
-        return MultiStepLR(optimiser, [round(drop * steps) for drop in self.drops], gamma=0.1)
+        return CosineAnnealingLR(optimiser, self.epochs * math.ceil(count / self.batch_size))
 
 
 RECIPES: dict[str, Recipe] = {
     "mnist": Recipe(epochs=100, batch_size=128, learning_rate=1e-3, weight_decay=5e-4, optimiser="adam"),
     "cifar10": Recipe(epochs=100, batch_size=128, learning_rate=0.1, weight_decay=5e-4, optimiser="sgd", augment=True),
-    "imagenet": Recipe(
-        epochs=90,
-        batch_size=256,
-        learning_rate=0.1,
-        weight_decay=1e-4,
-        optimiser="sgd",
-        schedule="steps",
-        drops=(1 / 3, 2 / 3),
-        augment=True,
-    ),
 }
 """The paper's recipes, by data set."""
