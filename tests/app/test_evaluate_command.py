@@ -21,7 +21,7 @@ from mola.app.jobs.folder import alarm, open_posterior
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
 from mola.app.jobs.sets import open_set, overlap
-from mola.compare.evaluation import evaluation_document
+from mola.compare.evaluation import comparison_document
 from mola.errors import DataError
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
@@ -76,14 +76,14 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
     found = json.loads((tmp_path / "report" / "numbers.json").read_text())
     assert list(found["methods"]) == (REGRESSION_METHODS if kind.name == "regression" else CLASS_METHODS)
     (inputs, labels), posterior = kind.data("test"), kind.open().posterior
-    mine = found["methods"]["MoLA"]
+    mine, plain = (found["methods"][name]["labelled"]["test.npz"]["metrics"] for name in ("MoLA", "DE"))
     if "equals DE" in shown[0]:
-        assert_close(mine["scores"]["nll"], found["methods"]["DE"]["scores"]["nll"], "difference")
+        assert_close(mine["nll"], plain["nll"], "difference")
     for name, value in expected_scores(kind, posterior.predict(inputs), labels).items():
-        assert_close(mine["scores"][name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
+        assert_close(mine[name], value, "difference", scale=max(1.0, abs(float(value))), name=name)
     far = posterior.predict(torch.from_numpy(np.load("far.npz")["x"])).ood_score
     inside = posterior.predict(inputs).ood_score
-    score = mine["outside"]["far.npz"]["scores"]["ood score"]
+    score = found["methods"]["MoLA"]["outliers"]["far.npz"]["scores"]["ood score"]
     if kind.name == "maps":  # positions whose label is ignored are not compared
         inside = inside[labels != 255]
     assert score["auroc"] == pytest.approx(metrics.auroc(inside.flatten(), far.flatten()), abs=1e-3)
@@ -98,19 +98,20 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
-    found = evaluation_document(run_evaluate(kind.open(), to_evaluate("test.npz")))
+    found = comparison_document(run_evaluate(kind.open(), to_evaluate("test.npz")))
     inputs, labels = kind.data("test")
     known, prediction = labels != 255, kind.open().posterior.predict(inputs)
-    assert (found["count"], found["inputs"], found["counted"]) == (int(known.sum()), len(inputs), "position")
+    own_set, mine = found["sets"]["test.npz"], found["methods"]["MoLA"]["labelled"]["test.npz"]
+    assert [own_set[name] for name in ("count", "inputs", "parts")] == [int(known.sum()), len(inputs), "position"]
     right = [
         (one == label)[mask].double().mean() for one, label, mask in zip(prediction.label, labels, known, strict=True)
     ]
     error = float(torch.stack(right).std()) / len(right) ** 0.5
-    assert found["methods"]["MoLA"]["errors"]["accuracy"] == pytest.approx(error)
+    assert mine["errors"]["accuracy"] == pytest.approx(error)
     for index, name in enumerate(kind.names):
         own, called = (labels == index) & known, (prediction.label == index) & known
         expected = float((own & called).sum() / (own | called).sum())
-        assert found["methods"]["MoLA"]["classes"][name]["iou"] == pytest.approx(expected)
+        assert mine["classes"][name]["iou"] == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("_at_the_desk")
@@ -147,7 +148,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
         assert ("ood score" in out.scores) == ("ood score" in scores)
         for score, pair in scores.items():
             assert out.scores[score]["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
-    json.dumps(evaluation_document(result))
+    json.dumps(comparison_document(result))
 
 
 @pytest.mark.usefixtures("_at_the_desk")
@@ -230,7 +231,8 @@ def test_inputs_that_were_left_out_are_named_and_quiet_is_quiet(fitted, tmp_path
     arguments = ("evaluate", fitted.folder, "--test", tmp_path / "holes.npz", "--output", tmp_path / "report")
     outcome = run(*arguments, "--json")
     assert outcome.exit_code == 3
-    assert json.loads(outcome.stdout)["count"] == 17
+    (test,) = json.loads(outcome.stdout)["sets"].values()
+    assert test["count"] == 17
     outcome = run(*arguments)
     assert "holes.npz[2]" in outcome.stdout
     assert "holes.npz[2]" in (tmp_path / "report" / "index.html").read_text()

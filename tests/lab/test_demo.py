@@ -235,8 +235,10 @@ def test_figures_and_numbers_stand_beside_the_page(written, result):
         assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (written / "figures" / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg style")
     stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
-    assert stored["detection"]["noise"]["MoLA"]["auroc"] == auroc(outliers(result, "noise")["MoLA"])
-    assert stored["rotated"]["45"]["DE"]["nll"] == labelled(result, 45)["DE"]["nll"]
+    assert stored["methods"]["MoLA"]["outliers"]["noise"]["scores"]["entropy"]["auroc"] == auroc(
+        outliers(result, "noise")["MoLA"], "entropy"
+    )
+    assert stored["methods"]["DE"]["labelled"]["rotated by 45°"]["metrics"]["nll"] == labelled(result, 45)["DE"]["nll"]
 
 
 def test_every_method_is_shown_by_every_score_that_it_has(result):

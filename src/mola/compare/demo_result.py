@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
+from mola.compare.evaluation import comparison_document
+from mola.compare.record import Comparison
 
 DEFAULT = "MoLA (calibrated)"
 """MoLA tuned by the library's default rule."""
@@ -91,41 +92,11 @@ class DemoResult:
     """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """The scores as plain JSON values, without arrays: `numbers.json`."""
-        found, methods = self.comparison, self.comparison.methods
-        tuned = {name: one.chosen for name, one in methods.items() if one.chosen}
+        """Settings and results as plain JSON values, without curves and maps: `numbers.json`."""
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,
             "seconds": self.seconds,
-            "sizes": {name: found.of_role(role)[0].count for name, role in SIZES.items()},
-            "prior_precision": {name: chosen["prior_precision"][0] for name, chosen in tuned.items()},
-            "rule": {name: chosen["rule"] for name, chosen in tuned.items()},
-            "notes": list(found.notes),
-            "rotated": {
-                f"{one.level:.0f}": {name: _scores(record.labelled[one.name]) for name, record in methods.items()}
-                for one in (found.test, *found.of_role("shift"))
-            },
-            "detection": {
-                one.name: {name: _detection(record.outliers[one.name]) for name, record in methods.items()}
-                for one in found.of_role("outlier")
-            },
+            **comparison_document(self.comparison),
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }
-
-
-SIZES: dict[str, Role] = {"train": "train", "val": "validation", "test": "test"}
-
-
-def _scores(result: LabelledResult) -> dict[str, Any]:
-    scores = {name: result.metrics[name] for name in ("accuracy", "nll", "ece", "brier", "confidence")}
-    return {**scores, "errors": result.errors}
-
-
-def _detection(result: OutlierResult) -> dict[str, Any]:
-    return {
-        "confidence": result.confidence,
-        "confidence_error": result.confidence_error,
-        "auroc": result.scores["max probability"]["auroc"],
-        "scores": {name: (one["auroc"], result.errors[name]["auroc"]) for name, one in result.scores.items()},
-    }
