@@ -295,7 +295,9 @@ class MoLA(Mixture):
             "likelihood": self.likelihood,
             "axis": layout.axis if layout.sizes else -1,
             "ood_score_name": self.ood_score_name,
-            "held_bytes": sum(one.features.nbytes + one.outputs.nbytes for one in captured),
+            "held_bytes": sum(
+                part.numel() * part.element_size() for one in captured for part in (one.features, one.outputs)
+            ),
         }
         fields: dict[str, Any] = {"ood_score": field(self._ood_score)}
         if self.has_distances:
