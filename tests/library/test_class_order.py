@@ -41,11 +41,7 @@ def posterior():
 
 
 READERS = {
-    **{
-        rule: lambda posterior, data, rule=rule: posterior.tune(data, rule=rule, progress=False)
-        for rule in ("threshold", "nll", "brier", "ece", "distance")
-    },
-    "outliers": lambda posterior, data: posterior.tune(data, rule=mola.rules.Outliers([torch.randn(20, 4)])),
+    "tune": lambda posterior, data: posterior.tune(data, rule="nll", progress=False),
     "fit": lambda posterior, data: mola.fit(posterior.networks, [draw(200, 1)], data, progress=False),
     "reweight": lambda posterior, data: posterior.reweight(data, progress=False),
 }
