@@ -124,9 +124,9 @@ def test_shuffled_is_a_new_order_each_time_and_each_datum_once():
     assert sum(len(labels) for _, labels in Shuffled(training, 50, images=70)) == 70
 
 
-def test_damaged_opinions_are_named(plan, finished):
+def test_damaged_predictions_are_named(plan, finished):
     folder, _ = finished
-    whole = {path: path.read_bytes() for path in (folder / "activations" / "opinions").rglob("*.safetensors")}
+    whole = {path: path.read_bytes() for path in (folder / "activations" / "predictions").rglob("*.safetensors")}
     for path, content in whole.items():
         path.write_bytes(content[:50])
     try:

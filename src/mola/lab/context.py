@@ -89,7 +89,7 @@ class Context(Material):
         """
         source, files = self.sources[name], []
         for key, make in predictors.items():
-            path = self.activations.directory / "opinions" / key / f"{source.checksum}.safetensors"
+            path = self.activations.directory / "predictions" / key / f"{source.checksum}.safetensors"
             if not path.exists():
                 found = StoredPrediction.mean(self._predict(predictor, source) for predictor in make())
                 with written_rows(path, source.count, {}, {"set": source.name}) as add:
