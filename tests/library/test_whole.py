@@ -268,6 +268,8 @@ def test_draws_of_weights_converge_to_the_integral():
     prediction = posterior.predict(inputs)
     torch.testing.assert_close(prediction.probs, posterior(inputs), rtol=1e-9, atol=1e-12)
     assert float(prediction.mutual_information.min()) > 0
+    hot = posterior.with_temperature(2.0)
+    torch.testing.assert_close(hot.predict(inputs).probs, hot(inputs), rtol=1e-9, atol=1e-12)
     few = posterior.with_link(DRAWS)
     assert torch.equal(few(inputs), few(inputs))
     generator = torch.Generator().manual_seed(1)
