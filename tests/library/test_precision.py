@@ -109,7 +109,7 @@ class TestLowPrecision:
                     network[-1].weight.mul_(32)
             posterior = mola.fit(network, [(inputs.to(dtype), labels)], structure=structure, prior_precision=prior)
             probs.append(posterior(inputs.to(dtype)).double())
-        assert close(*probs, 1e-4)
+        assert close(*probs, 5e-4)  # float32 outputs of up to 500 have errors of about 1e-4
 
     def test_autocast_is_for_the_networks_alone(self, structure):
         inputs, labels = data(count=200)
