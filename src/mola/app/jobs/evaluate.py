@@ -120,13 +120,7 @@ class _Methods:
         return found
 
     def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, TallyRows], Tensor | None, int]:
-        """Answers of every method to a batch, the labels of their rows, and the number of inputs.
-
-        Args:
-            batch: as a loader yields it.
-            labels: its labels, where there are any.
-            start: number of inputs before it.
-        """
+        """Answers of every method to a batch, the labels of their rows, and the number of inputs; `start` inputs come before."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, inputs = len(whole), None

@@ -127,16 +127,7 @@ def run_fit(
     team: Team | None = None,
     checkpoint: Path | None = None,
 ) -> FitResult:
-    """Fit a posterior and write its folder.
-
-    Args:
-        job: the options.
-        output: folder to write.
-        progress: reports the current step.
-        bundle: copy the weights into the folder, so that it can be moved.
-        team: processes that share the data; rank 0 writes. None is a single process.
-        checkpoint: folder from which an interrupted fit is resumed.
-    """
+    """Fit a posterior and write its folder. Processes of a team share the data, and rank 0 writes."""
     check_job(job)
     if bundle and (not job.weights or any(map(is_whole, job.network))):
         raise OptionError(
@@ -346,17 +337,10 @@ def _result(
 
 
 class Material:
-    """The sets of a job.
+    """The sets of a job, opened and checked against the networks, with the preparation that all of them share.
 
-    Attributes:
-        intake: settled by the job, the networks and the training data.
-        classes: names, in the order of the networks' outputs, or None.
-        outputs: how many classes there are.
-        inputs: what they look like.
-        first: a few of the training inputs, as the networks take them.
-        train: the training data.
-        val: the validation data, or None.
-        outliers: data for tuning, or None.
+    `classes` are the names in the order of the networks' outputs, `inputs` describes an input, and `first` holds a few training
+    inputs.
     """
 
     def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
@@ -372,17 +356,18 @@ class Material:
         self.classes = self.classes or self.train.classes
         self.inputs = describe_inputs(first)
         self.outputs = self._outputs(built, first)
-        listed = self.classes or ()
-        many = job.classes if isinstance(job.classes, int) else len(listed) or self.outputs
-        if many != self.outputs:
+        counts: list[tuple[int, tuple[str, ...]]] = [(job.classes, ())] if isinstance(job.classes, int) else []
+        for many, listed in [*counts, (len(self.classes or ()) or self.outputs, self.classes or ())]:
+            if many == self.outputs:
+                continue
             advice = (
                 f"remove what is no class from {job.train}, or use networks with {many} outputs"
                 if listed == self.train.classes and many > self.outputs
                 else "name all of them, in the order of the outputs, with --classes"
             )
-            names = f" ({', '.join(listed[:5])}{', ...' if len(listed) > 5 else ''})" if listed else ""
+            names = f" ({', '.join(listed[:5])}{', ...' if many > 5 else ''})" if listed else ""
             raise DataError(f"{many} classes{names} for a network with {self.outputs} outputs: {advice}.")
-        # Again, now that it is known which labels there can be.
+        # Opened again, now that the possible labels are known.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)

@@ -55,29 +55,23 @@ class PredictOptions(Opening, Deciding, Reporting):
 
 @dataclass(frozen=True)
 class PredictResult:
-    """A summary of the predictions.
-
-    Attributes:
-        output: the file or folder.
-        count: number of inputs that were predicted.
-        positions: number of positions of dense outputs; None for others.
-        account: inputs that were left out.
-        means: over inputs and positions. Classes: "confidence", "entropy", "epistemic"; regression: "std", "epistemic_share" of the
-            variance, "width" of the intervals. "outlying" and "answer" are shares; "set_size" and "empty_sets" are of prediction sets.
-        labels: how often each class, or "yes" for each label, was predicted; empty for regression.
-        threshold: outlier score above which inputs are outlying; None without validation data.
-        decisions: other thresholds, as plain values.
-        seconds: for prediction and writing.
-    """
+    """A summary of the predictions."""
 
     output: Path
     count: int
+    """Number of inputs that were predicted."""
     positions: int | None
+    """Number of positions of dense outputs; None for other outputs."""
     account: Account
+    """Inputs that were left out."""
     means: dict[str, float]
+    """Over inputs and positions, by the names of `mola.app.jobs.columns.Columns.summary`."""
     labels: dict[str, int]
+    """Number of predictions of each class, or of "yes" for each label; empty for regression."""
     threshold: float | None
+    """OOD score above which inputs are outlying; None without validation data."""
     decisions: dict[str, Any]
+    """Other thresholds, as plain values."""
     seconds: float
 
     def plain(self) -> dict[str, Any]:
