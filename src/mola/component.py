@@ -50,7 +50,7 @@ class Component(nn.Module):
         head: its last linear layer; None in a plain ensemble.
         layer: its Laplace approximation; None in a plain ensemble.
         prior_precision: lambda.
-        likelihood: what the outputs mean.
+        likelihood: meaning of the outputs.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Several processes fit, tune and predict together: each reads its own shard, and sums are added up over all of them.
 
-Every process calls the same functions in the same order. A process that fails ends by its own exception, and torchrun then
-ends the others; a fit with a checkpoint goes on from there.
+Every process calls the same functions in the same order. A process that fails ends with its own exception, torchrun stops the
+others, and a fit resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     """Set up the process group of torchrun and yield its team; without torchrun, a team of one.
 
     Args:
-        backend: of torch.distributed; None is gloo, and NCCL beside it where there are GPUs, with the process's own GPU as
-            current device.
+        backend: of torch.distributed; None is gloo, plus NCCL with GPUs, with the process's own GPU as current device.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The errors that this library raises; each message has three parts: what was expected, what came, and what to do.
+"""The errors that this library raises; each message has three parts: what was expected, what was given, and what to do.
 
 Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of them and nothing
 else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
@@ -25,7 +25,7 @@ class HeadError(MolaError, ValueError):
 
 
 class DataError(MolaError, ValueError):
-    """A loader, batch, label or activation is not what it should be."""
+    """A loader, batch, label or activation is invalid."""
 
 
 class BoundError(MolaError, ValueError):

@@ -1,4 +1,4 @@
-r"""How good predictors are on test data, on shifted data and against outliers: a table of metrics with standard errors.
+r"""Evaluate predictors on test data, shifted data and outliers: a table of metrics with standard errors.
 
 Standard errors treat the inputs as independent draws, and the positions of dense outputs or the labels of multi-label
 data as one cluster for each input. Every metric is written as a mean of one value per datum, or (AURC, FPR95) has one
@@ -131,9 +131,9 @@ def evaluate(
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers by name; labels are ignored.
         shifted: loaders of labelled data by name, such as corrupted images.
-        likelihood: what callables predict that are no object of this library; None is "categorical".
+        likelihood: of callables that are not objects of this library; None is "categorical".
         positions: of dense outputs, a number to draw from each input; "all" uses every position.
-        ignore_index: label of positions that are left out.
+        ignore_index: label of ignored positions.
         progress: show a progress bar on stderr, if that is a terminal.
         team: processes that evaluate together, each with its own shard.
     """

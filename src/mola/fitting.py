@@ -118,7 +118,7 @@ def fit(
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
-    The data are read once, and every network sees each batch in turn. The networks are not modified.
+    The data are read once; every network processes each batch. The networks are not modified.
 
     Args:
         networks: one trained network, or K of them; architectures may differ, the number of outputs may not.
@@ -158,7 +158,7 @@ def fit(
     if not isinstance(distances, bool):
         raise OptionError(f"distances must be True or False, got {distances!r}.")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise OptionError(f"ignore_index must be an integer that is no class, got {ignore_index!r}.")
+        raise OptionError(f"ignore_index must be an integer that is not a class index, got {ignore_index!r}.")
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")

@@ -71,7 +71,7 @@ def save(
 
     Args:
         posterior: from `mola.fit` or `mola.ensemble`.
-        folder: to write to; made if missing. Its name is the model's.
+        folder: to write to; made if missing. The folder name is the model's name.
         classes: names of the outputs; None uses the names of a transformers configuration, or numbers.
         evaluation: of this posterior alone, from `mola.evaluate(posterior, ...)`; its data sets and metrics go into the
             card.
@@ -272,7 +272,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise StorageError(f"{path} cannot be read ({error.strerror}): expected a folder of mola.hub.save.") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise StorageError(
-            f"{path} was not written by mola: expected format {FORMAT!r}. Choose a folder of its own for mola."
+            f"{path} was not written by mola: expected format {FORMAT!r}. Use a separate folder for mola."
         )
     if config.get("version") != VERSION:
         raise StorageError(

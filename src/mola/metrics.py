@@ -1,6 +1,6 @@
 r"""Probabilities and labels in, numbers out. Pure functions over tensors; each is one definition.
 
-Scores of outliers are higher for what is more outlying, as everywhere in this package. Papers often write the same
+OOD scores are higher for more outlying inputs, as everywhere in this package. Papers often write the same
 metrics for the confidence, in-distribution data being the positives; with score = -confidence the numbers are equal.
 Ties never depend on the order of the data.
 """
@@ -89,8 +89,8 @@ def largest_gap(binned: Tensor) -> float:
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
     """As `bin_sums` of confidences (n,), with the bins of the authors' scripts, for comparison with published figures.
 
-    Bins are closed on the left, and predictions in the last bin are left out: a network that is sure and always wrong
-    there looks calibrated.
+    Bins are closed on the left, and predictions in the last bin are left out: a network that is confident and always wrong there
+    looks calibrated.
     """
     # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
@@ -113,7 +113,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
 
     Args:
-        uncertainty: (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are refused first.
+        uncertainty: (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
         correct: (n,), whether each prediction is right.
 
     Returns:
@@ -130,21 +130,21 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
 
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """Mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random refusal gives the error rate."""
+    """Mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random rejection gives the error rate."""
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
 def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """AURC less what it would be if all wrong predictions were refused first (E-AURC; Geifman et al., 2019).
+    """AURC minus its lowest possible value, with all errors rejected first (E-AURC; Geifman et al., 2019).
 
-    The AURC of a better classifier is lower however it orders its predictions; what remains here is the order alone: 0 is best.
+    It depends on the order of the predictions and hardly on the accuracy: 0 is best.
     """
     wrong = len(correct) - int((correct != 0).sum())
     return area_under_risk_coverage(uncertainty, correct) - least_area_under_risk_coverage(len(correct), wrong)
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """The lowest AURC that `count` predictions can have of which so many are wrong: these are refused first."""
+    """The lowest possible AURC of `count` predictions with this number of errors: all errors are rejected first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
@@ -195,7 +195,7 @@ def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Area under the ROC curve of each label: how often yes is more probable where it is right than where it is not.
+    """Area under the ROC curve of each label: probability that a positive datum scores higher than a negative datum.
 
     From probabilities (n, C) of yes and labels (n, C), 0 or 1, NaN or -100 where a label is missing. Returns (C,) in
     float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
@@ -245,8 +245,8 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     """Share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
 
     The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
-    inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take
-    the outliers as positives instead: that is another number, `fpr_at_tpr_out`.
+    inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take the outliers as
+    positives instead: see `fpr_at_tpr_out`.
 
     Args:
         inlier_scores: (n,), higher = more outlying.

@@ -1,4 +1,4 @@
-r"""Mixtures of normal distributions: density, distribution function, quantiles, and how far off a sample is (CRPS).
+r"""Mixtures of normal distributions: density, distribution function, quantiles and CRPS.
 
 .. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
 
@@ -58,7 +58,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
     Newton's method, kept inside an interval that shrinks.
 
     The quantile of a mixture lies between the smallest and the largest of its components' own. A step that leaves the interval is
-    replaced by its middle: in the gap between two far components the density is 0, and Newton's method is lost.
+    replaced by its middle: in the gap between two far components the density is 0, and Newton's method fails.
     """
     if level > 0.5:  # where F is near 1 it has no digits left; its mirror image has
         return -quantile(weights, -means, variances, 1 - level)

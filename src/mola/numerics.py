@@ -1,4 +1,4 @@
-"""Numerical conventions: the head computes in float64, and one seed per call drives whatever is drawn.
+"""Numerical conventions: the head computes in float64, and one seed per call determines all draws.
 
 Devices without float64 (mps) hand their rows to the CPU. A generator becomes one seed, so that every batch and every component draws
 the same numbers and a prediction does not depend on its batch.
@@ -19,7 +19,7 @@ Generator = torch.Generator | np.random.Generator | None
 """Source of random numbers; None is torch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
-"""Dimensions of a point that come from Sobol's sequence; in further ones the gain is lost and the table takes long to make."""
+"""Dimensions of a point that come from Sobol's sequence; beyond these the gain vanishes and the table is slow to build."""
 
 
 def float64_device(device: torch.device) -> torch.device:

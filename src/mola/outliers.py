@@ -73,19 +73,19 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
 
 def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Energy (K, n) of each network's logits (K, n, C), divided by the square of how much longer than usual features are."""
+    """Energy (K, n) of each network's logits (K, n, C), divided by the square of the excess feature norm."""
     score = energy_score if likelihood.mutually_exclusive else label_energy_score
     return score(means * (-2 * log_excess).exp()[..., None])
 
 
 def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:
-    r"""The far-field score, the energy and the log distance in one: each in units of its spread on validation data.
+    r"""Sum of the far-field score, the energy and the log distance, each standardised on validation data.
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
 
-    Distance counts from one standard deviation above its mean, so that usual inputs are ranked by far field and energy alone. Among 16
-    such sums this one and the one with `max(0, z_distance)` led on the networks that were to choose and on those that were to confirm
-    (docs/outliers.md).
+    Distance counts from one standard deviation above its mean, so that typical inputs are ranked by far field and energy alone.
+    Among 16 such sums, this sum and the sum with `max(0, z_distance)` led on the networks used to choose and on those used to
+    confirm (docs/outliers.md).
 
     Args:
         terms: the three terms (n,).

@@ -62,7 +62,7 @@ def train_mlps(
         hidden: widths of the hidden layers.
         members: K.
         seed: random seed of all members; a larger ensemble begins with the same members.
-        epochs: passes over the data, shuffled anew for every epoch and member.
+        epochs: passes over the data, reshuffled for every epoch and member.
         batch_size: rows of a training step.
         learning_rate: at the start.
         weight_decay: weight decay of the optimiser.

@@ -124,7 +124,7 @@ class MoLA(Mixture):
 
     @property
     def distance_exponent(self) -> float:
-        """gamma: how strongly logits shrink with the distance from the training classes; 0 is not at all."""
+        """gamma: how strongly logits shrink with the distance from the training classes; 0 disables it."""
         return self.scaling.exponent
 
     @property
@@ -660,7 +660,7 @@ class MoLA(Mixture):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
+        """Save everything except the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
             directory: folder to write to; what it held before stays readable until everything is written.

@@ -1,7 +1,6 @@
 """Predictions for each input, or for each position of dense outputs: probabilities and their uncertainty.
 
-Costly fields are computed when they are first read, and then kept. Their values depend neither on when that is nor on what was read
-before.
+Costly fields are computed when they are first read, and then kept. Their values do not depend on the order in which they are read.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities of n inputs over C classes, or of "yes" for C labels, with their uncertainty taken apart.
+    """Probabilities of n inputs over C classes, or of "yes" for C labels, with their uncertainty decomposed.
 
     For dense outputs probabilities have the layout of the logits, (n, C, H, W) or (n, T, C), and what is (n,) below is (n, H, W) or
     (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
@@ -394,7 +393,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) beside the noise: uncertainty about each network's weights, and distance."""
+        """Variance (n, D) in addition to the noise: uncertainty about each network's weights, and distance."""
         return self._returned(self._within())
 
     @property

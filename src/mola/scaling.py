@@ -1,4 +1,4 @@
-r"""How logits are scaled before the link: a temperature, the distance from the training data, and pooling of the components.
+r"""Scaling of the logits before the link: temperature, distance from the training data, and pooling of the components.
 
 For network k let :math:`z_k(x) = m_k(x) / s_k(x)` be its logits divided by
 
@@ -16,8 +16,8 @@ validation data, o the onset (relative to the median) from which distance counts
 :math:`\rho` nor :math:`\nu` is there.
 
 Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes
-as features grow, with it the pooled logits, and the probabilities tend to 1/C. Directions alone, which is what distances see, would
-leave them where they are.
+as features grow, with it the pooled logits, and the probabilities tend to 1/C. Distances depend on directions only, and would not
+change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest factor by distance: beyond it no logit is left."""
+"""Logarithm of the largest factor by distance: larger factors make every logit vanish."""
 
 LOG_LARGEST = 600.0
 """Logarithm of the largest factor in all: its square stays within the range of float64 after division."""
@@ -49,7 +49,7 @@ class FeatureScale(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of validation data: which distances, norms and outlier scores are usual."""
+    """Statistics of validation data: typical distances, norms and OOD scores."""
 
     scales: tuple[FeatureScale, ...]
     """Median distance and 99 % quantile of the norms, for each network."""
@@ -139,7 +139,7 @@ class LogitScaling:
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
 
     def log_excess(self, log_norm: Tensor) -> Tensor:
-        """`log nu` (K, n): how much longer than usual the features are; 0 where they are not."""
+        """`log nu` (K, n): logarithm of the excess feature norm; 0 for typical features."""
         return (log_norm - self._logs(1, log_norm)).clamp_min(0)
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class LogitScaling:
         Args:
             logs: logarithms of distance (K, n) and norm (K, n) of each network's features; None without distance.
             weights: (K,) of the mixture.
-            norms: whether long features count, as for logits; a regression's variance grows with them by itself.
+            norms: use feature norms, as for logits; a regression's variance already grows with them.
             candidates: settings of a search in place of these.
         """
         at = self if candidates is None else candidates

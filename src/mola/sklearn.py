@@ -151,7 +151,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
-        """Everything that the posterior predicts for each row: a `mola.Prediction` or `mola.RegressionPrediction`."""
+        """Return the full prediction for each row: a `mola.Prediction` or `mola.RegressionPrediction`."""
         batches = self._batches(X)
         return self.posterior_.predict(batches)
 
@@ -288,8 +288,8 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     `fit` standardises features and targets, sets a share of the rows aside, trains `members` networks on the rest by
     the squared error (AdamW, with a learning rate that falls to 0 along a half cosine), fits their posterior, and
     chooses its prior precision and noise on the rows set aside; networks trained on all rows take these over. With
-    `rule="evidence"` nothing is set aside; the noise is then estimated from the training data, and too small where the
-    networks overfit. Everything is computed in float64; the same `random_state` gives the same bits.
+    `rule="evidence"` nothing is set aside; the noise is then estimated from the training data, and is too small if the networks
+    overfit. Everything is computed in float64; the same `random_state` gives the same bits.
 
     Args:
         hidden: widths of the hidden layers.

@@ -34,7 +34,7 @@ WIDE, FLAT = 9.0, 33.0
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Entropy in nats over the last axis, to relative rounding: also where nearly all mass lies on one class."""
+    """Entropy in nats over the last axis, accurate to relative rounding even if nearly all mass is on one class."""
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)

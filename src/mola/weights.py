@@ -83,7 +83,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Stacking where the components' predictions depend on the weights: predictions and weights are updated in turn.
+    """Stacking where the components' predictions depend on the weights: predictions and weights are updated alternately.
 
     A turn does not follow the gradient of the log-likelihood and may lower it, so turns are taken from each start while they raise it.
     The result is at least as good as every start.

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        seed: int = option(0, "Seed of everything random", minimum=0)
+        seed: int = option(0, "Random seed", minimum=0)
 
 `mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` turn them into the TOML file that repeats a run
 and back. Values declared with `path=True` are stored relative to the file, so that a folder can be moved together with what it names.

@@ -75,7 +75,7 @@ class Mimo(Mixture):
         """Return logits (K, n, C) of every head, in eval mode and without gradients.
 
         Args:
-            inputs: one batch, which all heads see; or K batches, one for each head, as in training.
+            inputs: one batch for all heads, or K batches, one for each head, as in training.
         """
         batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
         if len(batches) != self.members:

@@ -177,7 +177,7 @@ class Stored:
         return Stored(self.files[:count], self.places)
 
     def only(self, network: int) -> Stored:
-        """One network alone; its features are still (n, 1, P)."""
+        """A single network; its features still have shape (n, 1, P)."""
         return Stored(self.files[network : network + 1], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:

@@ -158,7 +158,7 @@ class LastLayer:
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:
             raise OptionError(
-                f"{self.name} divides the logits before they are summed, which takes stored training data: leave --stream out."
+                f"{self.name} divides the logits before they are summed, which needs stored training data: omit --stream."
             )
         start = time.perf_counter()
         with noting() as notes:

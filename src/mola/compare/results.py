@@ -76,7 +76,7 @@ def labelled_result(
         detail: keep the bins of reliability diagrams and histograms.
         errors: estimate standard errors over data.
         classes: names of the classes, for results by class.
-        types: types of shift, dealt over the data in turn, for results by type: datum i has the type i modulo their number.
+        types: types of shift, assigned to the data in turn, for results by type: datum i has type i modulo their number.
     """
     by_class = _by_class(tally, classes)
     found = _metrics(tally)

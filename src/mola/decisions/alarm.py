@@ -1,7 +1,7 @@
 """When to raise an alarm: an outlier score that in-distribution inputs exceed at most at a given rate.
 
 This is the split-conformal rank of `mola.decisions.ranks`, applied to the outlier scores of validation data; neither
-labels nor outliers are needed. A low rate of false alarms does not tell how many outliers are caught: that depends on
+labels nor outliers are needed. A low rate of false alarms does not determine how many outliers are detected: that depends on
 the outliers (Bates et al., 2023).
 """
 

@@ -57,7 +57,7 @@ def conformal_quantile(scores: Tensor, rate: float) -> float:
 def thresholds(scores: Tensor, coverage: float, groups: Any, always: str) -> tuple[Tensor, dict[Any, Tensor] | None]:
     """Return the conformal quantiles of scores (n, ...) at a coverage, and, if groups (n,) are given, the quantiles of each group.
 
-    Too few data are refused, and too few data of a group are warned of: only `always` reaches the coverage.
+    Refuse too few data; warn about groups with too few data, for which only `always` reaches the coverage.
     """
     rate = 1 - coverage
 
@@ -82,7 +82,7 @@ def thresholds(scores: Tensor, coverage: float, groups: Any, always: str) -> tup
 
 
 def warn_of_too_few(lacking: Sequence[Any], what: str, coverage: float, always: str) -> None:
-    """Warn of classes or groups whose data are too few for the coverage."""
+    """Warn about classes or groups with too few data for the coverage."""
     if lacking:
         listed = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
         warn(

@@ -129,7 +129,7 @@ def prediction_sets(
         by: "class" guarantees the coverage for each class; None on average over classes.
         groups: (n,), names or numbers of groups of inputs: guarantees the coverage for each; calls then need the groups
             of their inputs.
-        randomised: "aps" and "raps" drop a random part of the last class, which lowers the coverage to the one given.
+        randomised: "aps" and "raps" drop a random part of the last class, which lowers the coverage to the given value.
         penalty: lambda of "raps", added for each rank above `free`.
         free: k of "raps", the number of ranks without penalty.
         at_least_one: add the most probable class to empty sets.

@@ -117,7 +117,7 @@ def _positional_names(network: nn.Module, places: Sequence[int]) -> tuple[str, .
 
 
 class Pixels(nn.Module):
-    """Normalise bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file takes images as they are stored.
+    """Normalise bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file takes raw images.
 
     Args:
         mean: mean of pixels between 0 and 1, one for each channel or one for all.

@@ -37,7 +37,7 @@ LONG = ("beyond", "whole")
 """Comparisons that take hours; the others take minutes."""
 
 NAMED = (*LONG, "tempered", "many-classes")
-"""Comparisons that "all" leaves out."""
+"""Comparisons not included in "all"."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:

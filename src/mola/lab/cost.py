@@ -66,7 +66,7 @@ def measure_cost(
     images: int = 2000,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Measure time and memory of all methods on real networks, the whole forward passes included.
+    """Measure time and memory of all methods on real networks, including whole forward passes.
 
     Repeats are interleaved, so that all methods share the conditions of a busy machine; medians are reported, of CPU time with one
     thread. Methods are fitted on the first `images` training images and on half of them, and the time is extended to all along a

@@ -128,7 +128,7 @@ class EstimatedAccuracy:
     """
 
     shifted: tuple[tuple[str, int], ...]
-    """Name of each shifted set, and the number of types of shift that are dealt over its data in turn."""
+    """Name of each shifted set, and the number of types of shift that are assigned to its data in turn."""
     name: str = "estimated accuracy"
 
     def __call__(self, answers: Answers) -> dict[str, float]:

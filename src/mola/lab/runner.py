@@ -33,7 +33,7 @@ from mola.lab.suite import Budget, DataOptions, Source, Suite, TrainingData, che
 from mola.lab.training import Labelled
 
 PROTOCOL = 1
-"""Increased by hand when fitting, links, tuning or metrics change such that older records would differ."""
+"""Increase this number when fitting, links, tuning or metrics change such that older records would differ."""
 
 ACTIVATIONS_SHARE = 0.8
 """Share of the time that activations take, as measured on images."""

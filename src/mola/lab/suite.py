@@ -1,4 +1,4 @@
-"""Declarations of a suite: sets of data with their roles, networks, a recipe, and the budget of methods that train."""
+"""Declaration of a suite: data sets and their roles, networks, a training recipe, and training budgets."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Source:
     labels: tuple[int, ...] = ()
     """Labels of the first images; none for outliers."""
     types: tuple[str, ...] = ()
-    """Kinds of shift that were dealt over the data in turn: datum i has type i modulo their number."""
+    """Types of shift, assigned to the data in turn: datum i has type i modulo their number."""
     open_part: Callable[[int, int], Batches] | None = None
     """Returns batches of the data from one place up to another; None where the data can only be read from the start."""
     whole: Source | None = None
@@ -128,7 +128,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which data to use."""
+    """Options of the data."""
 
     directory: Path | None = None
     train: int | None = None

@@ -7,7 +7,7 @@ once.
 Notation: n data, P features (the constant 1 included), C outputs. For one datum the curvature of the negative log-likelihood with
 respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d, as for
 a softmax, a shift common to all outputs changes nothing. This direction is solved apart, exactly, instead of being read off an
-eigenvalue that should be zero. *Centred* variances and covariances leave it out: they are those of the logits less their mean.
+eigenvalue that should be zero. *Centred* variances and covariances exclude it: they describe the logits minus their mean.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used."""
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. It leaves every direction that the training
-data span alone, and makes a direction that they do not span very far instead of infinitely far."""
+"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. It hardly changes directions that the
+training data span, and makes other directions very far instead of infinitely far."""
 
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or L of them as a tensor (L,): results then have a leading dimension of size L."""
@@ -73,7 +73,7 @@ class Structure(ABC):
         """Solve the eigenproblem."""
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add one more batch to a total that nobody else holds."""
+        """Add a batch to a total in place."""
         total += batch
         return total
 
@@ -170,7 +170,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class Spread:
-    """How the logits `phi' w / s` of n data spread around their mean: all that a link may use."""
+    """Covariance of the logits `phi' w / s` of n data: the only input of a link besides their mean."""
 
     curvature: Curvature
     phi: Tensor
@@ -236,7 +236,7 @@ def contrasts(outputs: int) -> Tensor:
 
 
 def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of the output directions that the likelihood sees (C, R), and does not see (C, C - R)."""
+    """Orthonormal bases of the output directions with curvature (C, R) and without (C, C - R)."""
     if not hidden:
         return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
             outputs, 0, dtype=torch.float64, device="cpu"

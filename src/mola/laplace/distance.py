@@ -1,8 +1,8 @@
-r"""How far features are from the training classes: additive sums, and the distances that follow from them.
+r"""Distance of features from the training classes, computed from additive sums.
 
 Features h, without the constant 1, are normalised, :math:`g = h / |h|`. With class means :math:`\mu_c`, and the covariance S within
-classes (and a small ridge), the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Directions alone do not see an
-input that is scaled up, so the norm :math:`|h|` is measured beside it.
+classes (and a small ridge), the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Directions do not change when
+an input is scaled up, so the norm :math:`|h|` is measured as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
 """Ridge of the covariance within classes, relative to its Frobenius norm. On networks for MNIST and CIFAR-10 anything from 1e-10 to
-1e-3 gives the same ranking; with few data or few features (two moons, two images per class) less is too little."""
+1e-3 gives the same ranking; with few data or few features (two moons, two images per class) a smaller ridge is too small."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
 """Rounding error of sums of unit vectors, over the root of the number of data."""

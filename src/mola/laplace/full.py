@@ -2,8 +2,8 @@ r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \ph
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with
 :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of their rows (plus
-:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so a direction that the likelihood does not see is null exactly. The eigenproblem is
-solved in the visible directions only, of size RP; in the remaining one the posterior is the prior.
+:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so a direction without curvature is exactly null. The eigenproblem is solved only in the
+directions with curvature, of size RP; in the remaining direction the posterior is the prior.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FullCurvature(Curvature):
     values: Tensor
     vectors: Tensor
     unseen: Tensor
-    """Output directions (C, C - R) that the likelihood does not see."""
+    """Output directions (C, C - R) without curvature."""
     feature_values: Tensor
     feature_vectors: Tensor
 

@@ -199,7 +199,7 @@ class KronCurvature(FactoredCurvature):
     class_vectors: Tensor
     """Q_A (C, C)"""
     visible: int
-    """Number of directions that the likelihood sees."""
+    """Number of output directions with curvature."""
 
     def class_inverse(self, precision: Precision) -> Tensor:
         """Eigenvalues (..., C) of U."""

@@ -1,14 +1,15 @@
 r"""Algorithm 1 for very many classes: the class factor by its diagonal, and never a C x C matrix.
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are
-the classes and whose edges say how much two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-holds the degrees of the nodes, C numbers that add up like every sum here. Among all graphs with these degrees we take the one in
-which no two classes are confused in particular: edges :math:`T q_i q_j`, with :math:`q \ge 0`, :math:`\sum_c q_c = 1` and T
+the classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
+holds the degrees of the nodes, C numbers that add up like every sum here. Among all graphs with these degrees we take the graph in
+which no two classes are confused more than their degrees imply: edges :math:`T q_i q_j`, with :math:`q \ge 0`, :math:`\sum_c q_c =
+1` and T
 settled by the degrees,
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
 
-It has the diagonal of A and, like A, no curvature along the direction 1 that the softmax does not see. It *is* A where C = 2,
+It has the diagonal of A and, like A, no curvature along the direction 1, which the softmax ignores. It *is* A where C = 2,
 where there is one datum, and where the outputs' curvature is the same for all data. In general, with :math:`\nu_2` and
 :math:`\nu_{\max}` the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\,
 \mathrm{diag}(d)^{-1/2}` (0 and 2 bound them),
@@ -57,7 +58,7 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator, standard_normals
 
 HALVINGS = 80
-"""Steps of the bisection for T: more than float64 can tell apart."""
+"""Steps of the bisection for T: enough for float64."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     """Find the graph with edges `T q_i q_j` whose nodes have these degrees: `T q_c (1 - q_c) = d_c` and `sum q = 1`.
 
     Each q_c is the smaller root of its quadratic, except that of the largest degree where the smaller ones do not reach 1. In any
-    graph the largest degree is at most the sum of the others; where it equals the sum (a star), q goes to the edge of what float64
-    tells apart.
+    graph the largest degree is at most the sum of the others; where it equals the sum (a star), q approaches the limits of float64.
 
     Returns:
         T, and q (C,).
@@ -189,7 +189,7 @@ class KronDiagCurvature(FactoredCurvature):
         return self.outputs + 1
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """`sqrt(gamma) * noise + k * one more`."""
+        """`sqrt(gamma) * noise + k * z`, with z a further normal."""
         return noise[:, :-1] * self.own(precision)[0].sqrt() + noise[:, -1:] * self.shared(precision)
 
     def class_log_determinant(self, precision: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class OutputCurvature:
     """Curvature of n data with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each."""
 
     separate: Tensor | None = None
-    """(n, C), or None where outputs have no curvature of their own."""
+    """(n, C), or None if outputs have no curvature of their own."""
     coupling: Tensor | None = None
     """(n, C), or None where outputs do not interact."""
 
@@ -54,7 +54,7 @@ class Members:
     outputs: Sequence[Tensor]
     """(n, C) of each network."""
     spreads: Sequence[Spread | None]
-    """How the outputs spread around them; None without covariance."""
+    """Covariance of the outputs; None for a plain ensemble."""
     weights: Tensor
     """(K,)"""
     divisors: Sequence[Tensor]
@@ -107,8 +107,8 @@ class Likelihood(ABC):
 
         Args:
             outputs: as the network returned them.
-            ran: linear layers that ran in a watched pass, to name the last in messages. Where they are given, outputs are not tested
-                for being probabilities: the watched pass finds what follows the last layer.
+            ran: linear layers that ran in a watched pass, to name the last in messages. If given, outputs are not tested for being
+            probabilities: the watched pass detects operations after the last layer.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Second derivative of the negative log-likelihood at outputs (n, C); labels tell which outputs have one."""
+        """Second derivative of the negative log-likelihood at outputs (n, C); labels mark missing outputs."""
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
@@ -138,13 +138,13 @@ class Likelihood(ABC):
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Group (n,) of each datum in int64: by its label, or by the outputs (n, C) where there is none."""
+        """Group (n,) of each datum in int64: by its label, or by the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Regression: the noise is chosen after the sums, so these differ there.
 
     def num_uncertain(self, outputs: int) -> int:
-        """How many of a network's outputs are uncertain."""
+        """Number of a network's outputs that are uncertain."""
         return outputs
 
     def uncertain(self, weights: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class ClassificationLikelihood(Likelihood):
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
-    """`sum_k w_k x_k`; a single member is returned as it is."""
+    """`sum_k w_k x_k`; a single member is returned unchanged."""
     if len(members) == 1:
         return members[0]
     total = weights[0].to(members[0]) * members[0]
@@ -216,7 +216,7 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
 
 
 def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
-    """Contract members (..., n, C) towards their weighted mean: `z + c (z_k - z)`. At c = 1 they are returned as they are."""
+    """Contract members (..., n, C) towards their weighted mean: `z + c (z_k - z)`. At c = 1 they are returned unchanged."""
     if not isinstance(pooling, Tensor) and pooling == 1:
         return members
     mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling

@@ -18,10 +18,10 @@ from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 MISSING = -100
-"""The value of a missing label, beside NaN: the one that PyTorch's losses ignore by default."""
+"""Value of a missing label, besides NaN: the default `ignore_index` of PyTorch's losses."""
 
 ENOUGH_OUTPUTS = 64
-"""Outputs between 0 and 1 needed to tell probabilities from logits: a few logits may all lie there by chance."""
+"""Outputs between 0 and 1 needed to tell probabilities from logits: a few logits may all be there by chance."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Bernoulli(ClassificationLikelihood):
         return None if bool(some.all()) else some
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of "yes": a sigmoid of each logit."""
+        """Probability of "yes": the sigmoid of each logit."""
         return torch.sigmoid(logits)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-r"""Regression: D outputs are the means of independent normal distributions, whose noise is a parameter of its own.
+r"""Regression: D outputs are the means of independent normal distributions, whose noise is a separate parameter.
 
 .. math:: y_d \sim \mathcal N(\ell_d + s_d f_d,\; \sigma_d^2), \qquad \Lambda = \mathrm{diag}(s_d^2 / \sigma_d^2).
 

@@ -1,8 +1,8 @@
 r"""From a Gaussian over logits to probabilities: :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`, approximately.
 
 The softmax ignores a shift common to all logits. `Probit` (the paper's) does not: it divides each logit by its full variance, the part
-in the hidden direction included. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral, and judges
-the others (docs/links.md).
+in the hidden direction included. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral and is
+the reference for the others (docs/links.md).
 """
 
 from mola.errors import OptionError

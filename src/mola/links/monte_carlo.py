@@ -24,7 +24,7 @@ class MonteCarlo(Link):
     """Average the probabilities over draws of the logits.
 
     All data share the same standard normals, so a prediction does not depend on its batch, and the same seed gives the same
-    probabilities. Each datum by itself is an honest Monte Carlo estimate.
+    probabilities. The estimate for each datum is unbiased.
 
     Args:
         samples: number of draws.

@@ -1,4 +1,4 @@
-"""The probit links: divide each logit by what its variance makes of it, then take the softmax."""
+"""The probit links: divide each logit by a function of its variance, then take the softmax."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def stream(
 ) -> Iterator[CapturedBatch]:
     """Read a loader once and yield each batch as captured from every network. Call it inside `evaluating(*networks)`.
 
-    All networks see each batch before the next is read: data are loaded once for K networks, and an iterator suffices.
+    Every network processes a batch before the next is read: data are loaded once for K networks, and an iterator suffices.
 
     Args:
         networks: the trained networks.

@@ -40,7 +40,7 @@ LOADERS = {
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; afterwards the file replaces `path` in one step, or, on an error, is removed."""
+    """Yield a path next to `path` to write to; afterwards the file replaces `path` in one step, or, on an error, is removed."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial

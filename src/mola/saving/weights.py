@@ -1,6 +1,6 @@
 """Weights of networks in files: written as safetensors, read from safetensors or PyTorch files without running code.
 
-Training scripts keep weights in a dictionary beside optimisers and epochs, and wrappers (`DataParallel`, `torch.compile`, a
+Training scripts keep weights in a dictionary with optimisers and epochs, and wrappers (`DataParallel`, `torch.compile`, a
 Lightning module) put a prefix before each name. Both are undone here.
 """
 
@@ -92,7 +92,7 @@ def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = No
     Values are converted to the network's precision and device. BatchNorm's count of batches may be missing.
 
     Args:
-        network: of the architecture that the weights belong to; changed in place.
+        network: has the architecture of the weights; changed in place.
         path: safetensors, or a file of `torch.save`, read without running code.
         entry: name under which the file holds the weights; None tries the usual names.
     """

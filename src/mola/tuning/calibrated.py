@@ -42,7 +42,7 @@ FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
 """Prior precisions of which the smallest that costs next to nothing is kept."""
 
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
-"""Poolings tried first; then those beside the best."""
+"""Poolings tried first; then the neighbours of the best."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
 """Distance exponents. Beyond 2 logits would fall faster with the distance than with the norm of the features, and inputs that differ a

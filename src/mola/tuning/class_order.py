@@ -14,7 +14,7 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""How much better another order must fit before labels are refused."""
+"""Improvement by another order from which labels are refused."""
 
 CHANCE = 1e-4
 """Probability with which predictions that are independent of the labels may look like another order of them."""

@@ -1,4 +1,4 @@
-"""Held-out data as the networks see it: read once, checked, and scored for every candidate of a search."""
+"""Held-out features and outputs: read once, checked, and scored for every candidate of a search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
 POSITIONS_KEPT = 256
-"""Positions of each input that are kept of dense outputs, drawn at random: neighbours are alike, and more would tell little."""
+"""Positions of each input that are kept of dense outputs, drawn at random: neighbours are similar, and more positions would add
+little."""
 
 LONG = 0.99
 """Share of the validation data whose features are not long."""
@@ -160,7 +161,7 @@ def read_held_out(
         loader: any iterable of batches.
         likelihood: what the outputs mean.
         where: name of the loader in messages.
-        labelled: True demands labels in every batch, False ignores them, None reads them where they are.
+        labelled: True demands labels in every batch, False ignores them, None reads them if present.
         progress: show a progress bar.
         team: processes whose shards make up the data.
     """

@@ -138,7 +138,7 @@ class Threshold(Rule):
 class Score(Rule):
     """The prior precision with the best score on validation data.
 
-    Where the data show beyond doubt that the networks are underconfident, logits are sharpened by a temperature below 1, too. For a
+    Where the data show beyond doubt that the networks are underconfident, logits are also sharpened by a temperature below 1. For a
     regression the noise is chosen with it, unless it was given.
 
     Args:

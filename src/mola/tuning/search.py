@@ -149,7 +149,7 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 
 
 def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
-    """Where a function of one number is largest: a coarse grid, then golden sections around its best point."""
+    """Maximise a function of one number: a coarse grid, then a golden-section search around its best point."""
     places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
     best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
     left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a posterior was tuned."""
+    """Result of tuning a posterior."""
 
     rule: str
     prior_precision: tuple[float, ...]
@@ -68,6 +68,6 @@ class Rule:
 
         Args:
             posterior: at its first prior precision, with temperature 1, pooling 1 and distance exponent 0.
-            data: validation data as the networks see it; None for a rule without `needs_data`.
+            data: features and outputs of the validation data; None for a rule without `needs_data`.
         """
         raise NotImplementedError

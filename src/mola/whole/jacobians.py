@@ -2,7 +2,7 @@ r"""Jacobians of the logits with respect to a network's weights, for a few data 
 
 `torch.func` differentiates any network datum by datum. For a linear or convolutional layer with inputs :math:`a_t` (the constant 1 of
 the bias included) at T positions of a datum and gradients :math:`g_t` of a logit at its outputs, the Jacobian is :math:`\sum_t g_t
-a_t^\top`. These factors are all that K-FAC needs, and rotating them costs next to nothing beside rotating their product.
+a_t^\top`. These factors are all that K-FAC needs, and rotating them is far cheaper than rotating their product.
 """
 
 from __future__ import annotations

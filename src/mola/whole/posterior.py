@@ -253,7 +253,7 @@ class WholeMoLA(MoLA):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks, for `mola.whole.load(directory, networks)`; see `MoLA.save`."""
+        """Save everything except the networks, for `mola.whole.load(directory, networks)`; see `MoLA.save`."""
         from mola.whole.files import save_whole
 
         return save_whole(self, directory)

@@ -63,7 +63,7 @@ def _options(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Honest confidence for trained PyTorch networks, after the fact.
+    """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection, selective prediction.
 
     Start with `mola demo`, or with checkpoints of your own:
 

@@ -32,7 +32,7 @@ class BenchOptions(Computing, Device):
         "layers)",
         metavar="NAMES",
     )
-    results: Path = option(Path("results"), "Folder for the numbers, one JSON a method and run", metavar="DIR")
+    results: Path = option(Path("results"), "Folder for the numbers, one JSON file per method and run", metavar="DIR")
     cache: Path = option(
         Path("activations"), "Folder for activations, also MOLA_CACHE", metavar="DIR", envvar="MOLA_CACHE"
     )

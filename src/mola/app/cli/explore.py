@@ -18,7 +18,7 @@ def explore(options: ExploreOptions) -> None:
     """Change a picture on a local page, and watch the confidence.
 
     Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture: their classes and
-    confidence, MoLA's uncertainty, the outlier score beside those of the validation data, and the decision. Without a folder, opens
+    confidence, MoLA's uncertainty, the OOD score compared with those of the validation data, and the decision. Without a folder, opens
     the digits demo. Only this machine can reach the page. Ctrl-C ends it.
 
         mola explore posterior

@@ -41,7 +41,7 @@ REGRESSION = [
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Reporting, Job):
-    """The options of `mola fit` that do not change the posterior, beside those of the job."""
+    """The options of `mola fit` that do not change the posterior, in addition to those of the job."""
 
     output: Path = option(
         Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", kept=False
@@ -53,7 +53,7 @@ class FitOptions(Reporting, Job):
 
 
 def fit(options: FitOptions) -> None:
-    """Give trained networks honest confidence in one pass over the training data.
+    """Fit a posterior: calibrated confidence for trained networks, in one pass over the training data.
 
     Puts a Laplace approximation on the last layer of each network, tunes it on the validation data and writes a folder that
     the other commands open. Handles classification, multi-label classification, regression and dense outputs. The validation

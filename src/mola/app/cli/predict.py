@@ -12,13 +12,13 @@ from mola.app.jobs.predict import PredictOptions, run_predict
 
 
 def predict(options: PredictOptions) -> None:
-    """Predict with honest confidence: one row for each input.
+    """Predict with calibrated confidence: one row per input.
 
     A row has the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance from
     the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, --coverage adds conformal
     sets; both are calibrated on the validation data of `mola fit`. Unusable inputs have a row with the error. Multi-label
     networks have columns for each label. Regression gives means, standard deviations and intervals. Dense outputs give maps
-    (.npz), pictures (a folder) or means over positions. The options are saved beside the output, in a .toml file for --config.
+    (.npz), pictures (a folder) or means over positions. The options are saved next to the output, in a .toml file for --config.
 
         mola predict posterior images/ -o predictions.csv --error-rate 0.01
     """

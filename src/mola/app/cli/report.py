@@ -29,7 +29,7 @@ class ReportOptions(Quiet):
 
 
 def report(options: ReportOptions) -> None:
-    """Show benchmark results: tables, figures and a page, beside the paper's numbers.
+    """Show benchmark results: tables, figures and a page, compared with the paper's numbers.
 
     Reads the records of `mola bench`, and no model. Writes index.html, which needs no other file, tables.md, tables.tex and
     the figures. Takes seconds.

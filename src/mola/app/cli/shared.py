@@ -17,7 +17,7 @@ from mola.distributed import Team
 from mola.errors import OptionError
 
 LEFT_OUT = 3
-"""Exit code of a command that did its work but left inputs out."""
+"""Exit code of a command that succeeded but skipped inputs."""
 
 
 def check_report_folder(output: Path) -> None:

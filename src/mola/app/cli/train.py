@@ -35,14 +35,13 @@ class TrainOptions(Computing, Device):
     learning_rate: float | None = option(None, "Learning rate at the start", panel=RECIPE)
     weight_decay: float | None = option(None, "Weight decay", panel=RECIPE)
     train_images: int | None = option(None, "Use at most N training inputs", panel=RECIPE, minimum=1)
-    seed: int = option(0, "Seed from which each network gets its own", panel=RUN, minimum=0)
+    seed: int = option(0, "Base seed; each network derives its own", panel=RUN, minimum=0)
 
 
 def train(options: TrainOptions) -> None:
     """Train the networks of a suite, each from its own seed.
 
-    A finished network is kept as NN.safetensors, an unfinished one beside it after every epoch: the same command resumes
-    it, to the same bits.
+    Finished networks are saved as NN.safetensors, unfinished networks after every epoch; the same command resumes them, bit for bit.
     """
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks

@@ -89,7 +89,7 @@ class Explorer:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that the page shows for a picture of the right size, changed by the arguments of `change`."""
+        """Return all outputs of the page for a picture of the right size, edited by the arguments of `change`."""
         subject, posterior = self.subject, self.subject.posterior
         seen = change(image, **changes)
         prediction = self._predict([seen])

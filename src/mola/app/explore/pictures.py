@@ -72,7 +72,7 @@ def change(
     invert: bool = False,
     seed: int = 0,
 ) -> Image.Image:
-    """Change a grey or RGB picture by the values of the sliders; their neutral values leave it as it is."""
+    """Change a grey or RGB picture by the values of the sliders; neutral values do not change it."""
     if invert:
         image = ImageOps.invert(image)
     if (contrast, brightness) != (1, 0):

@@ -56,7 +56,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Subject:
-    """Everything that the page needs."""
+    """Networks, posterior and examples of the page."""
 
     title: str
     posterior: MoLA

@@ -1,4 +1,4 @@
-"""Predictions batch by batch for engines that divide data themselves: Ray Data, Spark, Dask, or a loop of one's own."""
+"""Predictions batch by batch for engines that divide data themselves: Ray Data, Spark, Dask, or your own loop."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class BatchPredictor:
     it until the files change. Takes pandas frames, Arrow tables, mappings of NumPy arrays, and arrays of inputs, and
     gives the same kind (a mapping for arrays) with the columns of `mola predict`: "label", "class" where classes have names,
     "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance" where it is known, and "outlying" where there is a
-    threshold. Inputs go to the networks as they are: prepare them as the training data were.
+    threshold. Inputs are passed to the networks unchanged: preprocess them like the training data.
 
     Args:
         source: a path that every process can read: a folder of `mola fit --bundle`, a folder of `mola.hub.save`, or a file of
             `mola.export.onnx` or `mola.export.torch_export`.
-        inputs: the columns that hold the inputs: one whose cells are arrays, or several of numbers, in the order in which the
-            networks take them. Not needed for batches that are arrays.
-        keep: columns that are handed on, such as a key.
-        shape: of one input; None takes the cells as they are, or a row of the columns.
+        inputs: the input columns: one column of arrays, or several columns of numbers in the order of the networks' inputs. Not
+            needed for batches that are arrays.
+        keep: columns to copy to the output, such as a key.
+        shape: of one input; None uses the shape of the cells, or of a row of the columns.
         dtype: of the inputs.
         probabilities: add a column "probs" with a list of one number for each class.
         build: for a folder of a hub, a function that makes a network: see `mola.hub.load`. It is pickled by its name.
-        trust: trust whoever made the source: for files of `mola.export.torch_export`, and for a folder that names functions to call.
-        batch_size: inputs that networks see at once, whatever the engine's batches are.
+        trust: True if you trust the author of the source: for files of `mola.export.torch_export`, and for a folder that names
+            functions to call.
+        batch_size: inputs per forward pass, independent of the engine's batches.
     """
 
     source: str | Path

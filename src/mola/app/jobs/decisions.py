@@ -37,7 +37,7 @@ MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
 
 
 def decision_rows(probs: Tensor, labels: Tensor, score: Tensor) -> Tensor:
-    """Rows (n, 7) in float64 to keep of labelled data: probabilities (n, C), labels (n,), outlier scores (n,)."""
+    """Rows (n, 7) in float64 kept for labelled data: probabilities (n, C), labels (n,), outlier scores (n,)."""
     known = {**Calibration.of(probs, labels).columns(), "ood_score": score.detach().cpu()}
     return torch.stack([known[name].double() for name in COLUMNS], 1)
 
@@ -48,7 +48,7 @@ def decision_columns(rows: Tensor) -> dict[str, Tensor]:
 
 
 def interval_rows(prediction: RegressionPrediction, targets: Tensor) -> Tensor:
-    """Rows (n, 2 K D + D) in float64 to keep of regression data: K means and variances, and the targets (n, D)."""
+    """Rows (n, 2 K D + D) in float64 kept for regression data: K means and variances, and the targets (n, D)."""
     parts = (prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1), targets)
     return torch.cat([part.detach().cpu().double().flatten(1) for part in parts], 1)
 

@@ -1,7 +1,7 @@
 """`mola evaluate`: MAP, temperature scaling or scaled noise, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
 
 All methods but LLLA follow from the prediction of the posterior, so the data are read once and the networks run once; LLLA runs the
-first network once more. The validation data are read once, too: temperatures, noise and LLLA are tuned on the networks' outputs.
+first network once more. The validation data are also read once: temperatures, noise and LLLA are tuned on the networks' outputs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EvaluateOptions(Opening, Reporting):
         shown="those of the fit",
     )
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-    seed: int = option(0, "Seed of your own code that draws", panel=RUN, minimum=0)
+    seed: int = option(0, "Random seed for your own code", panel=RUN, minimum=0)
 
 
 @dataclass(frozen=True)

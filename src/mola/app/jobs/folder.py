@@ -61,7 +61,7 @@ FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_SCORES = 100_000
-"""Scores to keep. Of more, evenly spaced ranks are kept, the largest score, and the threshold at the default rate."""
+"""Scores to keep. Of more scores, evenly spaced ranks are kept, the largest score, and the threshold at the default rate."""
 
 MOST_NUMBERS = 2**23
 """Values to keep of all validation data together, for decisions: with many outputs, of fewer data."""
@@ -183,7 +183,7 @@ def open_posterior(
         if "cannot import" not in str(error):
             raise
         raise OptionError(
-            f"{error} Run this where the module can be imported from, as when the posterior was fitted."
+            f"{error} Run this in a folder from which the module can be imported, as for the fit."
         ) from error
     check_unchanged(built.files, result["sha256"])
     posterior = move(load_posterior(path, built.networks), device)
@@ -247,7 +247,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """A batch of 2 inputs of zeros; masks are of ones, since a network that may look at nothing gives no numbers."""
+    """A batch of 2 inputs of zeros; masks are of ones, since a fully masked input gives NaN."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])

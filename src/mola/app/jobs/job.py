@@ -1,4 +1,4 @@
-"""A job: the options of `mola fit` as one value, and as the `job.toml` beside a posterior.
+"""A job: the options of `mola fit` as one value, and as the `job.toml` next to a posterior.
 
 Consent to files that can run code (`--trust`) is never saved, since a file may come from a stranger.
 """
@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 """Called with a description of the current step and the finished share of the work, from 0 to 1."""
 
 NAME = "job.toml"
-"""File beside a posterior."""
+"""File next to a posterior."""
 
 RULE_NAMES = (*RULES, "outliers", "none")
 """Rules of the command line: "outliers" needs data, "none" keeps the prior precision."""
@@ -180,7 +180,7 @@ class Job:
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
-    distances: bool = option(True, "Leave out distances from the classes: less memory", panel=METHOD)
+    distances: bool = option(True, "Omit distances from the classes: less memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
         None, "Regression: noise std. deviation [default: chosen]", panel=OTHER, metavar="X", parse=parse_numbers
@@ -190,11 +190,11 @@ class Job:
     )
     scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
     heteroscedastic: bool = option(False, "Regression: log-variances follow the means", panel=OTHER)
-    positions: str = option("all", "Dense: all, average, or a number drawn", panel=OTHER, metavar="WHICH")
-    ignore_index: int = option(IGNORE_INDEX, "Dense: label to leave out", panel=OTHER)
+    positions: str = option("all", "Dense outputs: all, average, or a number to draw", panel=OTHER, metavar="WHICH")
+    ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
 
     batch_size: int = option(256, "Inputs in a batch", panel=RUN, minimum=1)
-    seed: int = option(0, "Seed of everything random", panel=RUN, minimum=0, maximum=2**63 - 1)
+    seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
     def meaning(self) -> Likelihood:

@@ -63,7 +63,7 @@ class Built:
 
     networks: list[nn.Module]
     files: list[Path]
-    """Where their weights come from."""
+    """Source of the weights."""
     hints: Hints
     """Inputs and classes by the networks' own configuration."""
 

@@ -232,7 +232,7 @@ class Dealt:
 
 
 def divided(source: Set, team: Team) -> Set:
-    """Deal the batches of a set to the processes in turn; image files are divided before they are decoded."""
+    """Distribute the batches of a set over the processes in turn; image files are divided before they are decoded."""
     if team.size == 1:
         return source
     if not isinstance(source, Pictures):

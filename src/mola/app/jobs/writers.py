@@ -1,6 +1,6 @@
 """Files of predictions, written in pieces: tables, archives of arrays, and folders of pictures.
 
-Whatever is written appears under its name when it is complete; after an error or Ctrl-C nothing is left.
+Files appear under their names only when complete; an error or Ctrl-C leaves no file behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLES = (".csv", ".jsonl", ".parquet")
 ARRAYS = ".npz"
 
 PICTURE_TABLE, PICTURE_KEY = "predictions.csv", "maps.json"
-"""Beside pictures: means of each input, and what the values of the pictures mean."""
+"""Files next to the pictures: means of each input, and the meaning of pixel values."""
 
 PICTURES = ("label", "confidence", "entropy")
 MOST_COLOURS = 256
@@ -257,7 +257,7 @@ class PictureWriter:
         self.table.add(portion)
 
     def finish(self) -> None:
-        """Write what the values of the pictures mean."""
+        """Write the meaning of the pixel values."""
         bits = "8 bits, with a palette" if len(self.names) <= MOST_COLOURS else "16 bits"
         key = {
             "classes": self.names,

@@ -146,7 +146,7 @@ def records_table(
         title: of the table.
         caption: how to read it.
         numbers: of the methods.
-        shown: the columns. A column without any number is left out, unless there are rows aside.
+        shown: the columns. A column without numbers is omitted, unless there are further rows.
         aside: further rows, which do not compete.
         leads: by set and metric, which method leads in a comparison of one run; see `Comparison.leads`.
     """

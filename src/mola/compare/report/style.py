@@ -1,4 +1,4 @@
-"""How figures look, and their forms: one colour and stroke for each method everywhere, SVG for pages, PNG for documents."""
+"""Style and formats of figures: one colour and stroke for each method, SVG for pages, PNG for documents."""
 
 from __future__ import annotations
 

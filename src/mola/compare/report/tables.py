@@ -34,7 +34,7 @@ class Column:
     group: str = ""
     """Heading of several columns side by side."""
     better: Better | None = None
-    """Which end is best; None if neither."""
+    """Direction of improvement; None if neither."""
     digits: int = 1
 
     @property
@@ -296,7 +296,7 @@ def as_latex(table: Table) -> str:
 
 
 def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str = "") -> str:
-    """A document that compiles as it is, from words at its beginning and the title and tables of each section."""
+    """A complete document that compiles, from words at its beginning and the title and tables of each section."""
     lines = [
         r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
         r"\documentclass{article}",

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-"""Images (n, channels, side, side) as they are stored."""
+"""Images (n, channels, side, side) in storage format."""
 
 Floats = NDArray[np.float64]
-"""Images or layers as they are computed with. float64, since a result just below a whole number loses a level."""
+"""Images or layers for computation, in float64, since a result just below a whole number loses a level."""
 
 
 Table = Sequence[Any]
@@ -111,7 +111,7 @@ def separable(images: Floats, matrix: Floats) -> Floats:
 
 
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
-    """Gaussian blur, cut off at `truncate` standard deviations; sigma 0 leaves the images as they are."""
+    """Gaussian blur, cut off at `truncate` standard deviations; sigma 0 does not change the images."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     return separable(images, band(images.shape[-1], taps, border))
 

@@ -255,7 +255,7 @@ def spatter(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
     """Smooth noise above a threshold is liquid: light on the rims of drops, or dark spots.
 
     The steps are OpenCV's, in whole levels where it has whole levels. Two things differ: liquid above 1 is cut off
-    instead of starting again at 0, and an image that no drop has hit stays as it is instead of being divided by 0.
+    instead of starting again at 0, and an image without drops is unchanged instead of divided by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = SPATTER[severity - 1]
     side = pixels.shape[-1]

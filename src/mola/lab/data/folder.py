@@ -186,7 +186,7 @@ def open_folder(
         root: the folder.
         prepare: brings images to one size.
         classes: names of all classes in the order of their numbers, if some have no subfolder here.
-        without: names of files to leave out.
+        without: names of files to skip.
 
     Raises:
         DataError: there is no such folder, or it holds no images.

@@ -38,7 +38,7 @@ AUTHORS = {"svhn": "svhn-own", "lsun": "lsun-own", "cifar100": "cifar100-own"}
 
 
 def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
-    """Corrupt every image once, the types dealt in turn: image i gets type i modulo their number."""
+    """Corrupt every image once, by the types in turn: image i gets type i modulo their number."""
 
     def generate(corruption: str, rows: slice) -> Images:
         chosen = images.part(rows)

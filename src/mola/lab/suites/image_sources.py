@@ -56,7 +56,7 @@ def image_source(
         change: changes the images and keeps their labels.
         changed_by: plain values that identify `change`; they enter the checksum, and so do the first inputs.
         level: how far the images are shifted.
-        types: kinds of shift that `change` deals over the images in turn.
+        types: types of shift that `change` applies to the images in turn.
     """
     chosen = options.normalisation or normalised
     normalise = normalisation(chosen)

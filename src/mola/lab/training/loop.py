@@ -37,7 +37,7 @@ def train(
 
     Args:
         build: makes a network with fresh weights; called once, after seeding.
-        data: training data, shuffled anew for every epoch.
+        data: training data, reshuffled every epoch.
         recipe: optimiser and schedule.
         seed: seed of the initial weights, the order of the data, dropout and augmentation.
         prepare: turns a batch of stored inputs into network inputs; it may draw from torch's random state.

@@ -36,7 +36,7 @@ def papers_optimiser(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw which datum of a batch each member sees in each row: indices (K, size * batch_repetition) on the CPU.
+    """Draw the datum of a batch for each member and row: indices (K, size * batch_repetition) on the CPU.
 
     The batch is repeated and shuffled; all rows but a share `input_repetition` are then shuffled again for each member.
 
@@ -44,7 +44,7 @@ def member_rows(
         size: of the batch.
         members: K.
         batch_repetition: how often each datum occurs for each member.
-        input_repetition: share of the rows in which all members see the same datum.
+        input_repetition: share of the rows in which all members get the same datum.
         generator: source of randomness; None uses torch's default.
     """
     total = size * batch_repetition
@@ -74,7 +74,7 @@ def train_mimo(
             state, as those of `DataLoader` do: then the seed gives the same network, interrupted or not.
         epochs: number of epochs.
         batch_repetition: how often each datum of a batch occurs in a step, for each member.
-        input_repetition: share of the rows in which all members see the same datum.
+        input_repetition: share of the rows in which all members get the same datum.
         optimiser: from parameters to an optimiser; its learning rate falls to 0 along a half cosine, batch by batch.
         seed: of the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.

@@ -87,7 +87,7 @@ def run_uci(
         results: folder for the records, in a subfolder `uci`.
         sets: names of sets.
         splits: largest number of published splits of each set; None is all.
-        gaps: whether to run the splits that leave out the middle of each feature, too.
+        gaps: also run the splits that hold out the middle of each feature.
         fresh: whether to replace records.
         progress: called with the set, the splits done, and their number.
 

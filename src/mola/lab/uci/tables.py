@@ -1,4 +1,4 @@
-"""Tables of the records on the UCI sets beside published numbers, in Markdown."""
+"""Tables of the UCI records and published numbers, in Markdown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def estimates(
     Args:
         records: records of `read_records`.
         score: such as "rmse" or "nll".
-        gaps: over the splits that leave out the middle of a feature, instead of the published splits.
+        gaps: use the splits that hold out the middle of a feature instead of the published splits.
     """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in SETS}
     for record in records:
@@ -100,7 +100,7 @@ def score_table(records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool 
 
 
 def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Make a table of the splits that leave out the middle of a feature.
+    """Make a table of the splits that hold out the middle of a feature.
 
     NLL is a median over splits, since the worst feature dominates the mean; coverage of 90 % intervals, and the ratio of the standard
     deviation to that on validation rows, are means.
