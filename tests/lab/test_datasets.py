@@ -77,11 +77,10 @@ def test_idx_files_are_read_where_torchvision_leaves_them(tmp_path, name, place,
 
 
 @pytest.mark.parametrize(("part", "first"), [("letters", 1), ("digits", 0)])
-def test_emnist_is_upright_unless_requested_otherwise(tmp_path, part, first):
+def test_emnist_is_upright(tmp_path, part, first):
     pixels, classes = grey(3), [0, 4, 9]
     write_idx(tmp_path / "EMNIST" / "raw", f"emnist-{part}-test", pixels, np.array(classes, np.uint8) + first)
     holds(load_images(f"emnist-{part}", "test", tmp_path), pixels.transpose(0, 2, 1)[:, None], classes)
-    holds(load_images(f"emnist-{part}-untransposed", "test", tmp_path), pixels[:, None], classes)
 
 
 def test_notmnist_is_read_from_the_published_images_without_the_empty_files(tmp_path):

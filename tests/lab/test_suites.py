@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,6 @@ from mola.__main__ import main
 from mola.app.cli import app
 from mola.compare.store import Store
 from mola.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
-from mola.lab.data.images import NORMALISATIONS
 from mola.lab.suite import DataOptions
 from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from mola.lab.suites.mnist import MNIST
@@ -213,28 +211,6 @@ def test_levels_are_degrees_counter_clockwise(mnist):
     assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
-    write_cifar(tmp_path)
-    shutil.copytree(tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-100-binary")
-    (tmp_path / "cifar-100-binary" / "test_batch.bin").unlink()
-    rows = np.random.default_rng(1).integers(0, 10, (30, 3074), dtype=np.uint8)
-    (tmp_path / "cifar-100-binary" / "test.bin").write_bytes(rows.tobytes())
-    ours, theirs = (
-        CIFAR10.make_sources(DataOptions(directory=tmp_path, test=20, conventions=name))
-        for name in ("consistent", "authors")
-    )
-    (first, _), *_ = ours["cifar100"].open()
-    (second, _), *_ = theirs["cifar100"].open()
-    own, paper = NORMALISATIONS["cifar100-own"], NORMALISATIONS["cifar10"]
-    pixels = ours["cifar100"].show(len(first))
-    torch.testing.assert_close(first, paper(pixels))
-    torch.testing.assert_close(second, own(pixels))
-    assert ours["test"].checksum == theirs["test"].checksum
-    with pytest.raises(mola.errors.OptionError, match="normalisation must be one of"):
-        DataOptions(normalisation="svhn-own")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,7 +224,6 @@ def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
             "corruptions must be one of paper, all; got 'al'. Did you mean 'all'?",
         ),
         (["bench", "mnist", "--normalisation", "cifar"], "normalisation must be one of none, cifar10, imagenet"),
-        (["bench", "mnist", "--conventions", "author"], "Did you mean 'authors'?"),
         (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
         (["train", "mnist", "--network", "alexnet"], "network must be 'lenet'"),

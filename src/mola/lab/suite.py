@@ -150,25 +150,19 @@ class DataOptions:
     """Corruptions to shift test sets by, where there is a choice; none is the suite's."""
     cross_fit: bool = False
     """Divide the labelled images into folds instead of reading training data."""
-    conventions: str = "consistent"
-    """"consistent" normalises outliers like the training data, as a deployed network would; "authors" follows the paper's
-    scripts: statistics of each set, and EMNIST's digits, untransposed, instead of its letters."""
 
     def __post_init__(self) -> None:
-        one_of(self.conventions, ("consistent", "authors"), "conventions")
         one_of(self.corruptions, ("paper", "all"), "corruptions")
-        if self.normalisation is not None:  # those that end in "-own" are for one set, in the authors' conventions
-            one_of(self.normalisation, [name for name in NORMALISATIONS if not name.endswith("-own")], "normalisation")
+        if self.normalisation is not None:
+            one_of(self.normalisation, NORMALISATIONS, "normalisation")
 
     def describe(self) -> dict[str, Any]:
         """Return the options that affect numbers, as JSON values."""
-        names = ("train", "outliers", "test", "normalisation", "corruptions", "conventions")
+        always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # Left out unless chosen: most records have none of them.
-        return {name: getattr(self, name) for name in names} | {
-            name: value for name, value in optional.items() if value
-        }
+        # Outliers are normalised like the training data. Options that are not chosen are left out: most records lack them.
+        return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 
 @dataclass(frozen=True)

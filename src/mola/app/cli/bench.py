@@ -54,9 +54,6 @@ class BenchOptions(Computing, Device):
         None, "none, cifar10 or imagenet", panel=DATA, metavar="NAME", shown="the suite's"
     )
     corruptions: str = option("paper", "CIFAR-10-C: paper (16 types) or all (19)", panel=DATA, metavar="WHICH")
-    conventions: str = option(
-        "consistent", "consistent, or authors: OOD data as in the paper's scripts", panel=DATA, metavar="WHICH"
-    )
     train_images: int | None = option(None, "Fit on at most N", panel=DATA, minimum=1)
     test_images: int | None = option(None, "Test on at most N, shifted or not", panel=DATA, minimum=1)
     outliers: int | None = option(None, "At most N of each OOD set", panel=DATA, minimum=1)
@@ -116,7 +113,6 @@ def bench(options: BenchOptions) -> None:
             download=options.download,
             normalisation=options.normalisation,
             corruptions=options.corruptions,
-            conventions=options.conventions,
         ),
         train=options.train,
         stream=options.stream,

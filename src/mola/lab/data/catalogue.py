@@ -113,18 +113,15 @@ EMNIST_URLS = (
 )
 
 
-def _emnist(part: str, classes: int, counts: Mapping[str, int], *, upright: bool) -> Dataset:
-    read, splits = partial(read_idx_pair, first_label=1 if part == "letters" else 0, transposed=upright), {}
+def _emnist(part: str, classes: int, counts: Mapping[str, int]) -> Dataset:
+    read, splits = partial(read_idx_pair, first_label=1 if part == "letters" else 0, transposed=True), {}
     for split, count in counts.items():
         files = _idx(f"emnist-{part}-{split}")
         members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
         download = Download(EMNIST_URLS, "58c8d27c78d21e728a6bc7b3cc06412e", members)
         folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
         splits[split] = Split(folders, (files,), read, count, (download,))
-    name, title = f"emnist-{part}", f"EMNIST {part}"
-    if not upright:
-        name, title = f"{name}-untransposed", f"{title}, as the files have it: rows and columns exchanged"
-    return Dataset(name, title, classes, GREY, splits)
+    return Dataset(f"emnist-{part}", f"EMNIST {part}", classes, GREY, splits)
 
 
 def _notmnist(paths: Sequence[Path]) -> Images:
@@ -193,14 +190,8 @@ _ALL = (
             "test": ("5c965bf0a639b31b8f53240b1b52f4d7", "7320c461ea6c1c855c0b718fb2a4b134"),
         },
     ),
-    *(
-        _emnist(part, classes, counts, upright=upright)
-        for upright in (True, False)
-        for part, classes, counts in (
-            ("letters", 26, {"train": 124_800, "test": 20_800}),
-            ("digits", 10, {"train": 240_000, "test": 40_000}),
-        )
-    ),
+    _emnist("letters", 26, {"train": 124_800, "test": 20_800}),
+    _emnist("digits", 10, {"train": 240_000, "test": 40_000}),
     Dataset(
         "notmnist",
         "notMNIST",
@@ -258,7 +249,7 @@ _ALL = (
 )
 
 DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in _ALL})
-"""By name. EMNIST's images are upright; the authors of the paper used `emnist-digits-untransposed`."""
+"""By name. EMNIST's images are upright."""
 
 
 def data_directory(given: Path | str | None = None) -> Path:

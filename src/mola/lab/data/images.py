@@ -99,7 +99,7 @@ class Normalisation:
 
 NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
     {
-        # x / 255 alone: the paper's for MNIST and its outliers, and the authors' for LSUN.
+        # x / 255 alone: the paper's for MNIST and its outliers.
         "none": Normalisation(),
         # The paper's: (125.3, 123.0, 113.9) / 255 and (63.0, 62.1, 66.7) / 255.
         "cifar10": Normalisation(
@@ -107,11 +107,6 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
             (63.0 / 255, 62.1 / 255, 66.7 / 255),
         ),
         "imagenet": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        # The authors', for each set of outliers and for the corrupted images.
-        "svhn-own": Normalisation((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
-        "cifar100-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-        "cifar10-c-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-        "lsun-own": Normalisation(),
     }
 )
 

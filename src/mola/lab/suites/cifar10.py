@@ -33,9 +33,6 @@ OUTLIERS = {
 }
 """The paper's three, and two more of OpenOOD's."""
 
-AUTHORS = {"svhn": "svhn-own", "lsun": "lsun-own", "cifar100": "cifar100-own"}
-"""Normalisations of outliers in the paper's scripts."""
-
 
 def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
     """Corrupt every image once, by the types in turn: image i gets type i modulo their number."""
@@ -91,7 +88,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     severities = {
         f"severity {severity}": image_source(
             options,
-            "cifar10-c-own" if options.conventions == "authors" else "cifar10",
+            "cifar10",
             f"severity {severity}",
             f"CIFAR-10-C{'' if published else ', generated,'} at severity {severity}",
             "shift",
@@ -106,7 +103,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     return {
         **in_distribution("cifar10", "CIFAR-10", "cifar10", options),
         **severities,
-        **outlier_sources(options, "cifar10", OUTLIERS, AUTHORS, _resized),
+        **outlier_sources(options, "cifar10", OUTLIERS, _resized),
     }
 
 

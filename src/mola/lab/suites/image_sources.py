@@ -138,17 +138,15 @@ def outlier_sources(
     options: DataOptions,
     normalised: str,
     titles: Mapping[str, str],
-    authors: Mapping[str, str],
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
-    """Make sources of the sets in `titles`, normalised as in distribution, or as `authors` has it for the paper's scripts."""
-    sources = {}
-    for name, title in titles.items():
-        images = load_outliers(name, options)
-        if images is not None:
-            own = authors.get(name, normalised) if options.conventions == "authors" else normalised
-            sources[name] = image_source(options, own, name, title, "outlier", change(images))
-    return sources
+    """Make sources of the sets in `titles`, normalised like the training data."""
+    found = {name: load_outliers(name, options) for name in titles}
+    return {
+        name: image_source(options, normalised, name, titles[name], "outlier", change(images))
+        for name, images in found.items()
+        if images is not None
+    }
 
 
 def training(name: str, normalised: str) -> Callable[[DataOptions, Recipe], TrainingData]:

@@ -10,19 +10,12 @@ from mola.lab.training import RECIPES
 
 OUTLIERS = {"fashion-mnist": "FMNIST", "emnist-letters": "EMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 
-AUTHORS_OUTLIERS = {
-    "fashion-mnist": "FMNIST",
-    "emnist-digits-untransposed": "EMNIST digits, untransposed",
-    "kmnist": "KMNIST",
-}
-
 
 def _sources(options: DataOptions) -> dict[str, Source]:
-    outliers = AUTHORS_OUTLIERS if options.conventions == "authors" else OUTLIERS
     return {
         **in_distribution("mnist", "MNIST", "none", options),
         **rotations(options, "MNIST", test_images("mnist", options), "nearest"),
-        **outlier_sources(options, "none", outliers, {}),
+        **outlier_sources(options, "none", OUTLIERS),
     }
 
 
