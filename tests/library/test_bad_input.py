@@ -5,7 +5,6 @@ import math
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,24 +184,6 @@ def test_options_are_checked_before_the_data_are_read(name, scene):
 
     with pytest.raises(OptionError):
         mola.fit(scene.networks, loader(), **BEFORE_READING[name])
-
-
-NUMBERS = [1, 1.0, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), [1, 1], np.ones(2), torch.ones(2)]
-
-
-@pytest.mark.parametrize("value", NUMBERS, ids=[f"{type(value).__name__} {value}" for value in NUMBERS])
-def test_any_number_is_a_prior_precision(value, scene):
-    """Scalars of numpy and torch come out of every grid search."""
-    assert mola.fit(scene.networks, LOADER, prior_precision=value).prior_precision == (1.0, 1.0)
-    assert scene.posterior.with_prior_precision(value).prior_precision == (1.0, 1.0)
-
-
-WEIGHTS = [(0.25, 0.75), [0.25, 0.75], np.array([0.25, 0.75]), torch.tensor([0.25, 0.75], requires_grad=True)]
-
-
-@pytest.mark.parametrize("value", WEIGHTS, ids=lambda value: type(value).__name__)
-def test_any_numbers_are_weights(value, scene):
-    assert scene.posterior.with_weights(value).weights.tolist() == [0.25, 0.75]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

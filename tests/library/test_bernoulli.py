@@ -12,8 +12,7 @@ from torch import nn
 import mola
 from mola import metrics
 from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods import BERNOULLI, CATEGORICAL
-from mola.outliers import far_field_score, label_energy_score
+from mola.likelihoods import BERNOULLI
 from mola.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
 
@@ -80,23 +79,6 @@ def test_loss_and_curvature_are_torchs():
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_each_label_is_a_network_of_its_own(structure):
-    """Where the weights of labels are independent, a label is a binary network fitted on the data that have it."""
-    problem = labelled(3)
-    whole = fit(problem.network, problem.loader, structure=structure, prior_precision=0.3)
-    inputs, head = torch.randn(20, 3), problem.network[-1]
-    for label in range(3):
-        network = nn.Sequential(*list(problem.network)[:-1], nn.Linear(6, 1))
-        with torch.no_grad():
-            network[-1].weight.copy_(head.weight[label : label + 1])
-            network[-1].bias.copy_(head.bias[label : label + 1])
-        known = ~problem.labels[:, label].isnan()
-        train = [(problem.inputs[known], problem.labels[known, label])]
-        alone = fit(network, train, structure=structure, prior_precision=0.3)
-        torch.testing.assert_close(alone(inputs)[:, 0], whole(inputs)[:, label], **EXACT)
-
-
 def test_data_without_any_label_change_nothing(structure):
     problem, more, inputs = labelled(3), torch.randn(11, 3), torch.randn(10, 3)
     with_more = [(more, torch.full((11, 3), NAN)), *problem.loader, (more, torch.full((11, 3), -100.0))]
@@ -104,19 +86,6 @@ def test_data_without_any_label_change_nothing(structure):
     torch.testing.assert_close(plain(inputs), padded(inputs), rtol=1e-12, atol=0)
     torch.testing.assert_close(plain.log_evidence(), padded.log_evidence(), rtol=1e-12, atol=0)
     torch.testing.assert_close(plain.predict(inputs).distance, padded.predict(inputs).distance, rtol=1e-9, atol=0)
-
-
-def test_labels_of_any_type_are_the_same():
-    problem, inputs = labelled(3, missing=False), torch.randn(8, 3)
-    expected = fit(problem.network, problem.loader)(inputs)
-    for kind in (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16):
-        assert torch.equal(fit(problem.network, [(x, y.to(kind)) for x, y in problem.loader])(inputs), expected)
-    holes = problem.labels.clone()
-    holes[::3, 1] = NAN
-    marked = holes.nan_to_num(-100).long()
-    one, other = (fit(problem.network, [(problem.inputs, labels)]) for labels in (holes, marked))
-    assert torch.equal(one(inputs), other(inputs))
-    assert torch.equal(one.log_evidence(), other.log_evidence())
 
 
 def test_one_logit_may_have_any_shape():
@@ -154,19 +123,6 @@ def test_one_logit_is_two_classes_at_twice_the_precision(structure):
     torch.testing.assert_close(ours.mutual_information[:, 0], theirs.mutual_information, rtol=0.05, atol=0.015)
 
 
-def test_outlier_terms_are_those_of_two_classes():
-    logits = torch.randn(2, 9, 1)
-    pair = torch.cat([-logits / 2, logits / 2], dim=-1)
-    torch.testing.assert_close(label_energy_score(logits), -torch.logsumexp(pair, -1))
-    norms, weights = torch.rand(2, 9), torch.tensor([0.3, 0.7])
-    found, expected = (
-        far_field_score(one, norms, weights, kind) for one, kind in ((logits, BERNOULLI), (pair, CATEGORICAL))
-    )
-    torch.testing.assert_close(found, expected)
-    many = torch.randn(5, 4)
-    torch.testing.assert_close(label_energy_score(many), -torch.log1p(many.exp()).sum(-1))
-
-
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,15 +158,6 @@ def test_links_agree_with_very_many_draws(structure):
     assert float((plain - exact).abs().max()) < 0.0177
     over = posterior.with_link(mola.links.MonteCarlo(samples=20_000, over="weights"))(inputs)
     assert float((over - exact).abs().max()) < 1.6e-2
-
-
-@pytest.mark.parametrize("link", ["probit-centred", "bridge"])
-def test_links_for_classes_are_refused(link):
-    problem = labelled(2)
-    with pytest.raises(OptionError, match=rf"(?s){link}.*bernoulli.*probit, mean-field, mc"):
-        fit(problem.network, problem.loader, link=link)
-    with pytest.raises(OptionError, match="bernoulli"):
-        fit(problem.network, problem.loader).with_link(link)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -286,14 +233,6 @@ def test_bounds_hold_and_the_far_field_is_one_half(structure):
     torch.testing.assert_close(careful(1e9 * inputs)[seen], half, rtol=0, atol=1e-6)
     torch.testing.assert_close(careful.far_field_limit(inputs)[seen], half, rtol=0, atol=1e-12)
     assert bool((careful.predict(10 * inputs).confidence <= careful.confidence_bound(10 * inputs) + 1e-12).all())
-
-
-def test_distances_are_from_yes_and_no_or_from_all():
-    problem = labelled(1, missing=False)
-    counts = fit(problem.network, problem.loader).components[0].layer.sums.tensors["class_counts"]
-    assert counts.tolist() == [int((problem.labels == 0).sum()), int((problem.labels == 1).sum())]
-    problem = labelled(3)
-    assert fit(problem.network, problem.loader).components[0].layer.sums.tensors["class_counts"].tolist() == [40]
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
@@ -433,12 +372,6 @@ def test_outputs_that_do_not_fit_are_named():
         mola.fit(nn.Sequential(body, nn.Linear(4, 2)), [(X, torch.eye(2).repeat(3, 1))], progress=False)
     with pytest.raises(OptionError, match=r"(?s)likelihood must be one of.*Did you mean 'bernoulli'"):
         mola.fit(nn.Sequential(body, nn.Linear(4, 2)), [(X, torch.zeros(6, 2))], likelihood="bernouli", progress=False)
-
-
-def test_labels_of_other_outputs_are_noticed(trained):
-    networks, train, ((inputs, labels),) = trained
-    with pytest.raises(DataError, match=r"(?s)another order.*\[2, 0, 1\]"):
-        fit(networks, train).tune([(inputs, labels[:, [2, 0, 1]])], progress=False)
 
 
 @pytest.mark.parametrize("wrapped", [nn.Sequential, Squeezed])

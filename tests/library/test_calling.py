@@ -16,14 +16,9 @@ from mola.network import (
     LogitsOf,
     Resized,
     as_batch,
-    batches,
     call,
-    check_loader,
     evaluating,
-    one_batch,
-    peek,
     state_checksum,
-    unwrapped,
 )
 from tests.witness import unchanged
 
@@ -61,29 +56,6 @@ def test_training_flags_are_restored_whatever_happens(kind):
         else:
             with pytest.raises(kind, match="struck"):
                 visit()
-
-
-def test_a_call_builds_no_graph_and_runs_in_eval_mode_inside():
-    network = make_network()
-    network(X)  # moves the running statistics off their start
-    expected = network.eval()(X).detach()
-    network.train()
-    with evaluating(network):
-        logits = call(network, X)
-    assert torch.equal(logits, expected)
-    assert not logits.requires_grad
-    assert not logits.is_inference()
-
-
-def test_compiled_networks_are_unwrapped():
-    network = make_network()
-    compiled = torch.compile(network, backend="eager")
-    assert unwrapped(compiled) is network
-    assert unwrapped(network) is network
-    compiled.train()
-    network[1].eval()
-    with unchanged(network), evaluating(compiled):
-        assert not network.training
 
 
 def test_networks_without_values_are_refused_before_the_first_pass():
@@ -132,52 +104,6 @@ def test_a_batch_is_read_as_inputs_and_labels(form):
     batch = as_batch(raw, "batch 0")
     assert same(batch.inputs, inputs)
     assert batch.labels is None if labels is None else torch.equal(batch.labels, labels)
-
-
-NOT_BATCHES = {
-    "three parts": ((X, X, Y), r"got tuple of length 3.*\(\(first, second\), labels\)"),
-    "nothing inside": ([], r"got list of length 0"),
-    "a number": (3, r"expected \(inputs, labels\).*got int"),
-    "a string": ("ab", r"expected \(inputs, labels\).*got str"),
-    "an array": (np.zeros((6, 5)), r"expected \(inputs, labels\).*got ndarray"),
-    "labels alone": ({"labels": Y}, r"no network inputs beside 'labels'"),
-    "names as labels": ((X, ["cat"] * 6), r"labels must be .* class indices, got list"),
-    "size 0": ((X[:0], Y[:0]), r"is empty: its inputs have size 0.*Remove empty batches"),
-    "size 0 in a mapping": ({"x": (X[:0],), "labels": Y[:0]}, r"is empty"),
-}
-
-
-@pytest.mark.parametrize("form", NOT_BATCHES)
-def test_what_is_not_a_batch_is_refused_with_its_place(form):
-    raw, words = NOT_BATCHES[form]
-    with pytest.raises(DataError, match=f"(?s)batch 1 of the training loader.*{words}"):
-        list(batches([(X, Y), raw], "training loader"))
-
-
-def test_inputs_without_a_loader_are_not_a_list():
-    assert one_batch(X[:0]) is not None
-    with pytest.raises(DataError, match=r"got a list.*pass it to predict"):
-        one_batch([X, Y])
-
-
-@pytest.mark.parametrize(
-    "loader", [X, (X, Y), [X, Y], {"x": X}, 3, None, "data", make_network], ids=lambda one: type(one).__name__
-)
-def test_what_is_no_loader_is_refused(loader):
-    for read in (check_loader, peek):
-        with pytest.raises(DataError, match=r"the training loader: expected an iterable of batches.*\[\(x, y\)\]"):
-            read(loader, "training loader")
-    check_loader([X[:3], X[3:, :4]], "loader")  # two batches of inputs of one kind
-
-
-def test_empty_loaders_are_refused():
-    read = iter([(X, Y)])
-    list(read)
-    for loader in ([], read):
-        with pytest.raises(
-            DataError, match=r"the training loader is empty: it yielded no batch.*pass the loader itself"
-        ):
-            list(batches(loader, "training loader"))
 
 
 # --- calls --------------------------------------------------------------------------------------------------------------
@@ -305,29 +231,6 @@ def test_the_same_network_twice_is_warned_of():
 
 
 # --- checksum -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_checksum_changes_with_any_weight_and_with_nothing_else():
-    torch.manual_seed(0)
-    network = make_network()
-    checksum = state_checksum(network)
-    assert len(checksum) == 64
-    assert state_checksum(torch.compile(network, backend="eager")) == checksum
-    twin = make_network()
-    assert state_checksum(twin) != checksum
-    twin.load_state_dict(network.state_dict())
-    twin[0].weight.data = twin[0].weight.data.T.contiguous().T  # the same values, in another order in memory
-    assert state_checksum(twin.train()) == checksum
-    for change in (
-        lambda: twin[0].weight.data[0, 0].mul_(1 + 1e-15),
-        lambda: twin[1].running_var.add_(1e-9),
-        lambda: twin.float(),
-        lambda: twin.append(nn.Linear(3, 3)),
-    ):
-        before = state_checksum(twin)
-        change()
-        assert state_checksum(twin) != before
-    assert state_checksum(twin.bfloat16())
 
 
 # --- images of different sizes ------------------------------------------------------------------------------------------

@@ -5,35 +5,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN, Gaussian
+from mola.errors import DataError, HeadError
+from mola.likelihoods import CATEGORICAL
 from mola.network import (
     as_batch,
-    capture,
-    check_positions,
     drawn_positions,
     evaluating,
     find_head,
     find_heads,
     stream,
 )
-from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-Y = torch.arange(20) % 3
-SIZES = [6, 1, 8, 5]
-LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
 FEATURES, CLASSES = 4, 3
-
-
-def make_network(width=4, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.Dropout(), nn.ReLU(), nn.Linear(width, 3))
-
-
-@pytest.fixture
-def networks():
-    return [make_network(4, 0), make_network(7, 1).eval(), make_network(2, 2)]
 
 
 def read(networks, loader, likelihood=CATEGORICAL, heads=None, **options):
@@ -52,39 +36,7 @@ def joined(batches, index=0, chunk=4096):
     return *parts, None if rows[0].labels is None else torch.cat([one.labels for one in rows])
 
 
-def sizes(batches):
-    return [(one.used_inputs, one.inputs) for one in batches]
-
-
 # --- plain rows ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 8, 4096])
-def test_every_network_sees_every_batch_in_order(networks, chunk):
-    with unchanged(*networks):
-        got = read(networks, LOADER, labelled=True)
-    assert sizes(got) == [(one, one) for one in SIZES]
-    for index, network in enumerate(networks):
-        features, outputs, labels = joined(got, index, chunk)
-        assert torch.equal(labels, Y)
-        with torch.no_grad():
-            network.eval()
-            torch.testing.assert_close(features[:, :-1], network[:-1](X))
-            torch.testing.assert_close(outputs, network(X))
-        assert bool((features[:, -1] == 1).all())
-
-
-def test_without_a_head_there_are_outputs_alone(networks):
-    phi, outputs, _ = joined(read(networks[:1], [X], heads=[None]))
-    assert phi.shape == (20, 0)
-    torch.testing.assert_close(outputs, networks[0].eval()(X).detach())
-    with pytest.raises(HeadError, match=r"batch 0 of the training loader, networks\[0\]: .*probabilities"):
-        read([nn.Sequential(networks[0], nn.Softmax(1))], [X], heads=[None])
-    logits = nn.Linear(5, 1)  # which may all lie between 0 and 1
-    with torch.no_grad():
-        logits.weight.mul_(1e-3)
-        logits.bias.fill_(0.5)
-    assert joined(read([logits], [X.repeat(5, 1)], BERNOULLI, heads=[None]))[1].shape == (100, 1)
 
 
 class Masked(nn.Module):
@@ -106,81 +58,12 @@ def test_a_batch_may_have_no_rows():
         read([Masked()], [X + 1000])
 
 
-def test_rows_without_any_label_are_dropped():
-    network = nn.Linear(5, 2)
-    labels = torch.randint(2, (20, 2)).double()
-    labels[3], labels[5, 0], labels[7] = torch.nan, -100, -100
-    got = read([network], [(X[:10], labels[:10]), (X[10:], labels[10:])], BERNOULLI)
-    kept = torch.tensor([index for index in range(20) if index not in (3, 7)])
-    features, _, read_labels = joined(got, chunk=4)
-    assert torch.equal(features[:, :-1], X[kept])
-    assert read_labels[4].isnan().tolist() == [True, False]
-    assert sizes(got) == [(8, 10), (10, 10)]
-
-
-BAD = {
-    "infinite": (lambda x, y: (x * torch.inf, y), r", networks\[0\]: features are NaN or infinite for 8 of 8"),
-    "out of range": (lambda x, y: (x, y + 2), r": labels must lie in"),
-    "bool": (lambda x, y: (x, y == 0), r": expected class indices of an integer type"),
-    "too few": (lambda x, y: (x, y[:-1]), r": expected 8 class indices"),
-    "too many": (lambda x, y: (x, torch.cat([y, y])), r": expected 8 class indices"),
-    "none": (lambda x, y: x, r" has no labels, unlike"),
-    "wrong shape": (lambda x, y: (x[:, :3], y), r", networks\[0\]: Sequential failed on inputs of shape \(8, 3\)"),
-    "empty": (lambda x, y: (x[:0], y[:0]), r" is empty"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_the_batch_that_is_to_blame_is_named(name, networks):
-    bad, words = BAD[name]
-    loader = [bad(x, y) if index == 2 else (x, y) for index, (x, y) in enumerate(LOADER)]
-    with unchanged(*networks), pytest.raises(DataError, match=rf"batch 2 of the training loader{words}"):
-        joined(read(networks, loader))
-
-
-def test_labels_are_demanded_or_all_alike(networks):
-    with pytest.raises(DataError, match=r"batch 0 of the training loader has no labels\. Yield \(inputs, labels\)"):
-        read(networks, [X], labelled=True)
-    with pytest.raises(DataError, match=r"batch 8 of the training loader has labels, unlike the batches before"):
-        read(networks, [X, (X, Y)], first_batch=7)
-
-
 def test_networks_that_disagree_about_the_data_are_refused():
     network = nn.Linear(5, 3)
     halves = nn.Sequential(nn.Linear(5, 3))
     halves.register_forward_pre_hook(lambda _, inputs: (inputs[0][::2],))
     with pytest.raises(DataError, match=r"batch 0 of the training loader: .*same shape, got \[\(20, 3\), \(10, 3\)\]"):
         read([network, halves], [X])
-
-
-def test_a_network_that_returns_another_head_for_some_batches_is_noticed():
-    class Fickle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
-
-        def forward(self, x):
-            head, other = self.head(x), self.other(x)
-            return other if len(x) == 8 else head
-
-    network = Fickle()
-    with (
-        unchanged(network),
-        pytest.raises(HeadError, match=r"batch 2 .*not the output of its head 'head' in this pass"),
-    ):
-        read([network], LOADER)
-
-
-@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt("disk")], ids=repr)
-def test_an_exception_of_the_loader_comes_through_and_no_hook_stays(error, networks):
-    def loader():
-        yield LOADER[0]
-        raise error
-
-    heads = find_heads([network.eval() for network in networks], [None] * 3, X, CATEGORICAL)
-    with unchanged(*networks), pytest.raises(type(error), match="disk") as caught:
-        read(networks, loader(), heads=heads)
-    assert caught.value is error
 
 
 # --- dense outputs ------------------------------------------------------------------------------------------------------
@@ -213,44 +96,6 @@ def rows_of(values, axis):
     return values.movedim(axis, -1).flatten(0, -2).detach()
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 40, 4096])
-@pytest.mark.parametrize("kind", ["image", "signal", "volume", "sequence", "grid"])
-def test_positions_are_rows(kind, chunk):
-    network, x, y, axis = made(kind, bias=kind != "image")
-    head = find_head(network, x)
-    assert (head.outputs, head.inputs, head.axis, head.dense_axes) == (CLASSES, FEATURES, axis, y.dim() - 1)
-    features, expected = rows_of(torch.tanh(network.layer(x)), axis), rows_of(network(x), axis)
-    got = read([network], [(x[:4], y[:4]), (x[4:], y[4:])])
-    assert sizes(got) == [(4, 4), (2, 2)]
-    phi, outputs, labels = joined(got, chunk=chunk)
-    assert torch.equal(labels, y.flatten())
-    torch.testing.assert_close(phi, head.lift(features), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
-    for known in (head, None):
-        seen = capture(network, known, x, CATEGORICAL)
-        rows = torch.cat([part for _, part in seen.chunks(chunk)])
-        torch.testing.assert_close(seen.layout.restore(rows), network(x).detach())
-    assert capture(network, head, x[:0], CATEGORICAL).rows()[1].shape == (0, CLASSES)
-
-
-@pytest.mark.parametrize("ignore_index", [-100, 255])
-@pytest.mark.parametrize("kind", ["image", "sequence"])
-def test_ignored_positions_are_left_out(kind, ignore_index):
-    network, x, y, axis = made(kind)
-    y[torch.rand(y.shape) < 0.4] = ignore_index
-    y[2], y[4:] = ignore_index, ignore_index
-    counted = y.flatten() != ignore_index
-    loader = [(x[:4], y[:4]), (x[4:], y[4:])]
-    got = read([network], loader, ignore_index=ignore_index)
-    _, outputs, labels = joined(got, chunk=10)
-    torch.testing.assert_close(outputs, rows_of(network(x), axis)[counted])
-    assert torch.equal(labels, y.flatten()[counted])
-    assert sizes(got) == [(3, 4), (0, 2)]
-    with pytest.raises(DataError, match="no row"):
-        read([network], [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
-
-
 @pytest.mark.parametrize("labelled", [True, False])
 def test_drawn_positions_depend_on_the_input_alone(labelled):
     networks = [made("image", seed)[0] for seed in range(2)]
@@ -272,26 +117,6 @@ def test_drawn_positions_depend_on_the_input_alone(labelled):
     drawn = torch.cat([drawn_positions(35, 10, index) for index in range(2000)])
     assert float((torch.bincount(drawn) / 2000 - 10 / 35).abs().max()) < 0.05
     assert torch.equal(drawn_positions(5, 10, 0), torch.arange(5))
-
-
-@pytest.mark.parametrize("kind", ["image", "sequence"])
-def test_labels_of_each_output(kind):
-    network, x, _, axis = made(kind, outputs=2)
-    labels = torch.randint(2, network(x).shape)
-    missing = torch.rand(labels.shape) < 0.4
-    marked = torch.where(missing, 255, labels)
-    _, outputs, got = joined(read([network], [(x, marked)], BERNOULLI, ignore_index=255))
-    expected = rows_of(torch.where(missing, torch.nan, labels.double()), axis)
-    kept = ~expected.isnan().all(1)
-    torch.testing.assert_close(got, expected[kept], equal_nan=True)
-    torch.testing.assert_close(outputs, rows_of(network(x), axis)[kept])
-    targets = network(x).detach() + 1
-    assert torch.equal(joined(read([network], [(x, targets)], GAUSSIAN))[2], rows_of(targets, axis))
-    half = targets.narrow(axis, 0, 1)  # one mean and one variance at each position
-    assert joined(read([network], [(x, half)], Gaussian(heteroscedastic=True)))[2].shape == (half.numel(), 1)
-    targets.movedim(axis, -1)[1, 0, ..., 0] = -100
-    with pytest.raises(DataError, match=r"batch 0 .*finite"):
-        read([network], [(x, targets)], GAUSSIAN)
 
 
 WRONG_LABELS = {
@@ -356,21 +181,3 @@ def test_a_dense_head_is_found_before_an_auxiliary_one_and_in_any_memory_format(
     phi, outputs, _ = joined(read([network], [last]))
     torch.testing.assert_close(outputs, rows_of(network(x)["logits"], axis))
     torch.testing.assert_close(outputs, phi @ find_head(network, x).weights().T)
-
-
-def test_networks_at_different_positions_are_refused():
-    network, x, _, _ = made("image")
-    coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
-    with pytest.raises(DataError, match=r"same shape.*5, 7, 3.*2, 3, 3"):
-        read([network, coarse], [x])
-    head = find_head(network, x)
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))
-    with pytest.raises(DataError, match="same shape"):
-        read([network, flat], [x], heads=[head, find_head(flat, x)])
-
-
-def test_positions_are_checked():
-    assert [check_positions(one) for one in ("all", "average", 3)] == ["all", "average", 3]
-    for wrong in (0, -1, 1.5, "some", True, None):
-        with pytest.raises(OptionError, match="positions"):
-            check_positions(wrong)

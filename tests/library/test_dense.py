@@ -183,15 +183,6 @@ def test_predictions_join_slice_travel_and_refuse_other_sizes():
     fit(network, [(x, y), (other, torch.randint(3, (2, 4, 4)))])
 
 
-@pytest.mark.parametrize("kind", ["sequence", "grid"])
-def test_channels_last_slices_like_the_rest(kind):
-    network, x, y, _ = made(kind)
-    posterior = fit(network, [(x, y)])
-    close(posterior.predict(x)[1:3].probs, posterior(x[1:3]))
-    with pytest.raises(OptionError, match="numpy"):
-        posterior.predict(x).to_frame()
-
-
 @pytest.mark.parametrize("kind", ["image", "grid"])
 def test_ensemble_finds_the_axis_of_the_classes(kind):
     networks, (_, x, _, axis) = [made(kind, seed)[0] for seed in range(2)], made(kind)
@@ -202,36 +193,6 @@ def test_ensemble_finds_the_axis_of_the_classes(kind):
 
 
 # --- networks and likelihoods -----------------------------------------------------------------------------------------
-
-
-class UNet(nn.Module):
-    """Two levels, batch normalisation, a skip connection, and an auxiliary head that runs last."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.deep = nn.Sequential(
-            nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2)
-        )
-        self.up = nn.Sequential(nn.Conv2d(14, 5, 3, padding=1), nn.ReLU())
-        self.head = nn.Conv2d(5, 4, 1)
-        self.auxiliary = nn.Conv2d(6, 4, 1)
-
-    def forward(self, x):
-        high = self.down(x)
-        logits = self.head(self.up(torch.cat([high, self.deep(high)], 1)))
-        self.auxiliary(high)
-        return {"logits": logits}
-
-
-def test_a_u_net_as_it_is():
-    network, x, y = UNet().train(), torch.randn(5, 3, 8, 8), torch.randint(4, (5, 8, 8))
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    posterior = fit(network, [(x, y)])
-    assert posterior.components[0].head.name == "head"
-    assert posterior.predict(x).probs.shape == (5, 4, 8, 8)
-    assert network.training
-    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["image", "sequence"])

@@ -227,31 +227,6 @@ class TestTheRule:
         assert float(found[:100].max()) < 1
         assert float(found.max()) < 100
 
-    @pytest.mark.parametrize("label", range(CLASSES))
-    def test_few_validation_data_of_one_class(self, networks, label):
-        """The rule means the same for three data as for many, and notes that they are few."""
-        inputs, labels = blobs(1)
-        few = inputs[labels == label][:3]
-        made = fitted(networks).tune([(few, torch.full((3,), label))], rule="distance", progress=False)
-        accuracy = np.mean([float((one(few).argmax(1) == label).double().mean()) for one in networks])
-        target, confidence = max(accuracy - 0.01, 1 / CLASSES), float(made(few).max(1).values.mean())
-        assert any("few validation data" in note for note in made.tuning.notes)
-        if made.distance_exponent > 0:
-            assert target <= confidence
-            assert confidence <= target + 1e-3 or made.distance_exponent == 8.0
-        else:
-            assert confidence < target
-            assert "no effect" in made.tuning.summary
-
-    def test_one_validation_datum(self, networks):
-        """It is the reference, and is left alone whatever the exponent; others are not."""
-        inputs, labels = blobs(1)
-        one = inputs[1:2]
-        made = fitted(networks).tune([(one, labels[1:2])], rule=Distance(price=0.02), progress=False)
-        assert float(made.predict(one).distance) == pytest.approx(1, rel=1e-9)
-        assert close(made(one), made.with_distance_exponent(0.0)(one))
-        assert float(made.predict(inputs).distance.max()) > 1.5
-
     def test_validation_data_unlike_the_training_data(self, networks):
         posterior, rule = mola.fit(networks, blob_loader(spread=0.2), progress=False), Distance(price=0.05)
         with pytest.warns(MolaWarning, match="times as far"):

@@ -188,11 +188,3 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
     said = posterior.predict(case.inputs)
     variance = said.within if likelihood in ("gaussian", "heteroscedastic") else said.logit_variance[0]
     assert relative(last(variance, layout).flatten(0, -2), own) < 1e-10
-
-
-def test_the_table_notices_a_wrong_curvature(monkeypatch):
-    """The curvature at unit noise: else the table would prove nothing."""
-    monkeypatch.setattr(mola.likelihoods.Gaussian, "with_noise", lambda self, sums: sums)
-    case = Case("gaussian", "image")
-    found = case.fit("full").components[0].layer.curvature.log_determinant(torch.tensor(PRIOR))
-    assert relative(found, torch.linalg.slogdet(case.precision("full")).logabsdet) > 1e-3

@@ -32,10 +32,6 @@ def lifted(net, x):
     return torch.cat([net[1](net[0](x)), torch.ones(len(x), 1)], 1).detach()
 
 
-def weights_of(net):
-    return torch.cat([net[2].weight, net[2].bias[:, None]], 1).detach()
-
-
 def fit(networks, loader, val_loader=None, *, likelihood="gaussian", **options):
     return mola.fit(networks, loader, val_loader, likelihood=likelihood, progress=False, **options)
 
@@ -121,15 +117,6 @@ def test_predictions_are_in_the_units_of_the_targets():
         same = posterior.tune([(held[0], location + scale * held[1])], progress=False)
     assert same.prior_precision == pytest.approx(tuned.prior_precision)
     assert torch.allclose(same.noise, scale * tuned.noise, rtol=1e-6)
-
-
-def test_noise_of_each_output_may_be_any_kind_of_vector():
-    posterior, *_ = fitted(outputs=2, members=2)
-    expected = torch.tensor([[0.1, 0.5], [0.1, 0.5]])
-    for given in ([0.1, 0.5], (0.1, 0.5), np.array([0.1, 0.5]), expected[0], expected, expected.numpy()):
-        assert torch.equal(posterior.with_noise(given).noise, expected)
-    for given in (0.3, torch.tensor(0.3), np.array(0.3), np.float64(0.3), [[0.3], [0.3]]):
-        assert torch.equal(posterior.with_noise(given).noise, torch.full((2, 2), 0.3))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -327,12 +314,6 @@ def test_far_away_the_standard_deviation_grows_without_bound(structure, rule):
         assert stds[2] > 10 * stds[1]
 
 
-def test_stacking_favours_the_network_that_predicts(trained):
-    nets, train, held = trained
-    posterior = fit([nets[0], network(1, inputs=1).float()], train)
-    assert float(posterior.reweight(held, progress=False).weights[0]) > 0.9
-
-
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
 
@@ -352,11 +333,6 @@ def test_wrong_targets_are_named(change, words):
     x, y = data(2)
     with pytest.raises(DataError, match=words):
         fit(network(2), [(x, change(y))])
-
-
-def test_integer_targets_are_accepted():
-    x, _ = data()
-    assert fit(network(), [(x, torch.arange(60) % 3)]).predict(x).mean.shape == (60, 1)
 
 
 def test_exact_residuals_leave_no_noise():

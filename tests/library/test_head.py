@@ -1,7 +1,6 @@
 """The head is the layer whose output is the network's output, however the network is written."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -156,33 +155,11 @@ def test_the_head_is_found_and_captured_in_every_pass(case):
         assert phi.shape == (9, head.width)
 
 
-def test_a_bare_linear_layer_is_its_own_head():
-    network = nn.Linear(5, 3)
-    assert find_head(network, X).layer is network
-    assert find_head(network, X, "").name == ""
-
-
 def test_a_layer_used_on_the_way_and_as_the_head_is_read_at_its_last_use():
     shared = nn.Linear(5, 5)
     network = nn.Sequential(shared, nn.Tanh(), shared)
     seen = capture(network, find_head(network, X), X, CATEGORICAL)
     torch.testing.assert_close(seen.features[:, 0], torch.tanh(shared(X)).detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_low_and_mixed_precision(dtype):
-    network = nn.Sequential(make_body(), nn.Linear(4, 3)).to(dtype)
-    seen = capture(network, find_head(network, X.to(dtype)), X.to(dtype), CATEGORICAL)
-    assert (seen.features.dtype, seen.outputs.dtype) == (dtype, dtype)
-    assert {phi.dtype for phi, _ in seen.chunks(5)} == {torch.float64}
-    if dtype != torch.float32:
-        network = network.float()
-        with torch.autocast("cpu", dtype=dtype):
-            seen = capture(network, find_head(network, X.float()), X.float(), CATEGORICAL)
-            phi, outputs = seen.rows()
-        assert seen.outputs.dtype == dtype
-        assert torch.equal(phi[:, :4], seen.features[:, 0].double())
-        assert torch.equal(outputs, seen.outputs[:, 0].double())
 
 
 # --- networks that have none --------------------------------------------------------------------------------------------
@@ -376,19 +353,6 @@ def test_a_network_that_does_more_than_pick_positions_is_refused(take):
         find_head(Sequences(take), TEXTS)
 
 
-@pytest.mark.parametrize("take", [None, *TAKEN.values()], ids=["plain", *TAKEN])
-def test_passes_in_other_threads_are_not_captured(take):
-    network = nn.Sequential(make_body(), nn.Linear(4, 3)) if take is None else Sequences(take)
-    inputs = X if take is None else TEXTS
-    head = find_head(network, inputs)
-    data = [inputs * scale for scale in torch.linspace(0.1, 2, 40)]
-    expected = [capture(network, head, one, CATEGORICAL).features for one in data]
-    with ThreadPoolExecutor(4) as threads:
-        seen = threads.map(lambda one: capture(network, head, one, CATEGORICAL).features, data)
-        assert all(map(torch.equal, seen, expected))
-    assert network(inputs).shape == (12, 3)
-
-
 class Exported(nn.Module):
     """Captures in its forward, as a posterior does."""
 
@@ -412,13 +376,6 @@ def check_trace(network, head, x, likelihood, dynamic=True):
 
 
 @pytest.mark.export
-@pytest.mark.parametrize("take", SQUEEZED.values(), ids=SQUEEZED)
-def test_a_squeezed_output_traces_with_any_batch_size(take):
-    network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
-    check_trace(network, find_head(network, X, None, BERNOULLI), X, BERNOULLI)
-
-
-@pytest.mark.export
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_head_at_every_position_traces(name):
     network = Sequences(TAKEN[name]).eval()
@@ -433,14 +390,3 @@ def test_capture_traces_with_any_batch_size(name):
     network = GOOD[name](make_body(), nn.Linear(4, 3))
     check_trace(network, find_head(network.eval(), X), X, CATEGORICAL)
     check_trace(network, None, X, CATEGORICAL)
-
-
-@pytest.mark.export
-@pytest.mark.parametrize("layer", ["convolution", "linear"])
-def test_dense_capture_traces_with_any_batch_size(layer):
-    network = nn.Sequential(nn.Conv2d(5, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).eval()
-    x = torch.randn(4, 5, 6, 7)
-    if layer == "linear":
-        network, x = nn.Sequential(make_body(), nn.Linear(4, 3)).eval(), TEXTS
-    check_trace(network, find_head(network, x), x, CATEGORICAL)
-    check_trace(network, None, x, CATEGORICAL)

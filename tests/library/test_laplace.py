@@ -5,7 +5,7 @@ import torch
 
 import mola
 from tests.conftest import make_problem
-from tests.library.problems import close, relative
+from tests.library.problems import relative
 from tests.reference import dense
 
 PRIORS = (1e-3, 0.7, 50.0)
@@ -71,17 +71,6 @@ def test_mahalanobis_is_relative_to_the_mean_outer_product(problem, structure):
     assert relative(layer_of(problem, structure).curvature.mahalanobis(asked), expected) < 1e-6  # up to its ridge
 
 
-def test_a_divided_curvature_is_that_of_less_data(problem, structure):
-    """H / 3 with the prior precision p is a third of H with 3 p."""
-    curvature, features = layer_of(problem, structure).curvature, problem.features()
-    found = curvature.divided(3.0).variance(features, 0.5)
-    full = structure in ("kron-exact", "diag", "full")
-    if full:
-        assert relative(found, 3 * curvature.variance(features, 1.5)) < 1e-10
-    else:  # the damping is split between the factors, and one of them is divided
-        assert bool((found > curvature.variance(features, 0.5)).all())
-
-
 def test_draws_of_weights_have_the_posterior_s_moments(problem, structure):
     count = 15_000
     drawn = fitted(problem, structure).sample(count, generator=torch.Generator().manual_seed(1)).weights.flatten(1)
@@ -123,29 +112,6 @@ def test_the_shift_stays_hidden_for_networks_in_low_precision(structure, dtype):
     features = torch.randn(5, 7)
     covariance = curvature.covariance(features, 1e-12, centred=True)
     assert float(covariance.sum(1).abs().max()) < 1e-9 * float(covariance.abs().max())
-
-
-def test_kron_exact_is_full_for_one_datum():
-    problem = make_problem(count=1)
-    with pytest.warns(mola.errors.MolaWarning, match="no training data"):
-        found, expected = (fitted(problem, name).log_evidence() for name in ("kron-exact", "full"))
-    assert close(found, expected, 1e-10)
-
-
-def test_kron_exact_is_full_where_the_output_curvature_is_constant():
-    problem = make_problem()
-    with torch.no_grad():
-        problem.network[-1].weight.zero_()
-        problem.network[-1].bias.copy_(torch.tensor([0.3, -1.0, 0.0, 2.0]))
-    assert relative(*(fitted(problem, name).log_evidence() for name in ("kron-exact", "full"))) < 1e-12
-
-
-def test_the_damped_covariance_lies_below_the_exact_one(problem):
-    damped, exact = (dense_covariance(problem, name, 0.7) for name in ("kron", "kron-exact"))
-    assert float(torch.linalg.eigvalsh(exact - damped).min()) > -1e-12
-    features = problem.features()
-    one, two = (layer_of(problem, name).curvature.variance(features, 0.7) for name in ("kron", "kron-exact"))
-    assert bool((one <= two).all())
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.95])

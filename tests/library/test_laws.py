@@ -8,60 +8,13 @@ from torch import nn
 
 import mola
 from mola.errors import OptionError
-from mola.laplace import STRUCTURES as KNOWN
-from mola.laplace import Sums
-from mola.likelihoods import CATEGORICAL, OutputCurvature
-from tests.conftest import CLOSED_FORM_LINKS, make_problem
+from tests.conftest import make_problem
 from tests.library.problems import close, data, loader, networks, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no training data")
 
-FIELDS = ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance")
-
-
-def same_sums(first, second):
-    assert first.count == second.count
-    assert first.log_likelihood == pytest.approx(second.log_likelihood, rel=1e-12)
-    assert first.tensors.keys() == second.tensors.keys()
-    for name, tensor in second.tensors.items():
-        assert relative(first.tensors[name], tensor) < 1e-12, name
-
 
 class TestSums:
-    def shards(self, structure, parts=(slice(0, 5), slice(5, 30), slice(30, 40))):
-        inputs, labels = data()
-        return [
-            mola.fit(networks(1), loader(inputs[part], labels[part], 7), structure=structure).components[0].layer.sums
-            for part in parts
-        ]
-
-    def test_nothing_is_neutral(self, structure):
-        for some in self.shards(structure):
-            same_sums(some + Sums({}), some)
-            same_sums(Sums({}) + some, some)
-
-    def test_adding_in_place_is_adding(self, structure):
-        one, two, _ = self.shards(structure)
-        expected, total = one + two, Sums({})
-        for some in (one, two):
-            total += Sums(
-                {name: tensor.clone() for name, tensor in some.tensors.items()}, some.count, some.log_likelihood
-            )
-        same_sums(total, expected)
-
-    def test_a_part_that_some_batches_lack(self, structure):
-        """Curvature with both parts, coupled and separate, from batches that have one each."""
-        built, features = KNOWN[structure](), make_problem().features()
-        separate = OutputCurvature(separate=torch.rand(40, 4))
-        coupled = CATEGORICAL.curvature(torch.randn(40, 4))
-        sums = [Sums(built.sums(features, one), 40) for one in (coupled, separate)]
-        both = Sums(built.sums(features, OutputCurvature(separate.separate, coupled.coupling)), 40)
-        for merged in (sums[0] + sums[1], sums[1] + sums[0]):
-            for name, tensor in both.tensors.items():
-                # Squares of the features are summed twice.
-                twice = 2 if name in ("gram", "squares") else 1
-                assert relative(merged.tensors[name], twice * tensor) < 1e-12, name
-
     @pytest.mark.parametrize("centred", [False, True])
     def test_a_vector_of_precisions_equals_one_by_one(self, problem, structure, centred):
         curvature = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer.curvature
@@ -113,12 +66,6 @@ class TestLimits:
         if structure != "diag":  # its variance has a floor: the Hessian's diagonal, of which no entry is 0
             assert means[0] == pytest.approx(0.25, abs=1e-3)
 
-    def test_more_data_means_less_variance(self, structure):
-        inputs, labels = data(count=400)
-        few = mola.fit(networks(1), loader(inputs[:40], labels[:40], 40), structure=structure)
-        many = mola.fit(networks(1), loader(inputs, labels, 40), structure=structure)
-        assert float(many.predict(inputs).logit_variance.mean()) < float(few.predict(inputs).logit_variance.mean())
-
 
 class TestMixing:
     def test_the_mixture_is_the_average_of_its_components(self, structure):
@@ -159,12 +106,6 @@ class TestPooling:
                 probs[row] += weight * torch.softmax(pulled / (1 + torch.pi / 8 * variance[row]).sqrt(), 0)
         return probs
 
-    def test_temperature_1_pooling_1_exponent_0_is_the_paper_s_mixture(self, structure):
-        posterior, inputs = self.posterior(structure=structure)
-        neutral = posterior.with_temperature(1.0).with_pooling(1.0).with_distance_exponent(0.0)
-        assert torch.equal(neutral(inputs), posterior(inputs))
-        assert close(posterior(inputs), self.by_hand(posterior, inputs, 1.0))
-
     @pytest.mark.parametrize("temperature", [1.0, 0.4])
     @pytest.mark.parametrize("pooling", [1.0, 0.6, 0.0])
     def test_by_hand(self, structure, pooling, temperature):
@@ -172,23 +113,6 @@ class TestPooling:
         moved = posterior.with_temperature(temperature).with_pooling(pooling)
         assert (moved.temperature, moved.pooling) == (temperature, pooling)
         assert close(moved(inputs), self.by_hand(posterior, inputs, pooling, temperature))
-
-    def test_an_ensemble_without_pooling_of_probabilities_averages_its_logits(self):
-        inputs, _ = data()
-        members = networks(3)
-        expected = torch.softmax(torch.stack([one(inputs) for one in members]).mean(0), 1).detach()
-        assert close(mola.ensemble(members).with_pooling(0.0)(inputs), expected)
-
-    @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
-    def test_one_network_has_nothing_to_pool(self, link):
-        inputs, labels = data()
-        posterior = mola.fit(networks(1), loader(inputs, labels, 7), link=link)
-        assert close(posterior.with_pooling(0.2)(inputs), posterior(inputs))
-
-    @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "half", True])
-    def test_values_out_of_range_are_refused(self, value):
-        with pytest.raises(OptionError, match="pooling"):
-            self.posterior()[0].with_pooling(value)
 
 
 class TestUncertainty:
@@ -201,10 +125,6 @@ class TestUncertainty:
                 assert close(prediction.aleatoric + prediction.epistemic, prediction.entropy)
                 assert bool((prediction.aleatoric >= 0).all())
                 assert bool((prediction.epistemic >= 0).all())
-
-    def test_a_single_certain_network_has_no_epistemic_part(self):
-        inputs, _ = data()
-        assert float(mola.ensemble(networks(1)).predict(inputs).epistemic.max()) < 1e-14
 
     def test_epistemic_part_of_one_component_against_many_draws(self, structure):
         inputs, labels = data()
@@ -248,9 +168,3 @@ class TestOutlierScore:
         plain, outlying = posterior.predict(inputs[:20]), posterior.predict(odd)
         assert torch.equal(plain.label, outlying.label)
         assert bool((outlying.ood_score > plain.ood_score).all())
-
-    def test_an_ensemble_s_score_is_named(self):
-        inputs, _ = data()
-        prediction = mola.ensemble(networks(2)).predict(inputs)
-        assert prediction.ood_score_name == "max-probability"
-        assert close(prediction.ood_score, 1 - prediction.confidence)

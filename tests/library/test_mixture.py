@@ -130,13 +130,6 @@ def test_modules_are_registered_evaluated_and_left_as_they_were():
     assert module[0][0].weight.dtype == torch.float32
 
 
-def test_mixture_of_mixtures_is_a_mixture():
-    members = [sharp, flat, in_numpy]
-    nested = mola.Mixture([mola.Mixture(members[:2], [0.25, 0.75]), members[2]], [0.4, 0.6])
-    torch.testing.assert_close(nested(X), mola.Mixture(members, [0.1, 0.3, 0.6])(X), rtol=1e-12, atol=1e-12)
-    assert torch.equal(mola.Mixture([sharp, flat], [1, 0])(X), sharp(X))
-
-
 def logits(x):
     return 5 * x[:, :3]
 
@@ -240,19 +233,6 @@ def test_seeded_draws_are_the_same_through_every_entry(mixture):
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
-
-
-def test_arrays_of_any_kind_are_taken():
-    posterior, array = mola.fit(make_network(), LOADER), X.numpy()
-    expected = posterior.predict_proba(array)
-    locked = array.copy()
-    locked.flags.writeable = False
-    for one in (locked, np.asfortranarray(array), np.repeat(array, 2, axis=0)[::2], array[::-1][::-1]):
-        assert np.array_equal(posterior.predict_proba(one), expected)
-    assert_close(posterior.predict_proba(array.astype(np.float32)), expected)
-    assert_close(posterior.predict_proba(array.astype(">f8")), expected, "float64")
-    with pytest.raises(DataError, match="numeric array"):
-        posterior.predict_proba(array.astype(str))
 
 
 # --- MoLA is a module -------------------------------------------------------------------------------------------------

@@ -118,26 +118,6 @@ def test_features_and_outputs_give_what_is_predicted(structure, link):
     assert posterior.tune(read, rule="nll").prior_precision == posterior.tune(LOADER, rule="nll").prior_precision
 
 
-def test_loader_may_reuse_its_memory():
-    """Bias-free heads on raw inputs: the features are the loader's own memory."""
-
-    def again():
-        buffer, labels = torch.empty(12, 5), torch.empty(12, dtype=torch.long)
-        for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:])):
-            yield buffer.copy_(x), labels.copy_(y)
-
-    def results(loader):
-        posterior = fit(nets, loader())
-        prediction = posterior.predict(loader())
-        yield from (posterior(X), prediction.mutual_information, prediction.ood_score, prediction.logit_mean)
-        yield torch.tensor(posterior.tune(loader(), rule="nll", progress=False).prior_precision)
-        yield posterior.reweight(loader(), progress=False).weights
-
-    nets = [nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)]
-    for one, other in zip(results(again), results(lambda: [(X[:12], Y[:12]), (X[12:], Y[12:])]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 # --- a prediction as a sequence ---------------------------------------------------------------------------------------
 
 TARGETS = torch.stack([X[:, 0], X[:, 1].sin(), X[:, 2]], 1) + 0.1 * X[:, 2:]
@@ -294,20 +274,6 @@ def test_what_happens_afterwards_does_not_matter(structure):
 # --- precisions and devices -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_half_precision_networks_under_the_other_autocast(bias):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3, bias=bias)).half()
-    inputs = X.half()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        posterior = fit(net, [(inputs, Y)])
-        prediction = posterior.predict(inputs)
-        assert torch.equal(posterior(inputs), prediction.probs)
-        assert posterior.tune([(inputs, Y)], rule="nll", progress=False)(inputs).isfinite().all()
-    assert prediction.mutual_information.dtype == torch.float32
-    torch.testing.assert_close(fit(net, [(inputs, Y)])(inputs), prediction.probs, rtol=0.1, atol=0.02)
-
-
 def test_moving_the_network_takes_the_posterior_along():
     net = network().float()
     posterior = fit(net, [(X.float(), Y)])
@@ -331,36 +297,7 @@ def test_moving_to_a_gpu_and_back(structure):
             torch.testing.assert_close(getattr(found, field), getattr(expected, field), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
-def test_weight_normalised_heads(normalise):
-    plain, net = network(0), network(0)
-    net[2] = normalise(net[2])
-    torch.testing.assert_close(fit(net)(X), fit(plain)(X))
-    optimiser = torch.optim.SGD(net.parameters(), 0.5)
-    nn.functional.cross_entropy(net(X), Y).backward()
-    optimiser.step()
-    posterior = fit(net)  # with the weight of the next pass, not of the last
-    torch.testing.assert_close(posterior.with_prior_precision(1e20)(X), net(X).detach().softmax(1))
-
-
 # --- networks as users bring them -------------------------------------------------------------------------------------
-
-
-def test_compiled_networks_have_the_same_posterior():
-    nets = pair()
-    compiled = [torch.compile(net, backend="eager") for net in nets]
-    expected, found = fit(nets), fit(compiled)
-    torch.testing.assert_close(found(X), expected(X), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mola.ensemble(compiled).predict(X).probs, mola.ensemble(nets)(X))
-    assert all(not net[2]._forward_hooks for net in nets)
-
-
-def test_the_network_still_trains_afterwards():
-    net = network(0)
-    fit(net, LOADER, LOADER, rule="nll").predict(LOADER)
-    nn.functional.cross_entropy(net(X), Y).backward()
-    assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

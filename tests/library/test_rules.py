@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import math
-import re
 
 import pytest
 import torch
@@ -129,17 +127,6 @@ class TestByHand:
         assert both.prior_precision[0] == expected > plain.prior_precision[0]
 
     @quiet
-    def test_in_a_tie_one_class_is_predicted_and_not_whichever_is_right(self, trained):
-        members, train, validation = trained
-        for member in members:
-            member[-1].weight.data.zero_()
-            member[-1].bias.data.zero_()
-        tuned = mola.fit(members, train).tune(validation, rule=Score("ece", grid=GRID))
-        share = float((joined(validation)[1] == 0).double().mean())
-        assert 0.1 < share < 0.4
-        assert tuned.tuning.curve["ece"] == pytest.approx([abs(1 / 4 - share)] * len(GRID))
-
-    @quiet
     def test_outliers(self, trained):
         members, train, validation = trained
         posterior = mola.fit(members, train)
@@ -184,38 +171,12 @@ class TestSearch:
         confidence = low.tuning.curve["confidence"]
         assert 0.3 <= min(value for value in confidence if value >= 0.3) < 0.31
 
-    @quiet
-    def test_growth_stops_where_the_prior_does_not_matter_any_more(self, trained):
-        """The diagonal posterior has a floor under its variance: below some lambda nothing changes."""
-        members, train, validation = trained
-        posterior = mola.fit(members, train, structure="diag")
-        tuned = posterior.tune(validation, rule=Threshold(0.26))
-        assert 1e-24 < tuned.prior_precision[0] < 1e-4
-        assert tuned.tuning.summary.endswith(
-            "(target: 26.00% as given); no prior precision tried lowers it to the target."
-        )
-        inputs, _ = joined(validation)
-        assert torch.allclose(tuned(inputs), posterior.with_prior_precision(1e-24)(inputs), atol=1e-5)
-
     def test_a_threshold_that_nothing_meets_is_a_warning(self, trained):
         members, train, validation = trained
         with pytest.warns(MolaWarning, match="no effect"):
             tuned = mola.fit(members, train).tune(validation, rule=Threshold(0.99999))
         inputs, _ = joined(validation)
         assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
-
-    @pytest.mark.parametrize(
-        "rule", [Threshold(0.6), Score("brier"), Distance(price=0.1)], ids=["threshold", "score", "distance"]
-    )
-    @quiet
-    def test_validation_data_are_read_once(self, trained, rule):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
-        passes = []
-        handle = members[0].register_forward_hook(lambda *_: passes.append(1))
-        posterior.tune(validation, rule=rule)
-        handle.remove()
-        assert len(passes) == len(validation)
 
 
 class TestThreshold:
@@ -230,30 +191,6 @@ class TestThreshold:
         assert metrics.mean_confidence(tuned.with_prior_precision(below)(inputs)) < accuracy - 0.01
         assert f"{accuracy:.2%}" in tuned.tuning.rule
         assert f"{accuracy - 0.01:.2%}" in tuned.tuning.rule
-
-    @quiet
-    def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(self, trained):
-        members, train, validation = trained
-        inputs, labels = joined(validation)
-        right = torch.stack([member(inputs).argmax(1) == labels for member in members]).double().mean(0)
-        error = max(float(right.std(correction=0)) / math.sqrt(len(right)), 1 / (len(right) + 2))
-        posterior = mola.fit(members, train)
-        for margin, named in ((0.99 * error, True), (1.01 * error, False)):
-            notes = posterior.tune(validation, rule=Threshold(margin=margin)).tuning.notes
-            assert any("few validation data" in note for note in notes) == named
-        given = posterior.tune(validation, rule=Threshold(0.7)).tuning.notes
-        assert not any("few validation data" in note for note in given)
-
-    @quiet
-    def test_a_target_at_chance_says_so(self, trained):
-        members, train, validation = trained
-        inputs, _ = joined(validation)
-        posterior = mola.fit(members, train)
-        assert posterior.tune(validation, rule="threshold").tuning.rule.endswith("% less 1 point")
-        classes = members[0](inputs).shape[1]
-        rule = posterior.tune(validation, rule=Threshold(margin=0.99)).tuning.rule
-        words = rf"target confidence {1 / classes:.2%}, which is chance: .* less 99 points would be even lower"
-        assert re.search(words, rule)
 
     @quiet
     def test_a_given_confidence_needs_no_labels(self, trained):
@@ -289,12 +226,6 @@ class TestTemperature:
     def test_overconfident_networks_are_not_sharpened(self, trained, rule):
         members, train, validation = trained
         assert mola.fit(timid(members, 0.25), train).tune(validation, rule=rule).temperature == 1
-
-    @quiet
-    def test_a_link_that_does_not_depend_on_temperatures_gets_none(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(timid(members, 8), train, link=mola.links.Bridge(normalised=True))
-        assert posterior.tune(validation, rule="nll").temperature == 1
 
     @quiet
     def test_a_link_of_ones_own_is_tuned_too(self, trained):
@@ -342,16 +273,6 @@ class TestEvidence:
 
 class TestValues:
     @quiet
-    def test_tuning_returns_a_new_posterior_that_shares_the_networks(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
-        tuned = posterior.tune(validation, rule=Threshold(0.6))
-        assert posterior.prior_precision == (1.0,) * 3
-        assert posterior.tuning is None
-        assert all(a is b for a, b in zip(tuned.networks, members, strict=True))
-        assert tuned.components[0].layer is posterior.components[0].layer
-
-    @quiet
     def test_a_rule_resets_what_another_chose(self, trained):
         members, train, validation = trained
         posterior = mola.fit(members, train).with_temperature(0.5).with_pooling(0.5).with_distance_exponent(1.0)
@@ -369,35 +290,8 @@ class TestValues:
         assert tuned.prior_precision == (2.0,) * 3
         assert tuned.pooling == 0.5
 
-    @quiet
-    def test_a_choice_is_described_in_a_sentence_and_survives_json(self, trained):
-        members, train, validation = trained
-        tuning = mola.fit(members, train).tune(validation, rule="nll").tuning
-        first, *notes = str(tuning).splitlines()
-        assert first == tuning.summary
-        assert f"{tuning.prior_precision[0]:.3g}" in first
-        assert notes == list(tuning.notes)
-        assert "curve" not in repr(tuning)
-        assert mola.rules.Tuning.from_json(tuning.as_json()) == tuning
-
 
 class TestWrongUse:
-    def test_data_and_rules_that_do_not_go_together(self, trained):
-        members, train, validation = trained
-        posterior = mola.fit(members, train)
-        with pytest.raises(OptionError, match="training data alone"):
-            posterior.tune(validation, rule=Evidence())
-        with pytest.raises(OptionError, match="needs validation data"):
-            posterior.tune()
-        with pytest.raises(OptionError, match=r"'nil'.*'nll'"):
-            posterior.tune(validation, rule="nil")
-        with pytest.raises(OptionError, match="Outliers"):
-            posterior.tune(validation, rule=Score)
-        with pytest.raises(OptionError, match=r"crps.*categorical"):
-            posterior.tune(validation, rule="crps")
-        with pytest.raises(OptionError, match="ensemble"):
-            mola.ensemble(members).tune(validation)
-
     @pytest.mark.parametrize(
         ("make", "word"),
         [
@@ -412,9 +306,3 @@ class TestWrongUse:
     def test_options(self, make, word):
         with pytest.raises(OptionError, match=word):
             make()
-
-    @pytest.mark.parametrize("grid", [[], [0.0, 1.0], [-1.0], [float("nan")], ["a"], 3.0])
-    def test_grids(self, trained, grid):
-        members, train, validation = trained
-        with pytest.raises(OptionError, match="grid"):
-            mola.fit(members, train).tune(validation, rule=Score(grid=grid))

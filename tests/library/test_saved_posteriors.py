@@ -161,18 +161,6 @@ def test_tuning_and_scaling_come_back(tmp_path):
     assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-@pytest.mark.parametrize("rule", ["nll", "threshold", "evidence", None])
-def test_a_tuned_posterior_comes_back(rule, tmp_path):
-    networks, loader = three(), [(X[:9], Y[:9]), (X[9:], Y[9:])]
-    saved = mola.fit(networks, loader, None if rule == "evidence" else loader, rule=rule, progress=False)
-    loaded = mola.load(saved.save(tmp_path), networks)
-    assert_same(loaded, saved)
-    assert loaded.tuning == saved.tuning is not None
-    with pytest.raises(OptionError, match="networks: expected"):
-        mola.load(tmp_path, "model.pt")
-
-
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
 def test_the_files_hold_no_training_data(structure, tmp_path):
     network = plain()

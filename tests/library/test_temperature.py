@@ -67,14 +67,6 @@ def test_two_minima_and_the_lower_is_taken():
     assert seen >= 2
 
 
-def test_it_scales_with_the_logits_and_ignores_shifts():
-    logits, labels = draw(2)
-    base = fit_temperature(logits, labels)
-    assert fit_temperature(1000 * logits, labels) == pytest.approx(1000 * base, rel=1e-6)
-    shifts = torch.randn(2, logits.shape[1], 1)
-    assert fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-6)
-
-
 def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
     logits, _ = draw(1)
     with pytest.warns(MolaWarning, match="goes to 0"):
