@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
-Suites store records as JSON (`mola-bench`, version 1). Standard errors over data, results by class and histograms of scores exist in
-comparisons of one run only; the errors of a suite come from its runs, and its files have no such entries.
+Suites store records as JSON (`mola-bench`, version 1). Standard errors over data and results by class exist in comparisons of one run
+only; the errors of a suite come from its runs, and its files have no such entries.
 """
 
 from __future__ import annotations
@@ -107,18 +107,6 @@ class LabelledResult:
 
 
 @dataclass(frozen=True)
-class ScoreHistogram:
-    """Distribution of an outlier score over the test set and over outliers."""
-
-    edges: list[float]
-    """Edges of the bins; the outermost bins include everything beyond."""
-    inside: list[float]
-    """Shares of the test set in each bin."""
-    outside: list[float]
-    """Shares of the outliers."""
-
-
-@dataclass(frozen=True)
 class OutlierResult:
     """A method on outliers."""
 
@@ -133,8 +121,6 @@ class OutlierResult:
     """Standard error over data; None for a single datum, and in suites."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """By outlier score: standard errors over data of "auroc" and "fpr95"."""
-    score_histograms: dict[str, ScoreHistogram] = field(default_factory=dict)
-    """By outlier score."""
     std: float | None = None
     """Regression: mean standard deviation, over inputs and outputs."""
     std_error: float | None = None

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from mola import metrics
 from mola.compare.measured import Lead, Measurement, Name, area_between, lead, mean_of, pass_rate
@@ -18,7 +16,6 @@ from mola.compare.record import (
     Examples,
     LabelledResult,
     OutlierResult,
-    ScoreHistogram,
     SetResult,
 )
 from mola.compare.tally import Tally
@@ -43,12 +40,6 @@ LABEL_METRICS = ("auroc", "average_precision", "miou")
 
 EXAMPLES = 8
 """Inputs of each set that a report shows."""
-
-SCORE_BINS = 25
-"""Equal-width bins of the histograms of outlier scores."""
-
-TAIL = 0.005
-"""Share of the inputs at each end that do not stretch these bins; the outermost bins include them."""
 
 CURVE_POINTS = 100
 """Points of a risk-coverage curve."""
@@ -184,14 +175,14 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         inside: predictions for the test data.
         outside: predictions for the outliers.
         detail: keep the histogram of confidence.
-        errors: estimate standard errors over data, and keep histograms of the scores.
+        errors: estimate standard errors over data.
     """
     groups = (inside.groups, outside.groups)
     confidence, std = (
         mean_of(outside[name], outside.groups) if name in outside.columns else None
         for name in ("confidence", "std[all]")
     )
-    scores, spread, histograms = {}, {}, {}
+    scores, spread = {}, {}
     for name, far in outside.scores.items():
         near = inside[name]
         scores[name] = {
@@ -204,8 +195,6 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         if errors:
             area, rate = area_between(near, far, groups), pass_rate(near, far, groups)
             spread[name] = {"auroc": area.error, "fpr95": rate.error}
-            edges = _edges(near, far)
-            histograms[name] = ScoreHistogram(edges.tolist(), _shares(near, edges), _shares(far, edges))
     return OutlierResult(
         count=outside.count,
         confidence=None if confidence is None else confidence.value,
@@ -213,7 +202,6 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         histogram=_histogram(outside) if detail and confidence is not None else [],
         confidence_error=confidence.error if errors and confidence is not None else None,
         errors=spread,
-        score_histograms=histograms,
         std=None if std is None else std.value,
         std_error=None if std is None else std.error,
     )
@@ -282,15 +270,3 @@ def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> 
 def _histogram(tally: Tally) -> list[int]:
     counts: list[float] = torch.histc(tally["confidence"], CONFIDENCE_BINS, 0, 1).tolist()
     return [int(count) for count in counts]
-
-
-def _edges(inside: Tensor, outside: Tensor) -> Tensor:
-    ends = [np.quantile(one.numpy(), [TAIL, 1 - TAIL], method="nearest") for one in (inside, outside)]
-    low, high = float(min(ends[0][0], ends[1][0])), float(max(ends[0][1], ends[1][1]))
-    return torch.linspace(low, high if high > low else low + 1, SCORE_BINS + 1, dtype=torch.float64)
-
-
-def _shares(scores: Tensor, edges: Tensor) -> list[float]:
-    index = torch.bucketize(scores, edges[1:-1])
-    shares: list[float] = (torch.bincount(index, minlength=SCORE_BINS) / len(scores)).tolist()
-    return shares

@@ -6,12 +6,7 @@ from functools import partial
 
 from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
-from mola.compare.report.confidence_figures import (
-    MOST_SETS,
-    draw_histograms,
-    draw_reliability_panels,
-    draw_score_histograms,
-)
+from mola.compare.report.confidence_figures import MOST_SETS, draw_histograms, draw_reliability_panels
 from mola.compare.report.curve_figures import (
     component_sweep,
     demo_distance,
@@ -83,15 +78,6 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     """Figures of a comparison on a user's data by name, in the order of the page."""
     outliers = comparison.of_role("outlier")[:MOST_SETS]
-    scores = {
-        f"scores-{index}": Planned(
-            f"Distribution of outlier scores: {one.title}",
-            "Share of inputs by outlier score, on a square-root scale. Less overlap separates outliers better. The outermost bins "
-            "include all values beyond.",
-            partial(draw_score_histograms, comparison, one.name),
-        )
-        for index, one in enumerate(outliers)
-    }
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
@@ -113,7 +99,6 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
                 "Means and 90 % intervals for some of the test data.",
                 partial(draw_predicted, comparison),
             ),
-            **scores,
         }
     panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
     figures = {
@@ -132,7 +117,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
             "answered.",
             partial(evaluation_decisions, comparison),
         )
-    return figures | scores
+    return figures
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
