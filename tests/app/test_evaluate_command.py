@@ -19,7 +19,7 @@ from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import alarm, open_posterior
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
+from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
 from mola.compare.evaluation import comparison_document
 from mola.errors import DataError
@@ -174,10 +174,11 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     posterior, likelihood = kind.open().posterior, mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)
     train, (val, targets) = kind.data("train"), kind.data("val")
     plain = mola.fit(posterior.networks, [train], progress=False, likelihood=likelihood)
-    alone = networks_alone(posterior.predict(val), 2, untuned_noise(posterior))
+    alone = networks_alone(posterior, posterior.predict(val), 2)
     assert_close(alone.component_noise[:, 0].double().sqrt(), plain.noise, "difference")
     scaled = mola.baselines.scale_noise(mola.ensemble(posterior.networks, likelihood=likelihood), [(val, targets)])
-    noise = alone.component_noise[:, 0].double().sqrt() * noise_factors(alone, targets)
+    held_out = posterior.read([(val, targets)], "validation data", labelled=True)
+    noise = alone.component_noise[:, 0].double().sqrt() * noise_factors(posterior, held_out, 2)
     # One factor for all networks, which have different noises: about the same noise on average.
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
 

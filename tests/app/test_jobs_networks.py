@@ -84,9 +84,10 @@ def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(
         f"import torch\nimport torch.ao.nn.quantized.dynamic\nfrom torch import nn\n{made}"
     )
     assert type(build_networks(["unusual_networks:compiled"]).networks[0]) is nn.Linear
-    for name, words in (("scripted", "before torch.jit.script"), ("quantised", "before quantisation")):
-        with pytest.raises(OptionError, match=words):
-            build_networks([f"unusual_networks:{name}"])
+    for name, words in (("scripted", "TorchScript"), ("quantised", "quantised")):
+        networks = build_networks([f"unusual_networks:{name}"]).networks
+        with pytest.raises(HeadError, match=words):
+            mola.fit(networks, [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))], progress=False)
 
 
 def test_a_number_of_classes_that_the_weights_contradict_is_refused(tmp_path):

@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-import mola
 from mola import metrics
 from mola.compare import SCORES, Answer, Tally, area_between, mean_of
 from mola.compare.measured import calibration_error, lead, pass_rate
@@ -253,18 +251,6 @@ def test_results_by_class_are_those_of_its_data():
         assert one.count == int(mine.sum())
         assert_close(one.accuracy, (answer.probs[mine].argmax(1) == label).double().mean())
         assert_close(one.confidence, answer.probs[mine].amax(1).mean())
-
-
-def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
-    """What `mola evaluate` reads off the logits is what `mola.ensemble` with the same weights says."""
-    from mola.app.jobs.evaluate import mixed_probabilities
-
-    torch.manual_seed(0)
-    networks = [nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(3)]
-    inputs, weights = torch.randn(40, 5), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    with torch.no_grad():
-        found = mixed_probabilities(torch.stack([network(inputs) for network in networks]), weights)
-    assert_close(found, mola.ensemble(networks).with_weights(weights.tolist())(inputs))
 
 
 def test_every_pair_of_methods_is_compared():

@@ -6,7 +6,6 @@ means over positions. Arrays have the fields in the layout of the library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,9 @@ from torch import Tensor
 from mola.app.jobs.decisions import Decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.likelihoods import Gaussian, Likelihood
+
+Sums = dict[str, Any]
+"""Sums over predictions, which add up over batches."""
 
 INTERVAL = 0.9
 """Probability of the intervals of a regression without --coverage."""
@@ -129,8 +131,11 @@ class Columns:
             return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
 
-    def summary(self, fields: dict[str, Tensor], axis: int) -> Summary:
-        """Sums over all inputs and positions; of several labels or targets, of their mean."""
+    def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
+        """Sums over all inputs and positions; of several labels or targets, of their mean.
+
+        Also the number of inputs ("count") and of positions, and of predictions of each class or of "yes" for each label ("labels").
+        """
         labels = np.zeros(len(self.names), dtype=np.int64)
         if self.likelihood.classification:
             values = {name: fields[name] for name in ("confidence", "entropy", "epistemic")}
@@ -146,35 +151,13 @@ class Columns:
             values |= {"set_size": sizes, "empty_sets": sizes == 0}
         positions = fields["ood_score"].numel()
         sums = {name: float(one.double().mean()) * positions for name, one in values.items()}
-        return Summary(len(fields["ood_score"]), positions, sums, labels)
+        return {"count": len(fields["ood_score"]), "positions": positions, "labels": labels, **sums}
 
 
 def _field(column: str) -> str:
     # The field of a column such as "prob_3".
     field, _, place = column.rpartition("_")
     return field if place.isdecimal() else column
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Sums over predictions, which add up over batches."""
-
-    count: int
-    """Number of inputs."""
-    positions: int
-    """Number of positions; without dense outputs, of inputs."""
-    sums: Mapping[str, float]
-    """Over positions, by name."""
-    labels: NDArray[Any]
-    """Number of predictions of each class, or of "yes" for each label."""
-
-    def __add__(self, other: Summary) -> Summary:
-        sums = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}
-        return Summary(self.count + other.count, self.positions + other.positions, sums, self.labels + other.labels)
-
-    def means(self) -> dict[str, float]:
-        """Means over positions."""
-        return {name: value / self.positions for name, value in self.sums.items()}
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:

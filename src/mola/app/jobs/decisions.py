@@ -29,35 +29,27 @@ from mola.prediction import RegressionPrediction
 CERTAINTY = 0.95
 """Default confidence level of the error rate."""
 
-COLUMNS = ("confidence", "entropy", "label", "true_probability", "mass_above", "true_rank", "ood_score")
-WHOLE = ("label", "true_rank")
-
 MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
-"""Numbers that are kept of regression data: everything that the mixture's distribution consists of."""
+
+COLUMNS = {
+    True: ("confidence", "entropy", "label", "true_probability", "mass_above", "true_rank", "ood_score"),
+    False: (MEANS, VARIANCES, TARGETS),
+}
+"""Numbers that are kept of each datum, for classification and for regression."""
 
 
-def decision_rows(probs: Tensor, labels: Tensor, score: Tensor) -> Tensor:
-    """Rows (n, 7) in float64 kept for labelled data: probabilities (n, C), labels (n,), outlier scores (n,)."""
-    known = {**Calibration.of(probs, labels).columns(), "ood_score": score.detach().cpu()}
-    return torch.stack([known[name].double() for name in COLUMNS], 1)
+def decision_columns(prediction: Any, labels: Tensor) -> dict[str, Tensor]:
+    """Numbers to keep of labelled data, by name.
 
-
-def decision_columns(rows: Tensor) -> dict[str, Tensor]:
-    """Rows of `decision_rows` by name, as they are written."""
-    return {name: rows[:, place].long() if name in WHOLE else rows[:, place] for place, name in enumerate(COLUMNS)}
-
-
-def interval_rows(prediction: RegressionPrediction, targets: Tensor) -> Tensor:
-    """Rows (n, 2 K D + D) in float64 kept for regression data: K means and variances, and the targets (n, D)."""
-    parts = (prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1), targets)
-    return torch.cat([part.detach().cpu().double().flatten(1) for part in parts], 1)
-
-
-def interval_columns(rows: Tensor, components: int) -> dict[str, Tensor]:
-    """Rows of `interval_rows` by name, as they are written: means and variances (n, K, D), and targets (n, D)."""
-    size = rows.shape[1] // (2 * components + 1) * components
-    means, variances = (part.reshape(len(rows), components, -1) for part in (rows[:, :size], rows[:, size : 2 * size]))
-    return {MEANS: means, VARIANCES: variances, TARGETS: rows[:, 2 * size :]}
+    Classification: a number (n,) of each datum. Regression: means and variances (n, K, D) of the components, and targets (n, D).
+    """
+    if isinstance(prediction, RegressionPrediction):
+        means, variances = prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1)
+        found = {MEANS: means, VARIANCES: variances, TARGETS: labels}
+    else:
+        found = {**Calibration.of(prediction.probs, labels).columns(), "ood_score": prediction.ood_score}
+    found = {name: values.detach().cpu() for name, values in found.items()}
+    return {name: values.double() if values.is_floating_point() else values for name, values in found.items()}
 
 
 @dataclass(frozen=True)

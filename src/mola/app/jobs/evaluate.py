@@ -47,9 +47,10 @@ from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
-from mola.likelihoods import CATEGORICAL, ClassificationLikelihood
+from mola.likelihoods import ClassificationLikelihood
+from mola.likelihoods.base import mixed
 from mola.posterior import MoLA
-from mola.prediction import Prediction, RegressionPrediction
+from mola.prediction import Prediction
 from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
@@ -143,7 +144,7 @@ class _Methods:
 
         def networks(count: int, temperature: float | None) -> Answer:
             some, own = logits[:count] / (temperature or 1.0), None if count == 1 else weights
-            return Answer(mixed_probabilities(some, own, likelihood), some, own, **shared)
+            return Answer(mixed(self.posterior.weights, likelihood.probabilities(some)), some, own, **shared)
 
         sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
         own = Answer(whole.probs, logits, weights, whole.ood_score, sets, **shared)
@@ -157,10 +158,8 @@ class _Methods:
         return {**answers, LOGITS: averaged, **last}
 
     def _regression(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, TallyRows]:
-        untuned = untuned_noise(self.posterior)
-
         def networks(count: int, factors: Tensor | None) -> RegressionAnswer:
-            return RegressionAnswer(networks_alone(whole, count, untuned, factors), inputs=inputs)
+            return RegressionAnswer(networks_alone(self.posterior, whole, count, factors), inputs=inputs)
 
         promised = {level: intervals(whole) for level, intervals in (self.intervals or {}).items()}
         own = RegressionAnswer(whole, whole.ood_score, promised, inputs)
@@ -177,15 +176,6 @@ class _Methods:
             if scaled in self.factors:
                 answers[scaled] = networks(some, self.factors[scaled])
         return {**answers, LAPLACE: own} if count == 1 else {**answers, LAPLACE: one, MIXTURE: own}
-
-
-def mixed_probabilities(
-    logits: Tensor, weights: Tensor | None, likelihood: ClassificationLikelihood = CATEGORICAL
-) -> Tensor:
-    """Probabilities of an ensemble without Laplace approximations: logits (K, n, C), weights (K,); None: one network."""
-    shares = [1.0] if weights is None else weights.tolist()
-    members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
-    return torch.stack(members).sum(0)
 
 
 def run_evaluate(
@@ -330,10 +320,11 @@ def _tuned(
         if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
     factors: dict[str, Any] = {}
-    if held_out is not None:
-        scale = _temperatures if discrete else _noise_factors
-        factors, remarks = scale(posterior, held_out, team)
+    if held_out is not None and discrete:
+        factors, remarks = _temperatures(posterior, held_out, team)
         notes += remarks
+    elif held_out is not None:
+        factors = _noise_factors(posterior, held_out)
     return _Methods(posterior, single, factors, _usual_sets(fitted), _usual_intervals(fitted)), notes
 
 
@@ -374,14 +365,9 @@ def _temperatures(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[
     return temperatures, notes
 
 
-def _noise_factors(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[str, Any], list[str]]:
-    prediction = posterior.predict_from_features(held_out.phi, held_out.outputs) if len(held_out) else None
-    untuned, targets = untuned_noise(posterior), team.gather(held_out.labels if len(held_out) else None)
-    networks, found = len(posterior.components), {}
-    for name, count in ((SINGLE, 1), (ENSEMBLE, networks))[: min(networks, 2)]:
-        given = [] if prediction is None else [networks_alone(prediction, count, untuned)]
-        found[f"{name}{SCALED[False]}"] = noise_factors(RegressionPrediction.gather(given, team), targets)
-    return found, []
+def _noise_factors(posterior: MoLA, held_out: HeldOut) -> dict[str, Any]:
+    names = {SINGLE: 1, ENSEMBLE: len(posterior.components)} if len(posterior.components) > 1 else {SINGLE: 1}
+    return {f"{name}{SCALED[False]}": noise_factors(posterior, held_out, count) for name, count in names.items()}
 
 
 def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:

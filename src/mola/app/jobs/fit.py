@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola import __version__
-from mola.app.jobs.decisions import decision_columns, decision_rows, interval_columns, interval_rows
+from mola.app.jobs.decisions import COLUMNS, decision_columns
 from mola.app.jobs.folder import (
     BUNDLED,
     describe_inputs,
@@ -33,7 +33,7 @@ from mola.app.jobs.job import NAME, RULE_NAMES, WEIGHTINGS, Job, Progress
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
-from mola.app.jobs.regression import networks_alone, noise_factors, summary, untuned_noise
+from mola.app.jobs.regression import networks_alone, noise_factors, summary
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.app.options import as_document, relative, to_toml
@@ -44,11 +44,11 @@ from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
 from mola.likelihoods import ClassificationLikelihood
+from mola.likelihoods.base import mixed
 from mola.links import LINKS, as_link
 from mola.network import call, check_positions, evaluating, find_heads
 from mola.options import one_of
 from mola.posterior import MoLA
-from mola.prediction import RegressionPrediction
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
 from mola.tuning import RULES, Outliers, Rule, as_rule
@@ -173,8 +173,7 @@ def run_fit(
     )
     posterior = _tune(posterior, job, data, held_out)
     progress("checking", 0.85)
-    measure = _measure if posterior.likelihood.classification else _measure_numbers
-    measured, scores, columns = (None, None, None) if held_out is None else measure(posterior, held_out)
+    measured, scores, columns = (None, None, None) if held_out is None else _measure(posterior, held_out)
     data.account = account = account.together(together)
     if bundle and together.first:
         job, built = _bundled(job, built, output)
@@ -229,68 +228,45 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     return posterior
 
 
-def _measure(
-    posterior: MoLA, held_out: HeldOut
-) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
+def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor]]:
+    # Scores of the networks alone and of the posterior, OOD scores (n,), and the columns that decisions need.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
-    assert isinstance(likelihood, ClassificationLikelihood)
-    given: list[Tensor] = []
-    known: list[Tensor] = []
+    count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
+    # For regression the networks alone have the noise that does best on these data.
+    factors = None if discrete else noise_factors(posterior, held_out, count)
     # Positions of one input are not independent: no guarantee would follow from them.
-    decided = likelihood.mutually_exclusive and not posterior.is_dense
+    decided = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
+    scores: list[Tensor] = []
+    kept: list[dict[str, Tensor]] = []
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
         # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
-        alone = torch.einsum(
-            "k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(list(part.outputs)))
-        )
-        plain.add(Answer(alone, likelihood=likelihood), labels)
-        whole.add(Answer(prediction.probs, ood_score=prediction.ood_score, likelihood=likelihood), labels)
-        given.append(prediction.ood_score)
+        if isinstance(likelihood, ClassificationLikelihood):
+            alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
+            plain.add(Answer(alone, likelihood=likelihood), labels)
+            whole.add(Answer(prediction.probs, ood_score=prediction.ood_score, likelihood=likelihood), labels)
+        else:
+            plain.add(RegressionAnswer(networks_alone(posterior, prediction, count, factors)), labels)
+            whole.add(RegressionAnswer(prediction), labels)
+        scores.append(prediction.ood_score.double())
         if decided:
-            known.append(decision_rows(prediction.probs, labels, prediction.ood_score))
-    plain, whole = plain.together(team), whole.together(team)
-    scores = team.gather(torch.cat(given).double() if given else None).numpy()
-    rows = team.gather(torch.cat(known) if known else None) if decided else None
-    measured = {"networks": plain.labelled(), "posterior": whole.labelled(), **_score_summary(scores)}
-    return measured, scores, None if rows is None else decision_columns(rows)
-
-
-def _measure_numbers(
-    posterior: MoLA, held_out: HeldOut
-) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
-    # For regression the networks alone have the noise that does best on these data, and the posterior's weights.
-    team, count, some = held_out.team, len(posterior.components), len(held_out) > 0
-    assert held_out.labels is not None
-    plain, whole, untuned, targets = Tally(), Tally(), untuned_noise(posterior), held_out.labels
-    prediction = posterior.predict_from_features(held_out.phi, held_out.outputs) if some else None
-    everyone = RegressionPrediction.gather(
-        [] if prediction is None else [networks_alone(prediction, count, untuned)], team
-    )
-    factors = noise_factors(everyone, team.gather(targets if some else None))
-    if prediction is not None:
-        alone = networks_alone(prediction, count, untuned, factors)
-        for start in range(0, len(held_out), ROWS):
-            part = slice(start, start + ROWS)
-            plain.add(RegressionAnswer(alone[part]), targets[part])
-            whole.add(RegressionAnswer(prediction[part]), targets[part])
-    plain, whole = plain.together(team), whole.together(team)
-    scores = team.gather(None if prediction is None else prediction.ood_score.double()).numpy()
-    kept = None
-    if not posterior.is_dense:  # positions of one input are not independent
-        kept = team.gather(None if prediction is None else interval_rows(prediction, targets))
-    measured = {"networks": summary(plain), "posterior": summary(whole), **_score_summary(scores)}
-    return measured, scores, None if kept is None else interval_columns(kept, count)
-
-
-def _score_summary(scores: NDArray[np.float64]) -> dict[str, Any]:
-    threshold, rate = usual_alarm(scores)
-    return {
-        "count": len(scores),
+            kept.append(decision_columns(prediction, labels))
+    columns = {
+        name: team.gather(torch.cat([one[name] for one in kept]) if kept else None)
+        for name in (COLUMNS[discrete] if decided else ())
+    }
+    everyone = team.gather(torch.cat(scores) if scores else None).numpy()
+    threshold, rate = usual_alarm(everyone)
+    summarise = Tally.labelled if discrete else summary
+    measured = {
+        "networks": summarise(plain.together(team)),
+        "posterior": summarise(whole.together(team)),
+        "count": len(everyone),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
     }
+    return measured, everyone, columns
 
 
 def _forget_others(output: Path, kept: list[Path]) -> None:
@@ -343,19 +319,17 @@ class Material:
     inputs.
     """
 
-    def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
-        self.job, self.account, self.progress = job, account, progress
-        self.team = Team.single() if team is None else team
+    def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team) -> None:
+        self.job, self.account, self.progress, self.team = job, account, progress, team
         floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
         dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
         self.intake = settle(job, built.hints, dtype)
         self.classes = job.classes if isinstance(job.classes, tuple) else built.hints.classes
         self.outputs = 0
-        self.train, first = self._open_train(str(job.train))
-        self.first = first
+        self.train, self.first = self._open_train(str(job.train))
         self.classes = self.classes or self.train.classes
-        self.inputs = describe_inputs(first)
-        self.outputs = self._outputs(built, first)
+        self.inputs = describe_inputs(self.first)
+        self.outputs = self._outputs(built, self.first)
         counts: list[tuple[int, tuple[str, ...]]] = [(job.classes, ())] if isinstance(job.classes, int) else []
         for many, listed in [*counts, (len(self.classes or ()) or self.outputs, self.classes or ())]:
             if many == self.outputs:

@@ -185,19 +185,7 @@ def _imported(name: str) -> nn.Module:
         raise OptionError(
             f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that makes the network."
         ) from error
-    network = getattr(network, "_orig_mod", network)  # of torch.compile, which hides the layers
-    if isinstance(network, torch.jit.ScriptModule):
-        raise OptionError(
-            f"{name} made a TorchScript module, in which the input of the last layer cannot be observed: return the network as "
-            f"it was before torch.jit.script or torch.jit.trace."
-        )
-    quantised = [part for part, one in network.named_modules() if "quantized" in type(one).__module__]
-    if quantised:
-        raise OptionError(
-            f"{name} made a quantised network ({quantised[0]}), whose integer weights have no Laplace approximation: return the "
-            f"network as it was before quantisation."
-        )
-    return network
+    return getattr(network, "_orig_mod", network)  # of torch.compile, which hides the layers
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mola.app.jobs.columns import Columns, Summary, output_names
+from mola.app.jobs.columns import Columns, Sums, output_names
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import DECISIONS, MORE, Deciding, Opening, Reporting
@@ -65,7 +64,7 @@ class PredictResult:
     account: Account
     """Inputs that were left out."""
     means: dict[str, float]
-    """Over inputs and positions, by the names of `mola.app.jobs.columns.Columns.summary`."""
+    """Over inputs and positions, by the names of `mola.app.jobs.columns.Columns.sums`."""
     labels: dict[str, int]
     """Number of predictions of each class, or of "yes" for each label; empty for regression."""
     threshold: float | None
@@ -124,7 +123,7 @@ def run_predict(
     everything = options.probabilities or (several and not posterior.is_dense)
     columns = Columns(output_names(fitted), posterior.likelihood, decisions, everything)
     source = fitted.open_set(options.inputs, labelled=False, directory=options.data, by_user=True)
-    account, summary = Account(), Summary(0, 0, {}, np.zeros(len(columns.names), dtype=np.int64))
+    account, sums = Account(), Sums(count=0, positions=0)
     progress("predicting", 0.0)
     with ExitStack() as stack:
         writer = stack.enter_context(open_writer(output, columns.names)) if together.first else None
@@ -141,22 +140,22 @@ def run_predict(
             if options.strict:
                 portion.rows.check_strict()
             account.add(source.name, portion.rows)
-            summary = summary if portion.summary is None else summary + portion.summary
+            sums |= {name: sums.get(name, 0) + value for name, value in (portion.sums or {}).items()}
             writer.add(portion)
         if together.first:
-            account.require_some(summary.count, source.name)
+            account.require_some(sums["count"], source.name)
     progress("done", 1.0)
     if not together.first:
         return None
+    count, positions, labels = (sums.pop(name) for name in ("count", "positions", "labels"))
+    named = dict(zip(columns.names, labels.tolist(), strict=True)) if posterior.likelihood.classification else {}
     return PredictResult(
         output=output,
-        count=summary.count,
-        positions=summary.positions if posterior.is_dense else None,
+        count=count,
+        positions=positions if posterior.is_dense else None,
         account=account,
-        means=summary.means(),
-        labels=dict(zip(columns.names, summary.labels.tolist(), strict=True))
-        if posterior.likelihood.classification
-        else {},
+        means={name: value / positions for name, value in sums.items()},
+        labels=named,
         threshold=decisions.alarm,
         decisions=decisions.plain(),
         seconds=time.perf_counter() - began,
@@ -194,8 +193,8 @@ def _portions(
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for prediction in posterior.predict_batches([as_loaded(rows._replace(labels=None))], generator=generator):
             fields = columns.fields(prediction)
-            table, summary = columns.table(prediction, fields), columns.summary(fields, prediction.axis)
-            yield Portion(shown, table, columns.arrays(fields) if arrays else None, summary)
+            table, sums = columns.table(prediction, fields), columns.sums(fields, prediction.axis)
+            yield Portion(shown, table, columns.arrays(fields) if arrays else None, sums)
 
 
 def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:

@@ -13,6 +13,7 @@ from mola.compare.regression import regression_measured
 from mola.likelihoods import GAUSSIAN, Gaussian
 from mola.posterior import MoLA
 from mola.prediction import Field, RegressionPrediction
+from mola.tuning.held_out import HeldOut
 
 
 def untuned_noise(posterior: MoLA) -> Tensor:
@@ -33,14 +34,14 @@ def untuned_noise(posterior: MoLA) -> Tensor:
 
 
 def networks_alone(
-    prediction: RegressionPrediction, count: int, untuned: Tensor, factors: Tensor | None = None
+    posterior: MoLA, prediction: RegressionPrediction, count: int, factors: Tensor | None = None
 ) -> RegressionPrediction:
     """Prediction of the first `count` networks of a posterior without Laplace approximations.
 
     The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) where it is scaled.
     """
     means = prediction.component_mean[:count]
-    noise = prediction.component_noise[:count] * untuned[:count, None].to(means)
+    noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
     if factors is not None:
         noise = noise * factors.to(means).square()
     weights = prediction.weights[:count] / prediction.weights[:count].sum()
@@ -57,10 +58,15 @@ def regression_prediction(
     return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
 
 
-def noise_factors(alone: RegressionPrediction, targets: Tensor) -> Tensor:
-    """Factors (D,) of the noise of networks at which targets (n, D) are most likely."""
+def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
+    """Factors (D,) of the noise of the first `count` networks at which the validation data of all processes are most likely."""
+    given, targets = [], None
+    if len(held_out):
+        prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
+        given, targets = [networks_alone(posterior, prediction, count)], held_out.labels
+    alone = RegressionPrediction.gather(given, held_out.team)
     noise = alone.component_noise
-    return best_factors(alone.weights, alone.component_mean, noise, noise, targets)
+    return best_factors(alone.weights, alone.component_mean, noise, noise, held_out.gather(targets))
 
 
 def summary(tally: Tally) -> dict[str, float]:

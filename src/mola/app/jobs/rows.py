@@ -96,18 +96,15 @@ class Account:
     def together(self, team: Team) -> Account:
         """The records of all processes."""
         whole = Account()
-        for one in team.collect(self.plain()):
-            for mine, theirs in ((whole.left_out, one["left_out"]), (whole.noted, one["noted"])):
+        for one in team.collect(self):
+            for mine, theirs in ((whole.left_out, one.left_out), (whole.noted, one.noted)):
                 for where, entries in theirs.items():
                     mine.setdefault(where, {}).update(entries)
         return whole
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "left_out": {where: dict(entries) for where, entries in self.left_out.items()},
-            "noted": {where: dict(entries) for where, entries in self.noted.items()},
-        }
+        return {"left_out": self.left_out, "noted": self.noted}
 
 
 @dataclass(frozen=True)

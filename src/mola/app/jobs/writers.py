@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.app.jobs.columns import Summary
+from mola.app.jobs.columns import Sums
 from mola.app.jobs.pictures import require_pillow
 from mola.app.jobs.rows import Rows
 from mola.app.options import check_writable
@@ -50,7 +50,7 @@ class Portion(NamedTuple):
     """A data frame with a row for each usable input; None if there are none."""
     arrays: Mapping[str, NDArray[Any]] | None = None
     """Arrays of the usable inputs, for writers that need them."""
-    summary: Summary | None = None
+    sums: Sums | None = None
     """Sums over the usable inputs; None if there are none."""
 
     def frame(self, columns: Any) -> Any:
