@@ -87,7 +87,7 @@ def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(
     for name, words in (("scripted", "TorchScript"), ("quantised", "quantised")):
         networks = build_networks([f"unusual_networks:{name}"]).networks
         with pytest.raises(HeadError, match=words):
-            mola.fit(networks, [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))], progress=False)
+            mola.fit(networks, [(torch.zeros(4, 3, dtype=torch.float32), torch.tensor([0, 1, 0, 1]))], progress=False)
 
 
 def test_a_number_of_classes_that_the_weights_contradict_is_refused(tmp_path):
