@@ -33,7 +33,7 @@ class LastLayer:
     def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
         """Solve the eigenproblems of the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
-        curvature = structure.solve(likelihood.with_noise(sums))
+        curvature = structure.solve(likelihood.sums_at_noise(sums))
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
 
     def to(self, device: torch.device) -> LastLayer:
@@ -86,7 +86,7 @@ class Component(nn.Module):
         """Return the same network and sums under a likelihood with other settings, such as another noise."""
         layer = self.layer
         if layer is not None:
-            curvature = layer.structure.solve(likelihood.with_noise(layer.sums))
+            curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
             layer = replace(layer, curvature=curvature.to(layer.weights.device))
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 

@@ -148,9 +148,9 @@ def fit(
         OptionError: if an argument cannot be used; `HeadError` and `DataError` come from the networks and the loaders.
     """
     team = Team.single() if team is None else team
-    models, meaning = as_networks(networks, logits), as_likelihood(likelihood)
+    models, likelihood = as_networks(networks, logits), as_likelihood(likelihood)
     count = len(models)
-    chosen_structure, chosen_link = as_structure(structure), as_link(link, meaning)
+    chosen_structure, chosen_link = as_structure(structure), as_link(link, likelihood)
     weighting = check_weighting(weights, count)
     precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
     names = per_component(head, count, "head")
@@ -163,7 +163,7 @@ def fit(
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
     if rule is not None or val_loader is not None:
-        as_rule(rule, meaning, val_loader)
+        as_rule(rule, likelihood, val_loader)
     if team.size > 1:
         check_sampler(train_loader)
         if not chosen_structure.additive:
@@ -173,21 +173,23 @@ def fit(
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
 
     def sums_of(layer: Head, phi: Tensor, outputs: Tensor, labels: Tensor | None) -> Sums:
-        tensors = chosen_structure.sums(phi, meaning.curvature(outputs, labels))
+        tensors = chosen_structure.sums(phi, likelihood.curvature(outputs, labels))
         log_likelihood = None
         if labels is not None:
             labels = labels.to(outputs.device)
-            later = meaning.label_sums(outputs, labels)  # what the log-likelihood follows from, if it is not known yet
+            later = likelihood.label_sums(
+                outputs, labels
+            )  # what the log-likelihood follows from, if it is not known yet
             tensors |= later
-            log_likelihood = 0.0 if later else float(meaning.log_likelihood(outputs, labels).sum())
+            log_likelihood = 0.0 if later else float(likelihood.log_likelihood(outputs, labels).sum())
         if distances:
-            groups, number = meaning.group(outputs, labels), meaning.num_groups(outputs.shape[1])
+            groups, number = likelihood.group(outputs, labels), likelihood.num_groups(outputs.shape[1])
             tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
         return Sums(tensors, len(phi), log_likelihood)
 
     # Sums made in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
-        heads, batches = _find_heads(models, names, train_loader, meaning, team)
+        heads, batches = _find_heads(models, names, train_loader, likelihood, team)
         heads = [replace(one, ignore_index=ignore_index) for one in heads]
         check_size(chosen_structure, [one.width for one in heads], heads[0].outputs)
         needs_checksums = checkpoint is not None or team.size > 1
@@ -195,7 +197,7 @@ def fit(
             "networks": [state_checksum(one) for one in models] if needs_checksums else [],
             "heads": [[one.name, one.outputs, one.width, one.every_position, one.dense_axes] for one in heads],
             "structure": {"name": chosen_structure.name, **chosen_structure.settings()},
-            "likelihood": {"name": meaning.name, **meaning.settings()},
+            "likelihood": {"name": likelihood.name, **likelihood.settings()},
             "options": [distances, positions, ignore_index],
         }
         team.agree(identity, "fit")
@@ -207,7 +209,7 @@ def fit(
             heads,
             checkpoints.resume(batches, done),
             where="training loader",
-            likelihood=meaning,
+            likelihood=likelihood,
             progress=progress,
             total=batch_count(train_loader),
             positions=positions,
@@ -235,10 +237,10 @@ def fit(
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
         for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
-            fitted = meaning.fitted(total)
+            fitted = likelihood.fitted(total)  # with the noise of a regression, which follows from the sums
             solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
             components.append(Component(network, one, solved, precision, fitted))
-    if meaning.classification:
+    if likelihood.classification:
         _warn_of_empty_classes(totals[0])
     posterior = MoLA(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
@@ -322,6 +324,6 @@ def ensemble(
         likelihood: as for `fit`.
         logits: as for `fit`.
     """
-    meaning = as_likelihood(likelihood)
+    likelihood = as_likelihood(likelihood)
     models = as_networks(networks, logits)
-    return MoLA([Component(network, None, None, 1.0, meaning) for network in models], "probit", weights)
+    return MoLA([Component(network, None, None, 1.0, likelihood) for network in models], "probit", weights)

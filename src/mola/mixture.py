@@ -90,7 +90,10 @@ class Mixture(nn.Module):
         """Predict one batch; `place` is its name in messages."""
         if isinstance(self.likelihood, Gaussian):
             return self._predict_regression(self.likelihood, inputs, seed, place)
-        assert isinstance(self.likelihood, ClassificationLikelihood)
+        if not isinstance(self.likelihood, ClassificationLikelihood):
+            raise OptionError(
+                f"a Mixture predicts classes or normal distributions, not likelihood {self.likelihood.name!r}."
+            )
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(

@@ -19,7 +19,7 @@ from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import Spread
-from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, NormalMixture, Predictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
@@ -80,6 +80,7 @@ class MoLA(Mixture):
     ) -> None:
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
+        # Components are not predictors of their own: every method of Mixture that would call them is overridden.
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components: tuple[Component, ...] = tuple(components)
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
@@ -250,7 +251,9 @@ class MoLA(Mixture):
         if self.link.needs_covariance or bool((candidates.precision < NO_COVARIANCE).any()):
             spreads = [one.spread(phi, candidates.precision[:, k]) for k, (one, phi) in enumerate(parts)]
         weights = self.weights
-        if self.weighting == "evidence":  # these depend on the prior precision
+        if (
+            self.weighting == "evidence"
+        ):  # these depend on the prior precision; `tuning.scores` then passes one candidate at a time
             weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
         divisors = self.divisors(rows, weights, candidates)
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
@@ -305,9 +308,9 @@ class MoLA(Mixture):
                 lambda rows: self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
             )
         if not self.likelihood.classification:
-            fields["component_mean"] = field(lambda rows: self._moments(rows).means)()
+            fields["component_mean"] = field(lambda rows: self._normal_mixture(rows).means)()
             # In float64: variances may leave the range of float32 where their roots do not.
-            fields["component_variance"] = field(lambda rows: self._moments(rows).variances, torch.float64)
+            fields["component_variance"] = field(lambda rows: self._normal_mixture(rows).variances, torch.float64)
             fields["component_noise"] = field(self._noise, torch.float64)
             return prediction_type(self.likelihood)(fields, weights=self.weights, **shared)
         fields["probs"] = field(lambda rows: self.predictive(rows, seed).point())()
@@ -331,11 +334,17 @@ class MoLA(Mixture):
         probs, (means, spreads) = self.predictive(rows, seed).point(), self.members(rows).scaled()
         return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
-    def _moments(self, rows: Rows) -> Any:
-        return self.predictive(rows)
+    def _normal_mixture(self, rows: Rows) -> NormalMixture:
+        found = self.predictive(rows)
+        if not isinstance(found, NormalMixture):
+            raise OptionError(
+                f"predictions of a regression are mixtures of normals, and likelihood {self.likelihood.name!r} predicts a "
+                f"{type(found).__name__}: call posterior(inputs) for its point predictions."
+            )
+        return found
 
     def _noise(self, rows: Rows) -> Tensor:
-        return self._moments(rows).noises * self.temperature**2
+        return self._normal_mixture(rows).noises * self.temperature**2
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
 
@@ -372,7 +381,7 @@ class MoLA(Mixture):
         if name == FAR_FIELD:
             return self._far_field(rows)
         if name == VARIANCE:
-            return disagreement(self.weights, self._moments(rows).means, self._noise(rows))
+            return disagreement(self.weights, self._normal_mixture(rows).means, self._noise(rows))
         if name == NORM:
             return weights @ self._norms(rows).log()
         if name == DISTANCE:
@@ -492,7 +501,7 @@ class MoLA(Mixture):
             component.require_layer("tuning")
         chosen = as_rule(rule, self.likelihood, val_loader)
         start = self.with_parts(scaling=LogitScaling(reference=self.scaling.reference))
-        if getattr(chosen, "fixes_weights", False):
+        if self.weighting == "evidence" and getattr(chosen, "fixes_weights", False):
             start = start.with_weights(start.weights)
         data = None
         with torch.inference_mode(False), torch.no_grad():
@@ -581,7 +590,7 @@ class MoLA(Mixture):
             probs = likelihood.member_probabilities(self.members(rows), self.link)
             members: list[Predictive] = [likelihood.distribution(one) for one in probs]
         else:
-            whole: Any = self.predictive(rows)
+            whole = self._normal_mixture(rows)
             names, one = ("means", "variances", "noises"), torch.ones(1, dtype=torch.float64, device="cpu")
             parts = [{name: getattr(whole, name)[k : k + 1] for name in names} for k in range(count)]
             members = [replace(whole, weights=one, **part) for part in parts]

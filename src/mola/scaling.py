@@ -12,8 +12,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 T is the temperature, c the pooling and :math:`\gamma` the distance exponent; **T = 1, c = 1, gamma = 0 is the paper's MoLA, exactly**.
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), :math:`r_k` its median on
 validation data, o the onset (relative to the median) from which distance counts, :math:`|h_k|` the norm of the features,
-:math:`q_k` their 99 % quantile on validation data, and :math:`\pi_k` the mixture's weights. At :math:`\gamma = 0` neither
-:math:`\rho` nor :math:`\nu` is there.
+:math:`q_k` their 99 % quantile on validation data, and :math:`\pi_k` the mixture's weights. At :math:`\gamma = 0` both
+:math:`\rho` and :math:`\nu` are left out.
 
 Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes
 as features grow, with it the pooled logits, and the probabilities tend to 1/C. Distances depend on directions only, and would not

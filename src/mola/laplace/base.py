@@ -66,7 +66,12 @@ class Structure(ABC):
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64."""
+        """Return sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64.
+
+        Choose any names but one: "separate" holds the sums over the outputs' separate curvature (`OutputCurvature`), outputs first,
+        and is present only where the likelihood has such curvature. Its absence marks a softmax (`hides_shift`), and a regression
+        scales it by the noise.
+        """
 
     @abstractmethod
     def solve(self, sums: Sums) -> Curvature:

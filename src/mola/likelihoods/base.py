@@ -159,8 +159,8 @@ class Likelihood(ABC):
         """The likelihood once the sums of all training data are known."""
         return self
 
-    def with_noise(self, sums: Sums) -> Sums:
-        """The sums with their curvature at the noise of the likelihood."""
+    def sums_at_noise(self, sums: Sums) -> Sums:
+        """Return the sums with their curvature, which is summed at unit noise, at the noise of the likelihood."""
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:

@@ -274,7 +274,7 @@ class Gaussian(Likelihood):
         noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
         return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
 
-    def with_noise(self, sums: Sums) -> Sums:
+    def sums_at_noise(self, sums: Sums) -> Sums:
         """The sums with the curvature of each output divided by its noise variance."""
         unit = sums.tensors["separate"]  # (D, ...)
         variance = self.deviation(len(unit)).square().to(unit).view(-1, *[1] * (unit.dim() - 1))

@@ -1,13 +1,14 @@
 r"""The default rule: gain log loss in distribution, and spend part of the gain on caution far from the training data.
 
-All losses are mean log losses on the validation data, each at the temperature T that is best for it.
+All losses are mean log losses on the validation data, each at the temperature T that is best for it under a weak prior against T < 1
+(`SHARPENING`).
 
 1. *Start.* The temperature-scaled ensemble: no covariance, pooling c = 1, distance exponent 0.
 2. *Gain.* The best pooling c, then the best prior precision. Each is kept only if its paired gain exceeds two standard errors.
 3. *Spend.* The largest distance exponent whose loss stays within a budget: the loss after step 2, plus half of the gain over the
    temperature-scaled ensemble, or plus `price` times the loss if that is more. Distance counts from the 90 % quantile of the
    validation data.
-4. *Keep covariance that is free.* Where the covariance did not gain, the smallest prior precision that costs at most 0.5 % of the
+4. *Add covariance at next to no cost.* Where the covariance did not gain, the smallest prior precision that costs at most 0.5 % of the
    loss, with one standard error to spare and at the same T: it lowers confidence, and each network keeps an uncertainty of its own.
 
 The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
@@ -93,16 +94,15 @@ class Calibrated(Rule):
         search = Search(posterior, data)
         plain, scaled = search.ensembles()
         best = search.keep_gains(scaled)
-        chosen = best
+        cautious = best
         if posterior.has_distances:
             budget = max(SHARE * (scaled.loss - best.loss), self.price * best.loss)
-            chosen = search.most_cautious(best, best.loss + budget)
-        if chosen.precision == NO_COVARIANCE:
-            chosen = search.free_covariance(chosen)
+            cautious = search.most_cautious(best, best.loss + budget)
+        chosen = search.free_covariance(cautious) if cautious.precision == NO_COVARIANCE else cautious
         return Tuning(
             f"Calibrated(price={self.price:g})",
             (chosen.precision,) * len(posterior.components),
-            _summary(chosen, best, scaled, plain, search.data),
+            _summary(chosen, cautious, best, scaled, plain, search.data),
             curve={
                 "prior_precision": tuple(one.precision for one in search.tried),
                 "temperature": tuple(one.temperature for one in search.tried),
@@ -242,7 +242,7 @@ def distance_onset(posterior: MoLA, data: HeldOut) -> float:
     return math.exp(max(0.0, found))  # below 0 where most features are all 0
 
 
-def _summary(chosen: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:
+def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
@@ -258,7 +258,7 @@ def _summary(chosen: Setting, best: Setting, scaled: Setting, plain: Setting, da
     gained = " and ".join(name for name in used if used[name])
     parts = [f"{gained} gained {scaled.loss - best.loss:.2g}"] if gained else []
     if chosen.exponent > 0:
-        spent = f"spent {chosen.loss - best.loss:.2g}" if chosen.loss > best.loss else "cost nothing"
+        spent = f"spent {cautious.loss - best.loss:.2g}" if cautious.loss > best.loss else "cost nothing"
         parts.append(f"caution far from the training data {spent}")
     reasons = "; ".join(parts)
     return f"Log loss on the validation data: {chosen.loss:.4g}, {compared}. {reasons[0].upper()}{reasons[1:]}."

@@ -13,7 +13,7 @@ from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.rules import PLAIN_RULES, Threshold
 from mola.tuning.scores import mean_scores
-from mola.tuning.search import Scored, noted
+from mola.tuning.search import Scored, warned
 from mola.tuning.tuning import Rule, Tuning
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
     notes = []
     if not all(one.known for one in distances):
         notes.append(
-            noted("all training features of a network are alike, so its distances carry no information and count as 1.")
+            warned(
+                "all training features of a network are alike, so its distances carry no information and count as 1."
+            )
         )
     else:
         pairs = zip(reference.scales, distances, strict=True)
@@ -198,7 +200,7 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
         ratio = math.exp(sum(logs) / len(logs))
         if ratio > FAR:
             notes.append(
-                noted(
+                warned(
                     f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training "
                     f"data for that many features, or data unlike those that the networks were trained on."
                 )

@@ -28,7 +28,7 @@ LONG = 0.99
 
 COPIES = 0.1
 """Smallest median distance, relative to the training data's own. Below, most validation data are copies of training
-data, and the median is no unit for the others."""
+data, and the median says nothing about the other data."""
 
 NO_SPREAD = 1e-6
 """Relative spread of outlier scores that are all alike."""

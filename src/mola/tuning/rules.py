@@ -24,8 +24,8 @@ from mola.tuning.search import (
     Scored,
     curve_of,
     maximise,
-    noted,
     points,
+    warned,
 )
 from mola.tuning.tuning import Rule, Tuning
 
@@ -113,7 +113,7 @@ class Threshold(Rule):
         index = search.smallest_meeting(meets, "confidence")
         if index is None:
             index = max(search.tried)
-            summary = noted(
+            summary = warned(
                 f"The threshold rule has no effect: without any covariance the mean confidence is "
                 f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
                 f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set to "

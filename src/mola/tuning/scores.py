@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NUMBERS_AT_ONCE = 2**21
 """Candidates times rows times outputs that are held at once: 16 MB in float64."""
 
-Score = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
+ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
 """From the predictive distribution of L candidates and labels to scores (L, m) by name."""
 
 
@@ -30,7 +30,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
     return predictive.scores(labels)
 
 
-def without_labels(likelihood: Likelihood) -> Score:
+def without_labels(likelihood: Likelihood) -> ScoreFunction:
     """Scores that need no labels: confidence, and the cross-entropy of the uniform distribution to the prediction."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
@@ -45,7 +45,7 @@ def without_labels(likelihood: Likelihood) -> Score:
 def scores(
     posterior: MoLA,
     data: HeldOut,
-    score: Score = label_scores,
+    score: ScoreFunction = label_scores,
     *,
     precision: Sequence[Any] | None = None,
     temperature: Sequence[float] | float = 1.0,
@@ -90,7 +90,9 @@ def scores(
     }
 
 
-def mean_scores(posterior: MoLA, data: HeldOut, score: Score = label_scores, **settings: Any) -> dict[str, Tensor]:
+def mean_scores(
+    posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
+) -> dict[str, Tensor]:
     """Mean (L,) of each of the `scores`, and the calibration error "ece" of confidences with labels."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}

@@ -32,8 +32,8 @@ SAME = 1e-9
 """Relative difference of scores that are equal but for rounding."""
 
 
-def noted(note: str) -> str:
-    """Warn of a note, and return it."""
+def warned(note: str) -> str:
+    """Issue a warning, and return its text for the notes of a `Tuning`."""
     warn(note)
     return note
 
@@ -135,7 +135,9 @@ class PrecisionSearch:
             if index < LOW
             else "next to no covariance is left, and predictions are close to the plain ensemble's"
         )
-        return (noted(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),)
+        return (
+            warned(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),
+        )
 
 
 def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
