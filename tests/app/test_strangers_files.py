@@ -12,7 +12,7 @@ from torch import nn
 import mola
 from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
-from mola.lab.named_networks import timm_builder
+from mola.lab.networks import timm_builder
 from mola.saving.weights import load_weights, read_state
 
 SCRIPT = "<script>alert(1)</script>"

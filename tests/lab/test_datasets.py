@@ -13,7 +13,7 @@ from PIL import Image
 from mola.errors import DataError, OptionError
 from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
 from mola.lab.data.cifar10_c import load_cifar10_c
-from mola.lab.data.images import NORMALISATIONS, Images, Normalisation, normalisation, split_validation
+from mola.lab.data.images import NORMALISATIONS, Images, normalisation, split_validation
 from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
 from tests.closeness import assert_close
 
@@ -275,8 +275,6 @@ def test_even_parts_reach_from_the_first_to_the_last():
         places = images.evenly(count).labels
         assert len(places) == count
         assert count < 2 or places.diff().max() - places.diff().min() <= 1
-    with pytest.raises(OptionError, match="at least 1, got 0"):
-        images.evenly(0)
     assert images.part([3, 1]).pixels.flatten().tolist() == [3, 1]
     assert len(images.part([])) == 0
     assert images.part(slice(2)).labels.tolist() == [0, 1]
@@ -318,12 +316,8 @@ def test_normalisation_follows_its_formula(name):
 def test_normalisation_refuses_what_does_not_fit():
     with pytest.raises(OptionError, match=r"none, cifar10.*got 'cifar'"):
         normalisation("cifar")
-    with pytest.raises(DataError, match="normalised already"):
-        NORMALISATIONS["none"](torch.zeros(1, 1, 2, 2))
     with pytest.raises(DataError, match="for 3 channels"):
         NORMALISATIONS["imagenet"](torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
-    with pytest.raises(OptionError, match="positive standard deviations"):
-        Normalisation((0.5,), (0.0,))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
@@ -373,8 +367,6 @@ def test_grey_images_become_what_openood_makes_of_them(shape):
         gap = np.abs(found.permute(1, 2, 0).numpy().astype(int) - expected)
         # Where weights are no fractions of a power of 2, Pillow's fixed-point numbers round a few pixels otherwise.
         assert gap.max() <= (shape[2] == 31)
-    with pytest.raises(DataError, match="1 or 3, height, width"):
-        in_colour(made[:, :2], 32)
 
 
 # --- the real sets ---------------------------------------------------------------------------------------------------------

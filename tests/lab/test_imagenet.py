@@ -21,7 +21,7 @@ from mola.lab import activations as storing
 from mola.lab.activations import Activations
 from mola.lab.comparisons import methods_of
 from mola.lab.corruptions.catalogue import corrupt
-from mola.lab.named_networks import open_named
+from mola.lab.networks import open_named
 from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import DataOptions
 from mola.lab.suites.imagenet import IMAGENET

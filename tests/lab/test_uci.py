@@ -54,8 +54,6 @@ def test_every_row_is_for_training_or_testing_and_standardised_by_training_alone
     gap = data.gap(1)
     inside, outside = gap.test[0][:, 1], gap.train[0][:, 1]
     assert not bool(((outside > inside.min()) & (outside < inside.max())).any())
-    with pytest.raises(OptionError, match="2 published splits"):
-        data.split(2)
 
 
 def test_files_that_are_missing_or_garbled_are_named(folder):

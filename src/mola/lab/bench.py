@@ -12,8 +12,7 @@ from mola.lab.activations import Activations, Progress, open_networks
 from mola.lab.comparisons import COMPARISONS, NAMED, SWEEP
 from mola.lab.cost import measure_cost
 from mola.lab.measures import EstimatedAccuracy
-from mola.lab.named_networks import are_names, open_named
-from mola.lab.networks import Training, check_networks, find_networks, train_networks
+from mola.lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
 from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import Budget, DataOptions, Suite, changed
 from mola.options import one_of
@@ -32,7 +31,7 @@ class BenchConfig:
     groups: str
     """Names separated by commas; "all" is all but those that must be named."""
     networks: Path | str
-    """Folder of the networks, or their names, see `mola.lab.named_networks`."""
+    """Folder of the networks, or their names, see `mola.lab.networks`."""
     results: Path
     cache: Path
     network: str | None = None

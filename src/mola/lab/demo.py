@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,36 +52,24 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
         }
 
 
-@dataclass(frozen=True)
-class OutlierSets:
-    """Inputs that are not digits, by name."""
-
-    near: dict[str, Tensor]
-    """In the value range of the digits."""
-    far: dict[str, Tensor]
-    """Scaled away from the data."""
-
-    def items(self) -> list[tuple[str, Tensor]]:
-        """All of them."""
-        return [*self.near.items(), *self.far.items()]
-
-
-def outlier_sets(test: Labelled, count: int, seed: int) -> OutlierSets:
-    """Make natural patches and noise; and, scaled far away, the noise and the test digits."""
+def outlier_sets(test: Labelled, count: int, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Make natural patches and noise, in the value range of the digits; and the noise and the test digits, scaled far away."""
     noise = uniform_noise(count, SIDE, seed=seed)
-    return OutlierSets(
-        near={"natural patches": natural_patches(count, SIDE, seed=seed), "noise": noise},
-        far={f"noise {TIMES}{FAR:.0f}": FAR * noise, f"digits {TIMES}{FAR:.0f}": FAR * test.inputs},
-    )
+    near = {"natural patches": natural_patches(count, SIDE, seed=seed), "noise": noise}
+    return near, {f"noise {TIMES}{FAR:.0f}": FAR * noise, f"digits {TIMES}{FAR:.0f}": FAR * test.inputs}
 
 
 def compare_on_digits(
-    methods: Mapping[str, MoLA], networks: Sequence[nn.Module], digits: Digits, outliers: OutlierSets
+    methods: Mapping[str, MoLA],
+    networks: Sequence[nn.Module],
+    digits: Digits,
+    near: Mapping[str, Tensor],
+    far: Mapping[str, Tensor],
 ) -> Comparison:
-    """Score fitted methods on the test digits, plain and rotated, and on outliers."""
+    """Score fitted methods on the test digits, plain and rotated, and on outliers near and far."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
     turned = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
-    far = dict(outliers.items())
+    outliers = {**near, **far}
 
     def answer(method: MoLA, name: str, inputs: Tensor) -> Answer:
         if name in turned and name != TEST:
@@ -100,7 +87,7 @@ def compare_on_digits(
                 )
             ]
         )
-        for name, inputs in (turned | far).items()
+        for name, inputs in (turned | outliers).items()
     }
     inside = tallies[TEST]
     levels = {name: float(angle) for angle, name in names.items()}
@@ -108,7 +95,7 @@ def compare_on_digits(
         SetInfo("train", "train", "train", len(digits.train)),
         SetInfo("validation", "validation", "validation", len(digits.val)),
         *(SetInfo(name, name, "shift" if level else "test", len(digits.test), level) for name, level in levels.items()),
-        *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in far.items()),
+        *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in outliers.items()),
     ]
     records = [
         Record(
@@ -124,19 +111,19 @@ def compare_on_digits(
             labelled={
                 name: labelled_result(tallies[name][method], level, errors=True) for name, level in levels.items()
             },
-            outliers={name: outlier_result(inside[method], tallies[name][method], errors=True) for name in far},
+            outliers={name: outlier_result(inside[method], tallies[name][method], errors=True) for name in outliers},
             examples={name: examples_of(found[method]) for name, found in tallies.items()},
         )
         for method, one in methods.items()
     ]
     leads = {name: labelled_leads(tallies[name]) for name in turned}
-    shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | outliers.near
+    shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | dict(near)
     return Comparison(
         title="digits",
         sets={one.name: one for one in sets},
         records=tuple(records),
         classes=tuple(str(label) for label in range(CLASSES)),
-        leads=leads | {name: outlier_leads(inside, tallies[name]) for name in far},
+        leads=leads | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         pictures={name: _pictures(inputs[:EXAMPLES]) for name, inputs in shown.items()},
         notes=_notes(methods),
         made={"parameters": sum(parameter.numel() for parameter in networks[0].parameters())},
@@ -260,7 +247,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
     with one_thread():
         with _timed(seconds, "train"):
             digits = load_digits(settings.seed)
-            outliers = outlier_sets(digits.test, settings.outliers, settings.seed)
+            near, far = outlier_sets(digits.test, settings.outliers, settings.seed)
 
             def trained(member: int, epoch: int) -> None:
                 done = (member + epoch / settings.epochs) / settings.members
@@ -273,10 +260,10 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
         with _timed(seconds, "fit, tune and score"):
             progress("fitting, tuning and scoring", TRAINED)
             methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
-            on_digits = compare_on_digits(methods, networks, digits, outliers)
+            on_digits = compare_on_digits(methods, networks, digits, near, far)
         with _timed(seconds, "walk away from the data"):
             progress("walking away from the data", FITTED)
-            kinds = {"noise": outliers.near["noise"], "test digits": digits.test.inputs}
+            kinds = {"noise": near["noise"], "test digits": digits.test.inputs}
             distance = walk_away(methods, kinds, digits.test.inputs, probe="noise")
         with _timed(seconds, "two moons"):
 

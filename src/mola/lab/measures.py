@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola.compare.tally import Answer, Tally, tally_set
-from mola.errors import DataError
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
@@ -66,8 +65,6 @@ class HumanLabels:
             for name, score in answer.scores().items():
                 scores.setdefault(name, []).append(score)
         probs = torch.cat(parts)
-        if probs.shape != shares.shape:
-            raise DataError(f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set differs.")
         # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
         log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
         loss = float(-(shares * log_probs).sum(1).mean())

@@ -156,13 +156,8 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
         for name in {**kept, **now}
         if name != "options" and kept.get(name) != now.get(name)
     ]
-    # Sets of outliers may come and go: a record lists the sets that it was evaluated on.
-    different += [
-        f"other data in {name}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-        and not (roles.get(name) == "outlier" and (name not in before or name not in after))
-    ]
+    outliers = {name for name, role in roles.items() if role == "outlier"}
+    different += [f"other data in {name}" for name in _other_data(before, after, outliers)]
     if different and fresh:
         store.forget(plan.suite.name)
         return {}
@@ -172,6 +167,15 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
             f"(--results), or replace it (--fresh)."
         )
     return document
+
+
+def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: Collection[str]) -> list[str]:
+    # Sets with other checksums. Sets of outliers may come and go: a record lists the sets that it was evaluated on.
+    return [
+        name
+        for name in {**before, **after}
+        if before.get(name) != after.get(name) and not (name in outliers and (name not in before or name not in after))
+    ]
 
 
 def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,10 +286,10 @@ def run_suite(
         # Methods that train share their networks within a run: one process takes all of them.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
-        doing = f"run {job.run + 1}: {job.method.name}" + (" (there already)" if job.done else "")
-        progress(doing, ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs))
         if job.done:
             continue
+        share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
+        progress(f"run {job.run + 1}: {job.method.name}", share)
         networks, sources = tuple(plan.members(job.group, job.run)), plan.sources_of(job.run)
         context = Context(
             read=partial(read, networks, job.run),
@@ -343,12 +347,7 @@ def _jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
         titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
         if record is None or (record.settings, record.networks) != (settings, networks):
             continue
-        outliers = {*record.outliers, *titles}
-        if all(
-            record.data.get(name) == data.get(name)
-            or (name in outliers and (name not in record.data or name not in data))
-            for name in {*record.data, *data}
-        ):
+        if not _other_data(record.data, data, {*record.outliers, *titles}):
             jobs[index] = replace(job, done=True)
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:

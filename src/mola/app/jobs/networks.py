@@ -31,7 +31,7 @@ from mola.app.jobs.preparation import Hints
 from mola.errors import HeadError, MissingExtraError, MolaError, OptionError, StorageError
 from mola.lab.imported import import_builder, is_path
 from mola.lab.models import MODELS, build_network
-from mola.lab.named_networks import TIMM, timm_builder
+from mola.lab.networks import TIMM, timm_builder
 from mola.options import counted, did_you_mean
 from mola.saving.schema import parse
 from mola.saving.weights import load_weights, read_state

@@ -1,8 +1,7 @@
 """Labelled images in memory as bytes, and their normalisation: x / 255, minus a mean, over a standard deviation, by channel.
 
 Out-of-distribution inputs are normalised like the network's training data, since a deployed network cannot tell where an input
-comes from. Names that end in `-own` are the convention of the paper's authors: statistics of each set, which alone separate some
-sets.
+comes from.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ class Images:
 
 def even_places(total: int, count: int) -> Tensor:
     """Return `count` places among `total`, evenly spaced from the first to the last."""
-    if count < 1:
-        raise OptionError(f"count must be at least 1, got {count}.")
     # In integers, so that the choice does not depend on the default floating-point type.
     return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
@@ -75,16 +72,8 @@ class Normalisation:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
-    def __post_init__(self) -> None:
-        if not self.mean or len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            raise OptionError(
-                f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
-            )
-
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return (x / 255 - mean) / std in float32."""
-        if pixels.dtype != torch.uint8:
-            raise DataError(f"expected pixels in uint8, got {pixels.dtype}: are they normalised already?")
         if len(self.mean) not in (1, pixels.shape[-3]):
             raise DataError(
                 f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."

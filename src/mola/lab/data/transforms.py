@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import DataError
 from mola.options import one_of
 
 ANGLES = tuple(range(0, 181, 15))
@@ -83,10 +82,6 @@ def in_colour(pixels: Tensor, side: int) -> Tensor:
 
     Resized as by Pillow's bilinear filter, first along rows and then along columns, rounded to bytes after each.
     """
-    if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.dtype != torch.uint8:
-        raise DataError(
-            f"expected images (n, 1 or 3, height, width) in uint8, got {tuple(pixels.shape)} in {pixels.dtype}."
-        )
     height = pixels.shape[2]
     for size in ((height, side), (side, side)):
         if tuple(pixels.shape[2:]) != size:

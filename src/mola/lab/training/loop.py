@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from mola.errors import DataError, StorageError
+from mola.errors import DataError
 from mola.lab.training.checkpoint import TrainingCheckpoint
 from mola.lab.training.recipe import Labelled, Recipe
 
@@ -63,7 +63,7 @@ def train(
         if checkpoint is not None:
             done, steps, states = checkpoint.restore(recipe.epochs, network, optimiser, schedule)
             if done:
-                _set_random_states(states, example.device, checkpoint)
+                _set_random_states(states, example.device)
                 on_epoch(done)
         for epoch in range(done + 1, recipe.epochs + 1):
             for rows in torch.split(torch.randperm(len(data)), recipe.batch_size):
@@ -85,15 +85,10 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
     return {"random.cpu": torch.get_rng_state(), **accelerator}
 
 
-def _set_random_states(states: dict[str, Tensor], device: torch.device, checkpoint: TrainingCheckpoint) -> None:
-    try:
-        torch.set_rng_state(states["random.cpu"])
-        if "random.cuda" in states and device.type == "cuda":
-            torch.cuda.set_rng_state(states["random.cuda"], device)
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise StorageError(
-            f"{checkpoint.folder} is damaged: the random state is missing or invalid. Delete it to train from the start."
-        ) from error
+def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["random.cpu"])
+    if "random.cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["random.cuda"], device)
 
 
 def _step(network: nn.Module, optimiser: Optimizer, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, OptionError
+from mola.errors import DataError
 from mola.options import one_of
 
 WIDE = "protein-tertiary-structure"
@@ -77,10 +77,6 @@ class UciSet:
 
     def split(self, number: int) -> Split:
         """Return a published split, counted from 0."""
-        if not 0 <= number < len(self.tests):
-            raise OptionError(
-                f"{self.name} has {len(self.tests)} published splits, from 0 to {len(self.tests) - 1}; got {number}."
-            )
         return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:
