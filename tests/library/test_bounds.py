@@ -42,14 +42,6 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
     assert close(posterior(1e9 * inputs), posterior.far_field_limit(inputs), 1e-7)
 
 
-def test_the_plain_ensemble_is_certain_there(far):
-    posterior, inputs = far
-    certain = mola.ensemble(list(posterior.networks)).predict(1e6 * inputs).confidence
-    limit = posterior.far_field_limit(inputs).max(1).values
-    active = posterior.networks[0][:-1](inputs).abs().sum(1) > 0
-    assert float(limit[active].mean()) < float(certain[active].mean()) - 0.01
-
-
 def test_the_lemma_bounds_each_component(far):
     posterior, inputs = far
     bounds = posterior.confidence_bound(1e6 * inputs, lemma=True)

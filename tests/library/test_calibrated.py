@@ -9,7 +9,6 @@ from torch import nn
 import mola
 from mola.scaling import NO_COVARIANCE
 from mola.tuning.scores import mean_scores
-from tests.closeness import assert_close
 
 
 def trained(seed, inputs, labels, steps=120):
@@ -105,13 +104,6 @@ def test_a_covariance_that_does_not_gain_only_lowers_confidence(problem):
     assert bool((tuned(test[0]).amax(1) <= bare(test[0]).amax(1) + 0.01).all())
     assert log_loss(tuned, validation).mean() <= 1.005 * log_loss(bare, validation).mean()
     assert bool((tuned.predict(test[0]).epistemic > 0).all())
-
-
-def test_weights_by_evidence_are_fixed_while_candidates_are_compared(problem):
-    _, posterior, validation, _ = problem
-    weighted = posterior.with_weights("evidence")
-    tuned = weighted.tune([validation], rule="calibrated", progress=False)
-    assert_close(tuned.weights, weighted.weights, "float64")
 
 
 @pytest.mark.parametrize("factor", [30.0, 0.02])

@@ -1,7 +1,7 @@
 """Any network and any batch, images of different sizes, and a checksum of the weights."""
 
 import types
-from collections import OrderedDict, UserDict, namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from mola.network import (
     evaluating,
     state_checksum,
 )
-from tests.witness import unchanged
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).double()
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -29,33 +28,7 @@ Pair = namedtuple("Pair", "image label")
 Images = namedtuple("Images", "left right")
 
 
-def make_network():
-    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 3))
-
-
 # --- eval mode ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [None, RuntimeError, KeyboardInterrupt, GeneratorExit])
-def test_training_flags_are_restored_whatever_happens(kind):
-    first, second = make_network().train(), nn.Sequential(nn.Linear(5, 4), nn.Dropout()).eval()
-    second.append(first[1].eval())  # shared
-    first[4].eval()
-
-    def visit():
-        with evaluating(first, second, first):
-            assert not any(module.training for network in (first, second) for module in network.modules())
-            call(first, X)
-            first[2].train()
-            if kind is not None:
-                raise kind("struck")
-
-    with unchanged(first, second):
-        if kind is None:
-            visit()
-        else:
-            with pytest.raises(kind, match="struck"):
-                visit()
 
 
 def test_networks_without_values_are_refused_before_the_first_pass():
@@ -157,36 +130,6 @@ def test_inputs_reach_the_network_in_their_form(case):
 @dataclass
 class Output:
     logits: object
-
-
-Named = namedtuple("Named", "loss logits")
-OUTPUTS = {
-    "tensor": lambda z: z,
-    "object": Output,
-    "mapping": lambda z: OrderedDict(loss=z.sum(), logits=z),
-    "namedtuple with logits": lambda z: Named(z.sum(), z),
-}
-
-
-@pytest.mark.parametrize("form", OUTPUTS)
-def test_the_very_tensor_of_logits_comes_out(form):
-    logits = X + 1
-    assert call(Returning(lambda self, z: OUTPUTS[form](logits)), X) is logits
-
-
-NO_LOGITS = {
-    "tuple": (lambda z: (z, z), "got tuple"),
-    "nothing": (lambda z: None, "got NoneType"),
-    "mapping without logits": (lambda z: {"out": z}, "got dict"),
-    "object with empty logits": (lambda z: Output(None), "got NoneType"),
-}
-
-
-@pytest.mark.parametrize("form", NO_LOGITS)
-def test_an_output_without_logits_is_refused_with_a_remedy(form):
-    output, words = NO_LOGITS[form]
-    with pytest.raises(HeadError, match=f"(?s){words}.*logits=lambda output"):
-        call(Returning(lambda self, z: output(z)), X)
 
 
 def test_a_pass_that_fails_names_the_inputs():

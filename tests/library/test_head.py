@@ -380,13 +380,3 @@ def check_trace(network, head, x, likelihood, dynamic=True):
 def test_a_head_at_every_position_traces(name):
     network = Sequences(TAKEN[name]).eval()
     check_trace(network, find_head(network, TEXTS), TEXTS, CATEGORICAL, dynamic=name != "one for each input")
-
-
-@pytest.mark.export
-@pytest.mark.parametrize(
-    "name", ["plain", "called after", "Identity after", "view of the same shape", "detach", "logits in a mapping"]
-)
-def test_capture_traces_with_any_batch_size(name):
-    network = GOOD[name](make_body(), nn.Linear(4, 3))
-    check_trace(network, find_head(network.eval(), X), X, CATEGORICAL)
-    check_trace(network, None, X, CATEGORICAL)

@@ -53,18 +53,6 @@ def test_what_is_saved_is_loaded_in_any_precision(tmp_path, dtype):
     assert not any(network.training for network in again.networks)
 
 
-def test_scaling_is_kept_and_shown(tmp_path, posterior):
-    scaled = posterior.with_temperature(0.8).with_pooling(0.4).with_distance_exponent(1.5)
-    folder = hub.save(scaled, tmp_path / "scaled")
-    again, card = hub.load(folder, build), (folder / "README.md").read_text()
-    for name in ("probs", "distance", "ood_score", "mutual_information"):
-        assert_close(getattr(again.predict(X), name), getattr(scaled.predict(X), name), "float64")
-    for line in ("| temperature | 0.8, which", "| pooling | 0.4 |", "| distance exponent | 1.5: logits shrink"):
-        assert line in card
-    plain = hub.save(posterior, tmp_path / "plain")
-    assert not any(word in (plain / "README.md").read_text() for word in ("temperature", "pooling", "distance"))
-
-
 def test_ensembles_and_folders_without_networks(tmp_path, posterior):
     warm = mola.ensemble(posterior.networks, weights=[0.25, 0.75]).with_temperature(1.7).with_pooling(0.2)
     hub.save(warm, tmp_path / "warm", classes=NAMES)
@@ -235,7 +223,7 @@ def test_another_architecture_or_another_models_folder_is_refused(tmp_path, post
         hub.load(folder, lambda: nn.Linear(4, 3))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(StorageError, match=r"not written by mola.*folder of its own"):
+    with pytest.raises(StorageError, match="not written by mola"):
         hub.save(posterior, tmp_path / "foreign")
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["config.json"]
     (tmp_path / "file").write_text("")

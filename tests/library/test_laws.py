@@ -69,22 +69,17 @@ class TestLimits:
 
 class TestMixing:
     def test_the_mixture_is_the_average_of_its_components(self, structure):
+        """Also of networks of different width, with a bias and without."""
         inputs, labels = data()
-        members, weights = networks(3), [0.2, 0.3, 0.5]
+        widths, weights = ((9, True), (2, False), (6, True)), [0.2, 0.3, 0.5]
+        members = [make_problem(seed, width=width, bias=bias).network for seed, (width, bias) in enumerate(widths)]
         mixture = mola.fit(members, loader(inputs, labels, 7), structure=structure, weights=weights)
         alone = [mola.fit(member, loader(inputs, labels, 7), structure=structure) for member in members]
         assert close(mixture(inputs), sum(w * one(inputs) for w, one in zip(weights, alone, strict=True)))
         assert close(mixture(inputs), mola.Mixture(alone, weights)(inputs))
         assert close(mixture.log_evidence(), torch.cat([one.log_evidence() for one in alone]))
-
-    def test_networks_of_different_width_mix(self, structure):
-        inputs, labels = data()
-        pair = make_problem(width=9).network, make_problem(width=2, bias=False).network
-        mixture = mola.fit(pair, loader(inputs, labels, 7), structure=structure)
-        alone = [mola.fit(member, loader(inputs, labels, 7), structure=structure) for member in pair]
-        assert close(mixture(inputs), (alone[0](inputs) + alone[1](inputs)) / 2)
         drawn = mixture.sample(20, generator=torch.Generator().manual_seed(0))
-        assert [one.shape[1] for one in drawn.weights] == [10 if k == 0 else 2 for k in drawn.component.tolist()]
+        assert [one.shape[1] for one in drawn.weights] == [(10, 2, 7)[k] for k in drawn.component.tolist()]
 
 
 class TestPooling:

@@ -128,22 +128,6 @@ class TestSeeds:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    @pytest.mark.parametrize("over", ["logits", "weights"])
-    def test_the_generator_is_used(self, problem, structure, over):
-        posterior = mola.fit(problem.network, problem.loader, structure=structure, link=MonteCarlo(20, over=over))
-        inputs = torch.randn(9, 3)
-
-        def with_seed(seed):
-            called = posterior(inputs, generator=torch.Generator().manual_seed(seed))
-            predicted = posterior.predict(inputs, generator=torch.Generator().manual_seed(seed)).probs
-            assert torch.equal(called, predicted)
-            return called
-
-        assert torch.equal(with_seed(1), with_seed(1))
-        assert not torch.equal(with_seed(1), with_seed(2))
-        generator = torch.Generator().manual_seed(1)
-        assert not torch.equal(posterior(inputs, generator=generator), posterior(inputs, generator=generator))
-
 
 class TestWrongUse:
     @pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN])

@@ -272,10 +272,6 @@ EDITS = {
     "unknown setting": (lambda one: one["link"].update(colour=1), "colour"),
     "weights": (lambda one: one.update(weights=[1, 1, 1]), "weights must sum to 1"),
     "precision": (lambda one: one["components"][0].update(prior_precision=0), "prior_precision"),
-    "count": (lambda one: one["components"][0].update(count=0), "at least 1"),
-    "temperature": (lambda one: one["scaling"].update(temperature=-1), "temperature"),
-    "reference": (lambda one: one["scaling"]["reference"]["scales"].pop(), "reference"),
-    "dense axes": (lambda one: one["components"][0]["head"].update(dense_axes=-1), "dense_axes"),
 }
 
 

@@ -17,7 +17,7 @@ from mola.laplace import Kron, Sums
 from mola.saving import files
 from mola.saving.files import kind_of, read_folder, write_folder
 from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum
-from mola.saving.schema import Optional, check, parse
+from mola.saving.schema import parse
 from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
 
 OLD = (
@@ -136,33 +136,6 @@ def test_unreadable_json_is_refused_in_words(content):
         parse(content, "a.json")
 
 
-SCHEMA = {"name": str, "sizes": [int], "rate": Optional(float), "options": {str: bool}}
-VALID = {"name": "a", "sizes": [0, 2**63 - 1], "rate": 3, "options": {"x": True}, "more": None}
-INVALID = [
-    ({"name": 1}, "'name': expected text, got 1"),
-    ({"sizes": [1, -1]}, r"'sizes\[1\]': expected a whole number"),
-    ({"sizes": [2**63]}, "whole number"),
-    ({"sizes": [True]}, "whole number"),
-    ({"sizes": {}}, "a list"),
-    ({"rate": float("nan")}, "finite"),
-    ({"rate": 10**400}, "finite number, got int"),
-    ({"rate": True}, "finite"),
-    ({"options": {"x": 1}}, r"'options\.x': expected true or false"),
-    ({"options": []}, "an object"),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), INVALID)
-def test_schemas(change, words):
-    for rate in (None, -2.5, 3):
-        check(VALID | {"rate": rate}, SCHEMA, "")
-    with pytest.raises(StorageError, match=words):
-        check(VALID | change, SCHEMA, "")
-    (name,) = change
-    with pytest.raises(StorageError, match=f"an entry '{name}'"):
-        check({key: value for key, value in VALID.items() if key != name}, SCHEMA, "")
-
-
 # --- weights ------------------------------------------------------------------------------------------------------------
 
 
@@ -207,16 +180,6 @@ def test_weights_load_by_their_own_names_first(tmp_path):
     source, target = small(1), small(2)
     save_weights(source, tmp_path / "w.safetensors")
     load_weights(nn.DataParallel(target), tmp_path / "w.safetensors")
-    assert same(source, target)
-
-    class Shell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.model = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    source, target = Shell(), Shell()
-    torch.save({"state_dict": source.state_dict()}, tmp_path / "w.pt")
-    load_weights(target, tmp_path / "w.pt")
     assert same(source, target)
 
 
@@ -313,16 +276,6 @@ def one_batch(seed, labels=True):
     return [Sums({"gram": k * x.T @ x, "total": x.sum(0)}, 5, float(x.sum()) / 3 if labels else None) for k in (1, 2)]
 
 
-def equal_progress(first, second):
-    def plain(progress):
-        sums = [
-            (one.count, one.log_likelihood, {k: v.tolist() for k, v in one.tensors.items()}) for one in progress.sums
-        ]
-        return sums, progress.batches, progress.inputs, progress.used_inputs, progress.checksum
-
-    return plain(first) == plain(second)
-
-
 @pytest.mark.parametrize("structure", ["kron", "diag", Kron(running_average=0.9)], ids=str)
 @pytest.mark.parametrize(
     "fail_at",
@@ -351,19 +304,6 @@ def test_fit_goes_on_from_its_checkpoint(structure, fail_at, tmp_path):
         assert all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
 
 
-def test_each_process_keeps_its_own_sums(tmp_path):
-    for rank in range(2):
-        FitCheckpoint(tmp_path, 1, rank, 2).save(IDENTITY, FitProgress(one_batch(rank, labels=False), rank + 1))
-    for rank in range(2):
-        progress = FitCheckpoint(tmp_path, 1, rank, 2).load(IDENTITY)
-        assert equal_progress(progress, FitProgress(one_batch(rank, labels=False), rank + 1))
-    with pytest.raises(StorageError, match=r"by 2 processes, got 3.*Start 2"):
-        FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
-    FitCheckpoint(tmp_path, 1, 0, 2).remove()
-    assert FitCheckpoint(tmp_path, 1, 0, 2).load(IDENTITY) is None
-    assert FitCheckpoint(tmp_path, 1, 1, 2).load(IDENTITY) is not None
-
-
 CHANGES = {
     "networks": (["ab", "ef"], "weights of the networks"),
     "heads": ([{"name": "2"}, {"name": "head"}], "heads, .*'fc'.*'head'"),
@@ -379,6 +319,9 @@ def test_the_checkpoint_of_another_fit_is_refused(name, tmp_path):
     value, words = CHANGES[name]
     with pytest.raises(StorageError, match=f"a fit with other {words}.*delete"):
         checkpoint.load({**IDENTITY, name: value})
+    FitCheckpoint(tmp_path, 1, 0, 2).save(IDENTITY, FitProgress(one_batch(0)))
+    with pytest.raises(StorageError, match=r"by 2 processes, got 3"):
+        FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
     with pytest.raises(OptionError, match="checkpoint_every"):
         FitCheckpoint(tmp_path, 0)
 
@@ -410,6 +353,3 @@ def test_changed_data_is_recognised(tmp_path):
             skip(iter(others), kept)
     with pytest.raises(StorageError, match="sums of 2 batches, but the training loader has only 1"):
         skip(iter([(image, labels)]), kept)
-    kinds = [torch.bool, torch.uint8, torch.bfloat16, torch.int16, torch.complex64, torch.complex128]
-    assert len({batch_checksum("", [torch.ones(3).to(kind), "a text", None]) for kind in kinds}) == len(kinds)
-    assert batch_checksum("", torch.empty(0)) == batch_checksum("", [torch.empty(0)])

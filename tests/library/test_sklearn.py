@@ -90,15 +90,6 @@ def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
     torch.testing.assert_close(model.prediction(rows).probs, posterior(scaled), rtol=1e-10, atol=0)
 
 
-def test_the_same_share_of_every_class_is_set_aside_and_never_all_of_it():
-    labels = np.repeat([0, 1, 2, 3], [100, 10, 2, 1])
-    aside = quick(validation_fraction=0.3)._set_aside(labels, np.random.RandomState(0))
-    assert [int(aside[labels == label].sum()) for label in range(4)] == [30, 3, 1, 0]
-    rows = np.random.RandomState(0).randn(len(labels), 3) + labels[:, None]
-    model = quick(rule="nll", validation_fraction=0.3).fit(rows, labels)
-    assert model.posterior_.components[0].layer.sums.count == 113
-
-
 def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set_aside():
     """By hand: networks on the rest, tuned on what they did not see; its choice on networks that saw everything."""
     rows, labels = blobs()
@@ -119,12 +110,6 @@ def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set
     final = mola.fit(slow_mlps(inputs, targets, **settings), [(inputs, targets)], progress=False)
     expected = final.with_prior_precision(tuned.prior_precision).with_temperature(tuned.temperature)
     np.testing.assert_allclose(model.predict_proba(rows), expected(inputs).numpy(), rtol=1e-6)
-
-
-def test_rules_by_name_as_objects_and_none():
-    for rule, name in (("ece", "Score"), (mola.rules.Threshold(0.8), "Threshold")):
-        assert quick(rule=rule).fit(*blobs()).tuning_.rule.startswith(name)
-    assert quick(rule=None, prior_precision=0.5).fit(*blobs()).posterior_.prior_precision == (0.5, 0.5)
 
 
 def test_scaling_by_distance_is_taken_over():

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.likelihoods import BERNOULLI
-from mola.uncertainty import entropy, epistemic_share, softmax_and_entropy
+from mola.uncertainty import entropy, softmax_and_entropy
 from tests.closeness import assert_close
 
 
@@ -52,13 +51,3 @@ def test_the_epistemic_part_agrees_across_precisions_where_the_draws_are_sure_an
         )
         found.append(posterior.predict(3 * inputs.to(dtype)).mutual_information.double())
     assert_close(found[0], found[1], "difference")
-
-
-def test_labels_without_covariance_have_the_mutual_information_of_the_members():
-    means, weights = torch.randn(3, 20, 4), torch.tensor([0.2, 0.3, 0.5])
-    probs = torch.sigmoid(means)
-    both = torch.stack([1 - probs, probs], -1)
-    total = torch.special.entr(torch.einsum("k,kncb->ncb", weights, both)).sum(-1)
-    within = torch.einsum("k,knc->nc", weights, torch.special.entr(both).sum(-1))
-    found = epistemic_share(BERNOULLI, list(means), [None] * 3, weights)
-    assert torch.allclose(found, 1 - within / total, atol=1e-9)
