@@ -130,6 +130,11 @@ def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
         raise OptionError(f"{where} must be {error}; got {_shortened(value)}.") from error
 
 
+def parse_names(value: str | list[str]) -> tuple[str, ...]:
+    """Names, as a list or separated by commas."""
+    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
+
+
 def _shortened(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 2**1023:  # Python refuses to write thousands of digits
         return "a huge whole number"

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.groups import Computing, Device
-from mola.app.options import check_writable, option
+from mola.app.options import check_writable, option, parse_names
 from mola.errors import OptionError
 
 NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "The suite uci (regression)"
@@ -58,7 +58,14 @@ class BenchOptions(Computing, Device):
     test_images: int | None = option(None, "Test on at most N, shifted or not", panel=DATA, minimum=1)
     outliers: int | None = option(None, "At most N of each OOD set", panel=DATA, minimum=1)
     shifted_images: int | None = option(None, "At most N of each shifted test set", panel=DATA, minimum=1)
-    types: str = option("", "Corruptions of ImageNet-C, separated by commas", panel=DATA, metavar="NAMES", shown="all")
+    types: tuple[str, ...] = option(
+        (),
+        "Corruptions of ImageNet-C, separated by commas",
+        panel=DATA,
+        metavar="NAMES",
+        parse=parse_names,
+        shown="all",
+    )
     image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
     cross_fit: bool = option(
         False, "ImageNet without its training images: validation images in five folds and five rotations", panel=DATA
@@ -71,7 +78,9 @@ class BenchOptions(Computing, Device):
         metavar="SETTINGS",
     )
     mimo: str = option("", "epochs=, members=, batch_repetition=", panel=TRAINED, metavar="SETTINGS")
-    sets: str | None = option(None, "Data sets, separated by commas", panel=UCI, metavar="NAMES", shown="all")
+    sets: tuple[str, ...] = option(
+        (), "Data sets, separated by commas", panel=UCI, metavar="NAMES", parse=parse_names, shown="all"
+    )
     splits: int | None = option(None, "At most N published splits of each set", panel=UCI, minimum=1)
     gaps: bool = option(False, "Also leave out the middle third of the rows by each feature", panel=UCI)
 
@@ -92,34 +101,20 @@ def bench(options: BenchOptions) -> None:
         _bench_uci(options)
         return
     suite = find_suite(options.suite)
+    data = ("outliers", "image_size", "types", "cross_fit", "download", "normalisation", "corruptions", "conventions")
+    own = ("runs", "groups", "network", "results", "cache", "train", "stream", "device", "fresh", "swag", "mimo")
     config = BenchConfig(
         suite=suite,
-        runs=options.runs,
         components=options.components or suite.components,
-        groups=options.groups,
-        network=options.network,
         networks=options.networks or str(Path("networks") / suite.name),
-        results=options.results,
-        cache=options.cache,
         options=DataOptions(
             directory=options.data,
             train=options.train_images,
-            outliers=options.outliers,
             test=options.test_images,
             shifted=options.shifted_images,
-            image_size=options.image_size,
-            types=tuple(filter(None, (name.strip() for name in options.types.split(",")))),
-            cross_fit=options.cross_fit,
-            download=options.download,
-            normalisation=options.normalisation,
-            corruptions=options.corruptions,
+            **{name: getattr(options, name) for name in data},
         ),
-        train=options.train,
-        stream=options.stream,
-        device=options.device,
-        fresh=options.fresh,
-        swag=options.swag,
-        mimo=options.mimo,
+        **{name: getattr(options, name) for name in own},
     )
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         folder = run_bench(config, progress, team)
@@ -139,11 +134,7 @@ def _bench_uci(options: BenchOptions) -> None:
         raise OptionError(
             "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
         )
-    names = (
-        SETS
-        if options.sets is None
-        else tuple(one_of(name.strip(), SETS, "--sets") for name in options.sets.split(","))
-    )
+    names = tuple(one_of(name, SETS, "--sets") for name in options.sets or SETS)
     with showing_progress(quiet=options.quiet) as progress:
         folder = run_uci(
             options.data,

@@ -53,7 +53,7 @@ class FitOptions(Reporting, Job):
 
 
 def fit(options: FitOptions) -> None:
-    """Fit a posterior: calibrated confidence for trained networks, in one pass over the training data.
+    """Fit a posterior: calibrated confidence for trained networks in one pass.
 
     Puts a Laplace approximation on the last layer of each network, tunes it on the validation data and writes a folder that
     the other commands open. Handles classification, multi-label classification, regression and dense outputs. The validation

@@ -20,10 +20,11 @@ from mola.app.jobs.folder import PosteriorFolder, open_posterior, read_scores, u
 from mola.app.jobs.job import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
+from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, some_of
 from mola.compare.demo_result import DEFAULT, DemoSettings
 from mola.decisions.calibration import Calibration
-from mola.errors import DataError, MolaError, OptionError
+from mola.errors import MolaError, OptionError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
 from mola.lab.demo import build_network, demo_methods, one_thread
@@ -193,13 +194,9 @@ def _read(source: UserSet, count: int) -> Tensor:
     # A folder of images is read evenly, since it is in order of its classes; any other set from its start.
     if isinstance(source, Pictures) and source.count > count:
         source = some_of(source, even_places(source.count, count).tolist())
-    parts, found = [], 0
-    for rows in source:
-        if rows.inputs is not None:
-            parts.append(rows.inputs)
-            found += len(rows.inputs)
-        if found >= count:
+    parts: list[Tensor] = []
+    for (inputs,) in Loader(source, Account(), labelled=False):
+        parts.append(inputs)
+        if sum(map(len, parts)) >= count:
             break
-    if not found:
-        raise DataError(f"{source.name} has no usable inputs.")
     return torch.cat(parts)[:count]

@@ -26,22 +26,7 @@ INTERVAL = 0.9
 FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
 REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
 
-ORDER = (
-    *(
-        "label",
-        "class",
-        "confidence",
-        "entropy",
-        "mean",
-        "std",
-        "lower",
-        "upper",
-        "epistemic",
-        "aleatoric",
-        "ood_score",
-    ),
-    *("distance", "outlying", "answer", "set", "prob"),
-)
+ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer", "set", "prob")
 """Order of the columns, by field."""
 
 SEPARATOR = "|"

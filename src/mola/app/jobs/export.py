@@ -14,14 +14,9 @@ from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import Deciding, Opening, Reporting
 from mola.app.jobs.preparation import Intake
-from mola.app.options import option
+from mola.app.options import option, parse_names
 from mola.errors import OptionError
 from mola.export import Pixels, Written
-
-
-def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Names, as a list or separated by commas."""
-    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 
 @dataclass(frozen=True, kw_only=True)

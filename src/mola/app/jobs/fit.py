@@ -46,7 +46,7 @@ from mola.laplace import STRUCTURES
 from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
 from mola.links import LINKS, as_link
-from mola.network import call, check_positions, evaluating, find_heads
+from mola.network import as_batch, call, check_positions, evaluating, find_heads
 from mola.options import one_of
 from mola.posterior import MoLA
 from mola.saving.files import partial_file, write_atomically, write_folder
@@ -369,16 +369,11 @@ class Material:
             mode, shape = shown_by(train)
             self.intake = replace(self.intake, mode=mode, shape=shape)
             train = replace(train, intake=self.intake)
-        why = ""
-        few = replace(self.intake, batch_size=min(8, self.intake.batch_size))
-        for rows in replace(train, intake=few):
-            if not why and rows.errors and rows.errors[0]:
-                why = f" The first: {rows.names[0]}: {rows.errors[0]}."
-            if rows.inputs is not None:
-                if isinstance(rows.inputs, torch.Tensor):
-                    self.intake = replace(self.intake, shape=tuple(rows.inputs.shape[1:]))
-                return train, rows.inputs
-        raise DataError(f"{name} holds no input that can be used.{why}")
+        few = replace(train, intake=replace(self.intake, batch_size=min(8, self.intake.batch_size)))
+        first = as_batch(next(iter(Loader(few, Account(), labelled=False))), name).inputs
+        if isinstance(first, Tensor):
+            self.intake = replace(self.intake, shape=tuple(first.shape[1:]))
+        return train, first
 
     def _open(self, name: str, *, labelled: bool) -> UserSet:
         return open_set(

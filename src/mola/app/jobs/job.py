@@ -190,7 +190,7 @@ class Job:
     )
     scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
     heteroscedastic: bool = option(False, "Regression: log-variances follow the means", panel=OTHER)
-    positions: str = option("all", "Dense outputs: all, average, or a number to draw", panel=OTHER, metavar="WHICH")
+    positions: str = option("all", "Dense outputs: all, average, or a number", panel=OTHER, metavar="WHICH")
     ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
 
     batch_size: int = option(256, "Inputs in a batch", panel=RUN, minimum=1)

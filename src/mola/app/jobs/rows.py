@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mola.distributed import Team
 from mola.errors import DataError
@@ -32,16 +33,11 @@ class Rows(NamedTuple):
     notes: tuple[tuple[str, str], ...] = ()
     """Names of inputs that were used with a remark, and the remark."""
 
-    @property
-    def first_error(self) -> str | None:
-        """Name and error of the first unusable input."""
-        return next((f"{name}: {error}" for name, error in zip(self.names, self.errors, strict=True) if error), None)
-
     def check_strict(self) -> None:
         """Raise `DataError` for the first input with an error or a remark."""
-        words = self.first_error or next((f"{name}: {remark}" for name, remark in self.notes), None)
-        if words is not None:
-            raise DataError(f"{words} (and --strict leaves nothing out).")
+        for name, words in (*zip(self.names, self.errors, strict=True), *self.notes):
+            if words is not None:
+                raise DataError(f"{name}: {words} (and --strict leaves nothing out).")
 
 
 class Set(Protocol):
@@ -156,7 +152,7 @@ def as_loaded(rows: Rows) -> Any:
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
     """Rows of tensors in the given floating-point type, without inputs that are not finite. The library checks the labels."""
     errors: list[str | None] = [None] * len(names)
-    for tensor in tensors_of(inputs):
+    for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():
             bad = (~tensor.isfinite()).reshape(len(tensor), -1).sum(1)
             for index in torch.nonzero(bad).flatten().tolist():
@@ -171,19 +167,4 @@ def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dty
         return kept.to(dtype) if kept.is_floating_point() else kept
 
     chosen = None if labels is None else labels.cpu()[usable]
-    return Rows(list(names), errors, _mapped(inputs, prepared), chosen)
-
-
-def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """All tensors of nested inputs."""
-    found: list[Tensor] = []
-    _mapped(inputs, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def _mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    if isinstance(inputs, Tensor):
-        return change(inputs)
-    if isinstance(inputs, Mapping):
-        return {name: _mapped(one, change) for name, one in inputs.items()}
-    return tuple(_mapped(one, change) for one in inputs)
+    return Rows(list(names), errors, tree_map(prepared, inputs), chosen)

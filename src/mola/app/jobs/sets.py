@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mola.app.jobs.arrays import Arrays, open_arrays
 from mola.app.jobs.pictures import Pictures, list_csv, list_file, list_folder
@@ -81,21 +82,14 @@ class Own:
 def _size(inputs: Any, where: str) -> int:
     # Number of inputs in a batch, the length of each of its tensors.
     sizes: set[int] = set()
-
-    def look(value: Any, place: str) -> None:
-        if isinstance(value, Tensor) and value.ndim > 0:
-            sizes.add(len(value))
-        elif isinstance(value, (Mapping, tuple)) and value:
-            for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-                look(one, f"{place}[{name!r}]")
-        else:
+    for place, value in tree_flatten_with_path(inputs, is_leaf=lambda one: isinstance(one, list))[0]:
+        if not isinstance(value, Tensor) or not value.ndim:
             kind = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise DataError(
-                f"{where}: {place} is {kind}; expected tensors with a row for each input, and nothing else."
+                f"{where}: the input{keystr(place)} is {kind}; expected tensors with a row for each input, and nothing else."
             )
-
-    look(inputs, "the input")
-    if len(sizes) > 1:
+        sizes.add(len(value))
+    if len(sizes) != 1:
         raise DataError(f"{where}: tensors of different lengths, {sorted(sizes)}; expected a row for each input.")
     return sizes.pop()
 
