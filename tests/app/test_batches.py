@@ -135,21 +135,6 @@ def test_wrong_options_and_sources_are_refused(desk, source_of, tmp_path):
         BatchPredictor(source, inputs=COLUMNS).spark_schema({"id": "long"})
 
 
-def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):
-    source = Path(shutil.copytree(source_of("hub")[0], tmp_path / "moved"))
-    reads = []
-    read = mola.hub.load
-    monkeypatch.setattr(mola.hub, "load", lambda *given: reads.append(1) or read(*given))
-    inputs = desk.inputs("test")[0].numpy()
-    for _ in range(3):
-        pickle.loads(pickle.dumps(BatchPredictor(source, build=build)))(inputs)
-    assert len(reads) == 1
-    later = (source / "config.json").stat().st_mtime_ns + 10**9
-    os.utime(source / "config.json", ns=(later, later))
-    BatchPredictor(source, build=build)(inputs)
-    assert len(reads) == 2
-
-
 # --- engines --------------------------------------------------------------------------------------------------------------
 
 

@@ -16,12 +16,6 @@ def test_version():
     assert (outcome.exit_code, outcome.stdout) == (0, f"mola {mola.__version__}\n")
 
 
-def test_help_names_the_command_and_its_options():
-    assert "demo" in CliRunner().invoke(app, ["--help"]).stdout
-    shown = CliRunner().invoke(app, ["demo", "--help"]).stdout
-    assert all(option in shown for option in ("--output", "--seed", "--quiet"))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["demo", "--colour"], ["demo", "--seed", "one"], ["demo", "--seed", "-1"], ["demos"], ["demo", "extra"]],

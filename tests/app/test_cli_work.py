@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +12,8 @@ from typer.testing import CliRunner
 
 from mola.__main__ import main
 from mola.app.cli import app
-from mola.app.jobs.folder import open_posterior
 from mola.saving.schema import sealed
-from tests.own_work import CLASSES, make_desk
+from tests.own_work import make_desk
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +59,6 @@ def posterior(desk, tmp_path_factory):
         assert outcome.exit_code == 0, outcome.exception
         assert outcome.output == "", "quiet is quiet"
     return folder
-
-
-def test_fit_says_what_it_did(desk, tmp_path, mola_command):
-    code, out, err = mola_command(*arguments(desk, tmp_path / "posterior"))
-    assert code == 0
-    assert "Fitted 3 networks with 3 classes on 36 inputs" in out
-    assert "posterior" in out
-    assert "fitting" in err
-    told = " ".join(out.split())
-    summary = " ".join(open_posterior(tmp_path / "posterior").posterior.tuning.summary.split())
-    assert told.index(summary) < told.index("Wrote"), "ends with what the tuning did, the folder and the next command"
-    assert told.endswith("Next: mola predict " + str(tmp_path / "posterior") + " DATA -o predictions.csv")
-    assert re.search(r"^ *ensemble ", out, re.MULTILINE), "the row is the mean of the networks' probabilities"
-    one = [*arguments(desk, tmp_path / "alone", "--rule", "threshold", "--threshold", "0.9")]
-    for path in desk.weights()[1:]:
-        one.remove(path)
-    alone = mola_command(*one)
-    assert re.search(r"^ *network ", alone[1], re.MULTILINE)
-    assert "target confidence 90.00% as given" in " ".join(alone[1].split())
 
 
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
@@ -203,32 +181,6 @@ def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, a
     assert words in last[0]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["predict"], ["predict", "a"], ["evaluate", "a"], ["fit", "--batch-size", "0"], ["info"], ["fit", "--shape", "3"]],
-    ids=" ".join,
-)
-def test_wrong_usage_is_exit_code_2(arguments):
-    outcome = CliRunner().invoke(app, arguments)
-    assert outcome.exit_code == 2
-    assert "Usage" in outcome.stderr
-
-
-def test_classes_from_a_file_and_numbers_from_flags(desk, tmp_path, mola_command):
-    (tmp_path / "names.txt").write_text("kitten\npuppy\ncub\n")
-    more = ["--classes", tmp_path / "names.txt", "--mean", "0.1,0.1,0.1", "--std", "1,1,1", "--resize", "6x6", "--json"]
-    code, out, _ = mola_command(*arguments(desk, tmp_path / "posterior", *more, train="train.npz", val="val.npz"))
-    assert code == 0
-    found = json.loads(out)["result"]
-    assert found["classes"] == ["kitten", "puppy", "cub"]
-    assert found["intake"]["mean"] == [0.1] * 3
-    assert found["intake"]["resize"] == [6, 6]
-    code, out, _ = mola_command("predict", tmp_path / "posterior", "test", "--output", tmp_path / "out.csv")
-    assert code == 0
-    with open(tmp_path / "out.csv", newline="") as stream:
-        assert {row["class"] for row in csv.DictReader(stream)} <= {"kitten", "puppy", "cub"}
-
-
 def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
     """One real process: what a shell and a scheduler see."""
     shutil.copytree(desk.root / "strange", tmp_path / "images")
@@ -263,35 +215,3 @@ def test_every_run_writes_the_file_that_makes_it_again(desk, tmp_path, mola_comm
     (report / "numbers.json").unlink()
     assert mola_command("evaluate", "--config", report / "run.toml", "--quiet")[0] == 0
     assert kept.items() <= json.loads((report / "numbers.json").read_text()).items()
-
-
-def test_images_of_another_size_than_the_network_takes_name_the_option(desk, tmp_path, mola_command):
-    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", "--resize", "9x7"))
-    assert code == 1
-    assert "does not take the images as they are, 9x7 with 3 channels" in err
-    assert "--resize HEIGHTxWIDTH" in err
-
-
-def test_a_folder_too_many_is_to_be_removed(desk, tmp_path, mola_command):
-    shutil.copytree("train", tmp_path / "train")
-    shutil.copytree(tmp_path / "train" / CLASSES[0], tmp_path / "train" / "zebra")
-    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=str(tmp_path / "train")))
-    assert code == 1
-    assert "4 classes" in err
-    assert "remove what is no class" in err
-    assert "or use networks with 4 outputs" in err
-    assert "--classes" not in err
-
-
-def test_a_misspelt_folder_is_answered_with_the_nearest(desk, tmp_path, mola_command):
-    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train="trian"))
-    assert code == 1
-    assert "no such file or folder. Did you mean train?" in err
-    (tmp_path / "images" / "train").mkdir(parents=True)
-    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=f"{tmp_path}/imges/trian"))
-    assert f"Did you mean {tmp_path}/images/train?" in err
-    assert "Did you mean 'cifar10'" in mola_command(*arguments(desk, tmp_path / "posterior", train="cifr10"))[2]
-    for name in ("qqqqqqqq", "data/tinyimagenett", "cifr10.npz"):
-        err = mola_command(*arguments(desk, tmp_path / "posterior", train=name))[2]
-        assert "no such file or folder" in err
-        assert "Did you mean" not in err

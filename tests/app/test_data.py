@@ -182,15 +182,6 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
 
 
-def test_names_in_a_csv_need_an_order(desk, tmp_path):
-    """Two names for three outputs: alphabetically they would be the first two, and could be any."""
-    rows = [line for line in (desk.root / "val.csv").read_text().splitlines() if not line.endswith("cat")]
-    (tmp_path / "val.csv").write_text("\n".join(rows))
-    job = job_for(desk, train="train.npz", val=str(tmp_path / "val.csv"))
-    with pytest.raises(DataError, match=r"val\.csv has 2 names of classes \(dog, fox\) for networks with 3 outputs"):
-        run_fit(job, tmp_path / "posterior")
-
-
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
@@ -331,8 +322,3 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]
-
-
-def test_data_without_labels_cannot_be_tuned_on():
-    with pytest.raises(DataError, match="strange has no labels, which are needed here"):
-        list(Loader(open_set("strange", INTAKE, labelled=False), Account()))

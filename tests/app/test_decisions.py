@@ -12,9 +12,8 @@ from mola.app.explore.page import Explorer
 from mola.app.explore.subject import open_subject
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
 from mola.app.jobs.export import ExportOptions, run_export
-from mola.app.jobs.folder import alarm, kept_scores
-from mola.decisions.calibration import Calibration
-from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.app.jobs.folder import kept_scores
+from mola.errors import DataError, OptionError, StorageError
 from mola.saving.files import write_folder
 from mola.saving.posterior import pack
 from tests.closeness import assert_close
@@ -30,15 +29,6 @@ def known(desk, fitted):
     return fitted.posterior.predict(inputs), labels
 
 
-def test_what_was_kept_is_what_the_validation_data_say(fitted, known):
-    prediction, labels = known
-    kept, score = kept_calibration(fitted, "--coverage")
-    now = Calibration.of(prediction, labels)
-    for name, column in now.columns().items():
-        assert_close(kept.columns()[name], column, name=name)
-    assert_close(score, prediction.ood_score, "difference")
-
-
 def test_decisions_are_those_of_the_library(fitted, known):
     prediction, labels = known
     found = make_decisions(fitted, **ASKED)
@@ -52,27 +42,6 @@ def test_decisions_are_those_of_the_library(fitted, known):
     assert_close(found.sets.least_probability, sets.least_probability, scale=1.0)
 
 
-def test_what_is_done_with_an_input(fitted):
-    made = make_decisions(fitted, **ASKED)
-    sure, quiet = made.answer + 0.01, made.alarm - 1
-    assert decide(made, sure, quiet) == "answer"
-    assert decide(made, float(made.answer), quiet) == "hand over"
-    assert decide(made, sure, made.alarm + 1) == "strange"
-
-
-def test_promises_that_cannot_be_given_are_refused_with_what_would_help(fitted):
-    with pytest.raises(OptionError, match=r"--error-rate: .*299"):
-        make_decisions(fitted, error_rate=0.01)
-    with pytest.raises(OptionError, match=r"--coverage: 18 labelled data are too few .* at least 99"):
-        make_decisions(fitted, coverage=0.99)
-    with pytest.raises(OptionError, match="--certainty goes with --error-rate"):
-        make_decisions(fitted, certainty=0.9)
-    with pytest.raises(OptionError, match="--by-class goes with --coverage"):
-        make_decisions(fitted, by_class=True)
-    with pytest.warns(MolaWarning, match="labelled data of each class"):
-        assert make_decisions(fitted, coverage=0.9, by_class=True).sets.threshold.shape == (3,)
-
-
 @pytest.mark.parametrize("name", ["true_rank", "confidence", "ood_score"])
 def test_damaged_numbers_are_refused(fitted, tmp_path, name):
     known, score = kept_calibration(fitted, "--coverage")
@@ -82,15 +51,6 @@ def test_damaged_numbers_are_refused(fitted, tmp_path, name):
     write_folder(tmp_path, document, tensors | kept_scores(score.numpy(), columns))
     with pytest.raises(StorageError, match="invalid"):
         make_decisions(replace(fitted, folder=tmp_path), coverage=0.8)
-
-
-@pytest.mark.slow
-def test_without_validation_data_nothing_is_promised(fitted):
-    without = replace(fitted, document={"result": {**fitted.document["result"], "validation": None}})
-    assert alarm(without, None) is None
-    for option in ("error_rate", "coverage", "false_alarm_rate"):
-        with pytest.raises(OptionError, match="without validation data"):
-            make_decisions(without, **{option: 0.5})
 
 
 def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, fitted, tmp_path):

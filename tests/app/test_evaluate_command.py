@@ -183,30 +183,6 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
 
 
-@pytest.mark.parametrize("kind", ["classes", "regression"], indirect=True)
-def test_without_validation_data_nothing_is_scaled(kind, tmp_path):
-    command = [
-        "fit",
-        "0.safetensors",
-        "--network",
-        f"kind_{kind.name}:build",
-        "--train",
-        "train.npz",
-        "--rule",
-        "evidence",
-    ]
-    if kind.name == "regression":
-        command += ["--likelihood", "gaussian", "--location", LOCATION, "--scale", SCALE]
-    assert run(*command, "--output", tmp_path / "posterior").exit_code == 0
-    opened = open_posterior(tmp_path / "posterior")
-    found = run_evaluate(opened, to_evaluate("test.npz"))
-    assert list(found.methods) == ["MAP", "LLLA"]
-    assert any("no validation data" in note for note in found.notes)
-    assert found.decisions is None
-    scaled = {"classes": "MAP-T", "regression": "MAP-N"}[kind.name]
-    assert scaled in run_evaluate(opened, to_evaluate("test.npz", val="val.npz")).methods
-
-
 @pytest.mark.usefixtures("_at_the_desk")
 def test_data_that_were_seen_before_are_named(desk, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
@@ -221,24 +197,6 @@ def test_labels_in_another_order_are_refused(desk, fitted, tmp_path, role):
     names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
     with pytest.raises(DataError, match="another order"):
         run_evaluate(fitted, to_evaluate(names["test"], val=names["val"]))
-
-
-@pytest.mark.usefixtures("_at_the_desk", "_blank_figures")
-def test_inputs_that_were_left_out_are_named_and_quiet_is_quiet(fitted, tmp_path):
-    stored = np.load("test.npz")
-    values = stored["x"].transpose(0, 3, 1, 2) / 255
-    values[2, 0, 0, 0] = np.nan
-    np.savez(tmp_path / "holes.npz", x=values, y=stored["y"])
-    arguments = ("evaluate", fitted.folder, "--test", tmp_path / "holes.npz", "--output", tmp_path / "report")
-    outcome = run(*arguments, "--json")
-    assert outcome.exit_code == 3
-    (test,) = json.loads(outcome.stdout)["sets"].values()
-    assert test["count"] == 17
-    outcome = run(*arguments)
-    assert "holes.npz[2]" in outcome.stdout
-    assert "holes.npz[2]" in (tmp_path / "report" / "index.html").read_text()
-    outcome = run("evaluate", fitted.folder, "--test", "test", "--output", tmp_path / "report", "--quiet")
-    assert (outcome.exit_code, outcome.output) == (0, "")
 
 
 @pytest.mark.usefixtures("_at_the_desk")

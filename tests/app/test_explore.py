@@ -27,21 +27,18 @@ from torch import nn
 import mola
 from mola.__main__ import main
 from mola.app.explore import ExploreOptions
-from mola.app.explore.pictures import MAX_SIDE, PREFIX, SLIDERS, Sight, change, to_image, to_url
-from mola.app.explore.subject import EXAMPLES, Subject, digits_subject, make_reference, ood_examples, open_subject
+from mola.app.explore.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
+from mola.app.explore.subject import EXAMPLES, Subject, make_reference, ood_examples, open_subject
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.job import Job
 from mola.app.jobs.preparation import Intake
 from mola.app.options import to_toml
-from mola.compare.demo_result import DemoSettings
 from mola.errors import DataError, MolaError, OptionError
 from mola.lab.data.images import NORMALISATIONS
-from mola.saving.weights import save_weights
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, with_job
 
 pytest.importorskip("gradio", reason="NO GRADIO: pip install 'mola-torch[explore]' to test the explorer.")
-from mola.app.explore.page import METHODS, Explorer, controls, percent
+from mola.app.explore.page import METHODS, Explorer, controls
 
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""
@@ -75,18 +72,6 @@ def shape(request):
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*SLIDERS, "invert"])
-def test_each_slider_changes_the_picture_and_its_neutral_value_does_not(shape, name):
-    image = noise(shape)
-    slider = SLIDERS.get(name)
-    assert change(image, **{name: slider.neutral if slider else False}) is image
-    for end in (slider.low, slider.high) if slider else (True,):
-        changed = change(image, **{name: end})
-        assert (changed.size, changed.mode) == (image.size, image.mode)
-        if end != (slider.neutral if slider else False) and abs(end) != 180:
-            assert changed.tobytes() != image.tobytes()
 
 
 def test_changes_are_what_they_are_called():
@@ -235,20 +220,6 @@ def test_names_of_strangers_stay_text():
         assert all(attributes["src"].startswith(PREFIX) for tag, attributes in tags if tag == "img")
 
 
-def test_the_page_shows_the_numbers_of_the_answer():
-    explorer = Explorer(make_subject(classes=[f"class {index}" for index in range(30)]))
-    image = noise((1, 8, 8), 8)
-    answer, html = explorer.answer(image, {}), explorer.look({"picture": to_url(image)})
-    assert len(answer["classes"]) == 12
-    assert "of 30 classes" in html
-    for method, label, share in answer["methods"]:
-        assert f'data-confidence="{method}">{percent(share).replace(">", "&gt;").replace("<", "&lt;")}<' in html
-        assert label in html
-    assert html.count("<polyline") == (3 if explorer.has_curve else 0)
-    assert "data-share" not in Explorer(replace(explorer.subject, reference=None)).look({"picture": to_url(image)})
-    assert "Draw something" in explorer.look({})
-
-
 # --- folders --------------------------------------------------------------------------------------------------------------
 
 
@@ -304,42 +275,6 @@ TABLES = """
 from torch import nn
 def build(): return nn.Sequential(nn.Flatten(), nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 3)).float()
 """
-
-
-@pytest.mark.parametrize(("shape", "words"), [((5,), "mola predict"), ((3, 5, 5), "--normalise")])
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_inputs_that_no_picture_can_become_are_refused(shape, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module, size = f"networks_of_{len(shape)}", math.prod(shape)
-    (tmp_path / f"{module}.py").write_text(TABLES.replace("INPUTS", str(size)))
-    for split in ("train", "val"):
-        inputs = np.random.default_rng(0).normal(size=(30, *shape)).astype(np.float32)
-        np.savez(tmp_path / f"{split}.npz", x=inputs, y=np.arange(30) % 3)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.ReLU(), nn.Linear(8, 3)).float()
-    save_weights(network, tmp_path / "0.safetensors")
-    run_fit(
-        Job(network=(f"{module}:build",), weights=("0.safetensors",), train="train.npz", val="val.npz"),
-        tmp_path / "posterior",
-    )
-    with pytest.raises(MolaError, match=words):
-        open_subject(ExploreOptions(posterior=tmp_path / "posterior"))
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # so little training leaves little to tune
-def test_the_digits_are_those_of_the_demo():
-    from mola.lab.data.embedded import load_digits
-    from mola.lab.demo import build_network
-    from mola.lab.training import Recipe, train_ensemble
-
-    torch.set_default_dtype(torch.float32)
-    subject = digits_subject(settings=DemoSettings(seed=1, members=2, epochs=3))
-    digits = load_digits(1)
-    networks = train_ensemble(build_network, digits.train, Recipe(epochs=3), members=2, seed=1)
-    expected = mola.fit(networks, digits.train.batches(), digits.val.batches(), progress=False)
-    assert torch.equal(subject.posterior(digits.test.inputs[:20]), expected(digits.test.inputs[:20]))
-    assert subject.reference.count == len(digits.val)
-    assert [name[-1] for name, _ in subject.examples[:10]] == list("0123456789")
 
 
 # --- the command and its server -------------------------------------------------------------------------------------------

@@ -56,14 +56,6 @@ def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_p
         assert_close(found["ood_score"], wanted.ood_score, "difference")
 
 
-def test_it_shows_inputs_outputs_and_the_largest_difference(folder, tmp_path):
-    shown = run(folder, "--torch", tmp_path / "model.pt2", "--outputs", "probs,entropy").stdout
-    for word in ("input", "float32", "(batch, 3, 6, 6)", "probs", "(batch, 3)", "entropy", "MB"):
-        assert word in shown
-    assert "Largest difference from PyTorch" in shown
-    assert "Not compared" in run(folder, "--torch", tmp_path / "b.pt2", "--no-check", "--outputs", "label").stdout
-
-
 def test_what_is_wrong_is_told(folder, tmp_path):
     assert isinstance(run(folder, code=1).exception, OptionError)
     assert isinstance(run(tmp_path, "--torch", tmp_path / "a.pt2", code=1).exception, StorageError)

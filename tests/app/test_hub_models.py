@@ -257,23 +257,6 @@ def test_batches_of_a_tokenizer_and_its_collator():
         assert (got.components[0].layer.sums.count, len(got.predict(whole))) == (24, 24)
 
 
-class Strict(nn.Module):
-    """Takes no more than it uses, unlike transformers' own forward."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def forward(self, pixel_values):
-        return self.network(pixel_values)
-
-
-def test_an_entry_that_forward_does_not_take_is_named():
-    batch = data("resnet")
-    with pytest.raises(DataError, match=r"not .'idx'"):
-        mola.fit(Strict(networks("resnet")[0]), [{**batch, "idx": batch["labels"]}])
-
-
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_bfloat16_costs_the_rounding_of_the_network_alone(name):
     """Features and logits as the network rounds them; all sums, and the prediction, are those of the twin in float64."""

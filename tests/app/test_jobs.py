@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -12,23 +11,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 import mola
-from mola.app.jobs import folder as folders
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import (
     alarm,
-    holds_posterior,
     open_posterior,
     read_information,
     usual_alarm,
 )
 from mola.app.jobs.predict import run_predict
 from mola.errors import DataError, OptionError, StorageError
-from mola.saving.files import write_folder
-from mola.saving.posterior import pack
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, to_evaluate, to_predict, with_job
 
@@ -144,14 +138,6 @@ def test_a_job_that_cannot_be_done_says_so(desk, tmp_path, changes, words):
     assert not (tmp_path / "posterior").exists()
 
 
-def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(OptionError, match="taken is a file"):
-        run_fit(job_for(desk), tmp_path / "taken")
-    with pytest.raises(OptionError, match="taken is not a writable folder"):
-        run_fit(job_for(desk), tmp_path / "taken" / "below" / "posterior")
-
-
 # --- opening again ------------------------------------------------------------------------------------------------------
 
 
@@ -242,21 +228,6 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         read_information(tmp_path)
 
 
-def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
-    monkeypatch.setattr("mola.app.jobs.networks.build_networks", lambda *_, **__: pytest.fail("built a network"))
-    found = read_information(fitted.folder)
-    assert (found["components"], found["structure"], found["outputs"], found["features"]) == (3, "kron", 3, [13] * 3)
-    assert found["classes"] == list(CLASSES)
-    assert found["prior_precision"] == list(fitted.posterior.prior_precision)
-    assert found["train_count"] == 36
-    json.dumps(found)
-    fitted.posterior.save(tmp_path / "by-program")
-    assert read_information(tmp_path / "by-program")["job"] is None
-    mola.baselines.temperature_scaled(desk.networks(), [desk.inputs("val")], progress=False).save(tmp_path / "other")
-    with pytest.raises(StorageError, match="holds a saved temperature"):
-        read_information(tmp_path / "other")
-
-
 # --- the order of the classes -------------------------------------------------------------------------------------------
 
 
@@ -273,23 +244,7 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
     assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
 
 
-def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
-    state = load_file(desk.weights()[1])
-    for name in list(state)[-2:]:
-        state[name] = state[name].roll(1, 0)
-    save_file(state, tmp_path / "turned.safetensors")
-    job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
-    with pytest.raises(DataError, match=r"another order.*networks\[1\]"):
-        run_fit(job, tmp_path / "posterior")
-
-
 # --- the validation data: read once, and what is kept of them ----------------------------------------------------------
-
-
-def test_files_that_are_not_ours_are_not_written_among(tmp_path):
-    (tmp_path / "tensors-of-last-year.safetensors").write_text("mine")
-    with pytest.raises(OptionError, match="holds other files"):
-        holds_posterior(tmp_path, None)
 
 
 def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
@@ -309,22 +264,6 @@ def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
         alarm(fitted, 0.01)
     result = run_predict(fitted, to_predict("strange", tmp_path / "a.csv", false_alarm_rate=0.25))
     assert result.threshold == alarm(fitted, 0.25)
-
-
-def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequent(fitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "MOST_SCORES", 50)
-    every = np.random.default_rng(0).normal(size=1234)
-    columns = {"confidence": torch.arange(1234.0)}
-    document, tensors = pack(fitted.posterior)
-    write_folder(tmp_path, document, tensors | folders.kept_scores(every, columns))
-    kept = folders.read_scores(tmp_path)[2]["confidence"]
-    assert (len(kept), kept[0], kept[-1]) == (50, 0, 1233)
-    thinned = replace(fitted, folder=tmp_path)
-    assert alarm(thinned, 0.05) == usual_alarm(every)[0]
-    for rate in (0.001, 0.01, 0.05, 0.3, 0.9):
-        exact, found = mola.alarm_threshold(every, rate), alarm(thinned, rate)
-        assert found >= exact
-        assert (every > found).mean() >= (every > exact).mean() - 1 / 45
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):

@@ -19,14 +19,6 @@ from tests.own_work import CLASSES, job_for
 COMMANDS = ("demo", "fit", "predict", "evaluate", "export", "explore", "info", "train", "bench", "report")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_short(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(app, [command, "--help"]).stdout
-    assert len(shown.splitlines()) <= 70
-    assert "mola." not in shown, "no names of the library"
-
-
 @pytest.mark.parametrize("command", ["fit", "predict", "evaluate"])
 def test_help_has_the_words_that_people_search_for(command):
     shown = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.lower().split())

@@ -217,16 +217,6 @@ def test_intervals_are_those_of_the_library(kind, tmp_path, coverage):
     assert np.all(np.abs(held - coverage) < 4 * error)
 
 
-def test_one_name_for_one_field():
-    """Exported files and tables use the names of the library's fields."""
-    from mola.app.jobs import columns
-
-    assert set(columns.FIELDS) | {"probs"} == set(OUTPUTS)
-    assert set(columns.REGRESSION_FIELDS) - {"lower", "upper"} == set(REGRESSION_OUTPUTS) - {"variance"}
-    assert all(hasattr(mola.Prediction, name) for name in OUTPUTS)
-    assert all(hasattr(mola.RegressionPrediction, name) for name in REGRESSION_OUTPUTS)
-
-
 WRONG_USE = {
     "no posterior": ("classes", ["predict", ".", "test.npz"], "holds no posterior"),
     "no data": ("classes", ["predict", "posterior", "nowhere"], "unknown data"),
@@ -288,15 +278,6 @@ def test_a_file_appears_when_it_is_complete(desk, fitted, tmp_path, ending, monk
     assert stop.value.code == INTERRUPTED
     assert "stopped" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("_at_the_desk")
-def test_nothing_usable_is_an_error_with_the_first_reason(fitted, tmp_path):
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_text("no image")
-    with pytest.raises(mola.errors.DataError, match=r"no input .*a\.png: cannot be decoded"):
-        run_predict(fitted, to_predict(str(tmp_path / "images"), tmp_path / "out.csv"))
-    assert not (tmp_path / "out.csv").exists()
 
 
 @pytest.mark.usefixtures("_at_the_desk")

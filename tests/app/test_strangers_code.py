@@ -265,11 +265,6 @@ def test_the_users_own_command_is_enough(place):
     assert place.witness.exists()
 
 
-def test_trust_is_enough(place):
-    open_posterior(beside(place, "network"), trust=True)
-    assert place.witness.exists()
-
-
 @pytest.mark.parametrize("path", ["mine_alone.py", "mine/models.py", "src/deep/models.py"])
 @pytest.mark.parametrize("folder", ["posterior", "runs/1/posterior"])
 def test_modules_of_the_current_folder_are_found(place, path, folder):

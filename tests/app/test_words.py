@@ -10,7 +10,7 @@ from torch import nn
 
 import mola
 from mola.app.jobs.networks import build_networks
-from mola.errors import MolaWarning, OptionError, StorageError
+from mola.errors import OptionError, StorageError
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
@@ -128,30 +128,6 @@ def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_rea
 
 
 # --- what it shows ------------------------------------------------------------------------------------------------------
-
-
-def test_a_posterior_shows_what_it_is_made_of(parts):
-    networks, train, _ = parts
-    text = repr(mola.fit(networks, train, structure="diag", rule="evidence"))
-    for words in ("2 networks (Sequential)", "40 training data", "diag", "probit", "evidence", "uniform"):
-        assert words in text
-    assert "None" not in text
-    assert "0.25, 0.75 (given)" in repr(mola.fit(networks, train, weights=[0.25, 0.75]))
-    whole = repr(mola.whole.fit(networks[0], train, structure="diag"))
-    assert "1 network (Sequential), fitted on 40 training data" in whole
-    assert "diag" in whole
-    assert "plain ensemble of 2 networks" in repr(mola.ensemble(networks))
-
-
-def test_networks_less_sure_than_right_are_told_what_to_do(parts):
-    networks, train, val = parts
-    with torch.no_grad():
-        networks[0][2].weight.mul_(0.05), networks[0][2].bias.mul_(0.05)
-    with pytest.warns(MolaWarning) as caught:
-        mola.fit(networks[0], train, val, rule="threshold")
-    words = " ".join(str(one.message) for one in caught)
-    for part in ("underconfident", "label smoothing", "'calibrated'"):
-        assert part in words
 
 
 def test_a_folder_of_another_kind_is_not_replaced(parts, tmp_path):

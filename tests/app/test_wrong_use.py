@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 
 import numpy as np
@@ -13,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-import mola
 from mola.app.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -90,18 +88,6 @@ def built(desk, monkeypatch, name):
     network: nn.Module = getattr(wrong_networks, name)()
     save_file(network.state_dict(), desk / f"{name}.safetensors")
     return network
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_in_python(desk, monkeypatch, case):
-    name, inputs, labels, options, words = CASES[case]
-    network = built(desk, monkeypatch, name)
-    likelihood = options[0] if options else "categorical"
-    if "--heteroscedastic" in options:
-        likelihood = mola.likelihoods.Gaussian(heteroscedastic=True)
-    loader = [(torch.from_numpy(inputs), torch.from_numpy(labels))]
-    with pytest.raises(mola.errors.MolaError, match=re.escape(words)):
-        mola.fit(network, loader, likelihood=likelihood, progress=False)
 
 
 @pytest.mark.parametrize("case", CASES)

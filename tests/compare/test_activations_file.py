@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mola.compare import activations_file
 from mola.compare.activations_file import Stored, TensorFile, written_rows
 from mola.errors import DataError, StorageError
 
@@ -37,24 +36,6 @@ def test_a_file_in_pieces_is_the_file_at_once(tmp_path):
         assert torch.equal(file.read(name), tensor)
         if name != "weight":
             assert torch.equal(file.read(name, 2, 1200), tensor[2:1200])
-
-
-def test_slices_are_all_of_the_data_in_whole_batches(tmp_path, monkeypatch):
-    both = [tensors(seed=seed) for seed in (0, 1)]
-    for index, found in enumerate(both):
-        write(tmp_path / str(index), found, 700)
-    monkeypatch.setattr(activations_file, "NUMBERS_AT_ONCE", 3 * 1500)
-    seen = Stored.open([tmp_path / "0", tmp_path / "1"])
-    parts = list(seen.slices())
-    assert [len(part.labels) for part in parts] == [1024, 1024, 452]
-    for name in ("features", "logits"):
-        together = torch.cat([getattr(part, name) for part in parts])
-        assert torch.equal(together, torch.stack([found[name] for found in both], dim=1))
-    batches = list(seen)
-    assert torch.equal(torch.cat([labels for _, labels in batches]), both[0]["labels"])
-    assert torch.equal(seen.logits(), torch.stack([found["logits"] for found in both]))
-    expected = both[1]["features"] @ both[1]["weight"].T
-    torch.testing.assert_close(torch.cat([seen.heads[1](batch) for batch, _ in batches]), expected)
 
 
 @pytest.mark.parametrize(("count", "size"), [(9, 4), (11, 12), (9, 20)])

@@ -10,7 +10,6 @@ from mola import metrics
 from mola.compare import SCORES, Answer, Tally, area_between, mean_of
 from mola.compare.measured import calibration_error, lead, pass_rate
 from mola.compare.report.estimate import Estimate, is_clear, leaders
-from mola.compare.report.words import lead_sentence
 from mola.compare.results import labelled_result, outlier_result
 from tests.closeness import assert_close
 
@@ -87,14 +86,6 @@ def test_errors_are_what_resampling_finds(name):
     found = measure(*(one if name == "ece" else one[0] for one in samples))
     assert found.value == pytest.approx(value(*samples), abs=1e-12)
     assert found.error == pytest.approx(float(resampled(value, *samples)), rel=0.12)
-
-
-def test_a_single_datum_has_no_error_and_leads_nobody():
-    one, other = (mean_of(torch.tensor([value])) for value in (1.0, 9.0))
-    assert one.error is None
-    found = lead({("a",): one, ("b",): other}, "low")
-    assert found.best == ("a",)
-    assert found.clear == ()
 
 
 # --- which lead is clear ----------------------------------------------------------------------------------------------------
@@ -226,20 +217,6 @@ def test_scores_are_those_of_a_direct_computation():
     assert tuple(Answer(own.probs).scores()) == SCORES[:2]
 
 
-@pytest.mark.parametrize("sizes", [(60,), (59, 1), (1, 58, 1), (7,) * 8 + (4,)])
-def test_tallies_add_up_over_batches(sizes):
-    _, answer, labels = answers()
-    whole, parts = Tally(), Tally()
-    whole.add(answer, labels)
-    for rows in torch.split(torch.arange(60), list(sizes)):
-        one = Answer(answer.probs[rows], answer.logits[:, rows], answer.weights, answer.ood_score[rows])
-        parts.add(one, labels[rows])
-    assert parts.columns == whole.columns
-    assert parts.count == whole.count == 60
-    for name in whole.columns:
-        assert_close(parts[name], whole[name], "float64", name=name)
-
-
 def test_results_by_class_are_those_of_its_data():
     _, answer, labels = answers()
     tally = Tally()
@@ -262,17 +239,6 @@ def test_every_pair_of_methods_is_compared():
     assert lead(found, "high").rival == ("third",)
     for order in itertools.permutations(found):
         assert lead({name: found[name] for name in order}, "high").rival == ("third",)
-
-
-def test_sentences_name_the_leader_and_whether_the_lead_is_clear():
-    def sentence(times):
-        one, other = paired(times / 400**0.5, 1.0)
-        return lead_sentence(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
-
-    assert "clearly ahead of DE (by 0.1050 ± 0.0500)" in sentence(2.1)
-    assert "not clearly ahead of DE (by 0.0950 ± 0.0500" in sentence(1.9)
-    one, _ = paired(0.0, 1.0)
-    assert lead_sentence(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x")
 
 
 def test_results_are_the_metrics_of_all_data_at_once():

@@ -15,7 +15,7 @@ from mola.compare.record import Record
 from mola.compare.report.page import SuiteReport, suites_page
 from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
-from mola.errors import OptionError, StorageError
+from mola.errors import StorageError
 from tests.made_up_results import QUALITY, make_store, record
 
 
@@ -105,16 +105,6 @@ def test_a_damaged_document_is_named(tmp_path, name, entries, words):
     with pytest.raises(StorageError, match=words) as caught:
         read_suites(tmp_path)
     assert str(tmp_path / "mnist" / name) in str(caught.value)
-
-
-def test_an_unknown_suite_lists_the_known_suites(tmp_path):
-    with pytest.raises(StorageError, match="no results"):
-        read_suites(tmp_path)
-    make_store(tmp_path, runs=0)
-    with pytest.raises(OptionError, match="Did you mean 'mnist'"):
-        read_suites(tmp_path, ["mnits"])
-    with pytest.raises(StorageError, match="no records yet"):
-        read_suites(tmp_path)
 
 
 @pytest.mark.parametrize(

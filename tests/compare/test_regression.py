@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from mola.compare.regression import (
     regression_measured,
     regression_result,
 )
-from mola.compare.report.single_run_tables import detail_table
 from mola.compare.results import outlier_leads, outlier_result
 from mola.likelihoods import BERNOULLI
 from mola.prediction import RegressionPrediction
@@ -173,37 +171,3 @@ def test_labels_that_copy_each_other_are_worth_one():
     one = mean_area_of_labels(yes, truth, torch.zeros(200, dtype=torch.int64), torch.arange(200))
     two = mean_area_of_labels(yes.repeat(2), truth.repeat(2), labels, inputs)
     assert (two.value, two.error) == pytest.approx((one.value, one.error))
-
-
-def test_outputs_in_different_units_have_their_own_decimals():
-    """A temperature beside a price, whose errors are 50,000 times as large: neither may be rounded away."""
-    prediction, targets = said(200)
-    units = torch.tensor([1.0, 5e4], dtype=torch.float64)
-    fields = {
-        "component_mean": prediction.component_mean * units,
-        "component_variance": prediction.component_variance * units**2,
-        "component_noise": prediction.component_noise * units**2,
-        "ood_score": prediction.ood_score,
-    }
-    wide = RegressionPrediction(fields, weights=prediction.weights, ood_score_name="distance")
-    result = regression_result(tally_of(wide, targets * units), ["temperature", "price"])
-    method = SimpleNamespace(labelled={"test": result})
-    comparison = SimpleNamespace(
-        regression=True,
-        baseline="DE",
-        own="MoLA",
-        test=SimpleNamespace(name="test"),
-        methods={"DE": method, "MoLA": method},
-        classes=("temperature", "price"),
-    )
-    table = detail_table(comparison)
-    columns = [(column.group, column.name) for column in table.columns]
-    for row in table.rows:
-        own = result.regression.outputs[row.name]
-        for metric, title in (("rmse", "RMSE"), ("nll", "NLL"), ("crps", "CRPS")):
-            shown = row.cells[columns.index((title, "MoLA"))].text
-            value, error = (float(word) for word in shown.split(" \N{PLUS-MINUS SIGN} "))
-            assert value == pytest.approx(own.metrics[metric], rel=0.01)
-            assert error == pytest.approx(own.errors[metric], rel=0.05)
-    price = next(row for row in table.rows if row.name == "price").cells[columns.index(("RMSE", "MoLA"))].text
-    assert "." not in price  # no more decimals than its error has

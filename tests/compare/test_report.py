@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -10,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from mola.__main__ import main
 from mola.compare.measured import Lead
@@ -22,7 +20,6 @@ from mola.compare.report.numbers import Numbers, On, numbers_frame
 from mola.compare.report.page import SuiteReport, evaluation_page, suites_page
 from mola.compare.report.reading import read_suites
 from mola.compare.report.single_run_tables import evaluation_tables
-from mola.compare.report.style import crossed_strokes, drawing, strokes
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import (
     MISSING,
@@ -30,16 +27,14 @@ from mola.compare.report.tables import (
     Column,
     Row,
     Table,
-    TerminalTable,
     as_latex,
     as_markdown,
     escape_latex,
-    fitting,
     latex_document,
     make_table,
     to_frame,
 )
-from mola.compare.report.words import evaluation_findings, suite_findings
+from mola.compare.report.words import suite_findings
 from mola.compare.report.writing import write_report
 from mola.compare.store import Store
 from mola.errors import OptionError
@@ -301,35 +296,6 @@ def told(suite):
     return {finding.title: finding.text for finding in suite_findings(suite)}
 
 
-def test_findings_are_those_of_the_numbers(suite):
-    found = told(suite)
-    assert "Clearly better than DE: log loss on test data 0.0407 against 0.0807" in found["MoLA and DE"]
-    assert "worse" not in found["MoLA and DE"]
-    worse = replace(suite, groups={"main": {"DE": suite.runs["MoLA"], "MoLA": suite.runs["DE"]}})
-    assert "better" not in told(worse)["MoLA and DE"]
-    far = [
-        abs(mine - paper_numbers.OUTLIERS["mnist"][method][f"{title} {kind}"].mean) > 3
-        for method in ("MAP", "DE", "LLLA", "MoLA")
-        for place, title in enumerate(OUTLIERS.values())
-        for kind, mine in (
-            ("MMC", 100 * (0.8 - 0.05 * QUALITY[method] + np.mean(SPREAD))),
-            ("AUROC", 100 * (0.90 + 0.01 * place + 0.005 * QUALITY[method] + np.mean(SPREAD))),
-        )
-    ]
-    assert found["Beside the paper"].startswith(f"{sum(far)} of {len(far)} numbers differ")
-    assert "also with LeNet" in found["Beside the paper"]
-    assert "lenet-300 here" in told(replace(suite, network="lenet-300"))["Beside the paper"]
-
-
-def test_a_method_that_equals_the_ensemble_is_said_to_equal_it(suite):
-    same = replace(suite, groups={"main": {"DE": suite.runs["DE"], "MoLA": suite.runs["DE"]}})
-    assert told(same)["MoLA and DE"].startswith("MoLA equals DE to all digits")
-    assert "better" not in told(same)["MoLA and DE"]
-    plain = one_run()
-    twins = tuple(replace(plain.methods["DE"], method=name) for name in ("MAP", "DE", "MoLA"))
-    assert "MoLA equals DE" in evaluation_findings(replace(plain, records=twins))[0].text
-
-
 # --- forms of a table -----------------------------------------------------------------------------------------------
 
 
@@ -394,19 +360,6 @@ def test_every_form_has_every_cell(suite, written):
     assert "*paper: DE*" in markdown
 
 
-@pytest.mark.parametrize("width", [50, 80, 300])
-def test_tables_are_split_to_fit_the_terminal(suite, width):
-    for name in ("outliers", "in-distribution", "cost"):
-        table = suite_tables(suite)[name]
-        assert [column for part in fitting(table, width) for column in part.columns] == list(table.columns)
-        console = Console(width=width, file=io.StringIO())
-        console.print(TerminalTable(table))
-        shown = console.file.getvalue()
-        assert max(map(len, shown.splitlines())) <= width
-        assert "…" not in shown
-        assert all(cell in shown for row in texts(table).values() for cell in row)
-
-
 # --- pages and figures ----------------------------------------------------------------------------------------------
 
 
@@ -428,37 +381,6 @@ def test_every_figure_is_written(written, suite):
         assert f'id="mnist-{name}"' in (written / "index.html").read_text()
     shown = (written / "figures" / "mnist-shift.svg").read_text()
     assert all(f">{method}<" in shown for method in QUALITY)
-
-
-@pytest.mark.parametrize("count", [2, 14, 25])
-def test_legends_cover_no_panel(suite, count):
-    many = {f"MIMO-MoLA {index}": suite.runs["MoLA"] for index in range(count)}
-    with drawing():
-        for name in ("reliability", "shift"):
-            figure = suite_figures(replace(suite, groups={"main": many}))[name].make()
-            figure.draw_without_rendering()
-            used = [panel for panel in figure.axes if panel.axison]
-            (legend,) = [*figure.legends, *(one for panel in figure.axes if (one := panel.get_legend()))]
-            box = legend.get_window_extent()
-            assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) >= 0
-            assert not any(box.overlaps(panel.get_tightbbox()) for panel in used)
-
-
-def test_methods_differ_in_their_lines():
-    kinds = {f"{one} {two}": (one, two) for one in ("diag", "kron", "full") for two in ("mc", "probit", "bridge")}
-    crossed = crossed_strokes(kinds)
-    assert len({str(stroke) for stroke in crossed.values()}) == 9
-    assert crossed["kron mc"]["color"] == crossed["kron bridge"]["color"]
-    assert crossed["kron mc"]["linestyle"] == crossed["full mc"]["linestyle"]
-    for methods in ([*QUALITY, "SWAG", "MIMO", "one", "two"], [f"method {index}" for index in range(40)]):
-        assert len({str(stroke) for stroke in strokes(methods).values()}) == len(methods)
-
-
-def test_types_are_drawn_with_their_numbers(tmp_path):
-    openood_store(tmp_path)
-    with drawing():
-        figure = suite_figures(read_suites(tmp_path)[0])["types"].make()
-    assert [text.get_text() for text in figure.axes[0].texts] == ["+0.010"] * 10
 
 
 @pytest.mark.usefixtures("_blank_figures")

@@ -154,29 +154,3 @@ def test_search_works_from_files_too(site):
     assert index.startswith("var __index = {")
     for word in ("Mahalanobis", "with_pooling", "DistributedSampler"):
         assert word in index
-
-
-def test_a_dead_link_is_an_error(tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[nowhere](nowhere.md)\n")
-    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\nnav: [index.md]\nplugins: []\nhooks: []\n")
-    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert done.returncode != 0
-    assert "nowhere.md" in done.stderr
-
-
-def test_docstrings_speak_markdown():
-    translated = hook("docstrings").as_markdown(
-        "Sums of :math:`a\nb`.\n\n.. math:: x = y\n   + z.\n\nAfter.\n\n    .. math:: q\n\n    More."
-    )
-    assert translated == "Sums of $a b$.\n\n\n$$\nx = y + z.\n$$\n\n\nAfter.\n\n\n    $$\n    q\n    $$\n\n\n    More."
-
-
-def test_links_out_of_docs_are_found():
-    repository = hook("repository")
-    page = "[a](../results) [b](links.md) [c](https://x.y) [d](../Makefile#e) `[f](../LICENSE)` [g](tables.py) [h](../nothing)"
-    assert repository.links(page, "docs") == ["Makefile", "docs/tables.py", "results"]
-    assert repository.place("results") == "repository/results/index.md"
-    assert repository.place("docs/tables.py") == "repository/docs/tables.py.md"
-    assert repository.place("docs/links.md") == "links.md"
-    assert repository.place("benchmarks/results/modes.json") == "repository/benchmarks/results/modes.json"

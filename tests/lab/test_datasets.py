@@ -232,13 +232,6 @@ def test_the_data_directory_is_given_or_taken_from_the_variable(tmp_path, monkey
         load_images("mnist", "test")
 
 
-def test_unknown_names_list_the_known_names(tmp_path):
-    with pytest.raises(OptionError, match=r"mnist, fashion-mnist, kmnist.*Did you mean 'mnist'"):
-        load_images("minst", "test", tmp_path)
-    with pytest.raises(OptionError, match="splits test, got 'train'"):
-        load_images("lsun", "train", tmp_path)
-
-
 @pytest.mark.parametrize(("name", "split"), [(name, split) for name in DATASETS for split in DATASETS[name].splits])
 def test_a_missing_set_lists_the_expected_paths(tmp_path, name, split):
     assert not has_images(name, split, tmp_path)
@@ -248,15 +241,6 @@ def test_a_missing_set_lists_the_expected_paths(tmp_path, name, split):
     for file in wanted.files[0]:
         assert str(tmp_path / wanted.folders[0] / file) in str(caught.value)
     assert "http" in str(caught.value)
-
-
-@pytest.mark.parametrize("missing", ["images-idx3", "labels-idx1"])
-def test_a_set_is_there_when_all_its_files_are(tmp_path, missing):
-    write_idx(tmp_path / "MNIST", "t10k", grey(2), np.zeros(2, np.uint8))
-    assert has_images("mnist", "test", tmp_path)
-    assert not has_images("mnist", "train", tmp_path)
-    (tmp_path / "MNIST" / f"t10k-{missing}-ubyte.gz").unlink()
-    assert not has_images("mnist", "test", tmp_path)
 
 
 # --- parts, normalisation, augmentation ------------------------------------------------------------------------------------
@@ -279,13 +263,6 @@ def test_even_parts_reach_from_the_first_to_the_last():
     assert len(images.part([])) == 0
     assert images.part(slice(2)).labels.tolist() == [0, 1]
     assert images.part(images.labels > 97).labels.tolist() == [98, 99]
-
-
-def test_images_are_checked():
-    with pytest.raises(DataError, match="in uint8"):
-        Images(torch.zeros(2, 1, 4, 4), torch.zeros(2).long())
-    with pytest.raises(DataError, match=r"and \(3,\) in torch.int64"):
-        Images(torch.zeros(2, 1, 4, 4).byte(), torch.zeros(3).long())
 
 
 def test_the_validation_split_is_random_splits():

@@ -11,7 +11,6 @@ from sklearn.neighbors import NearestNeighbors
 from mola.compare.tally import gen_score
 from mola.errors import DataError, OptionError
 from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours, VirtualLogit
-from mola.metrics import auroc
 from mola.outliers import energy_score, max_logit_score
 
 
@@ -128,20 +127,6 @@ def test_virtual_logits_against_the_authors_script(dimension):
     torch.testing.assert_close(turned(queries @ turn), detector(queries), rtol=1e-8, atol=1e-8)
 
 
-def test_virtual_logits_without_a_bias_and_where_there_are_none():
-    features, _, queries = make_features(8)
-    weight, bias = make_head()
-    plain = VirtualLogit.fit(features, weight)
-    torch.testing.assert_close(plain(queries), VirtualLogit.fit(features, weight, 0 * bias)(queries))
-    assert plain.origin.abs().max() == 0
-    for dimension in (0, 6):
-        with pytest.raises(OptionError, match="dimension must be at least 1 and below the 6 of the features"):
-            VirtualLogit.fit(features, weight, bias, dimension=dimension)
-    flat = torch.cat([features[:, :2], torch.zeros(300, 4)], dim=1)
-    with pytest.raises(DataError, match="subspace of 3 of their 6"):
-        VirtualLogit.fit(flat, weight)
-
-
 def test_sums_are_exact_for_float32_features_far_from_zero():
     features, labels, queries = make_features(3)
     shifted, far = (features + 1e4).float(), (queries + 1e4).float()
@@ -161,31 +146,6 @@ def test_nearest_neighbours_against_sklearn(k):
     np.testing.assert_allclose(detector(queries).numpy(), expected, atol=1e-9)
     # Lengths do not matter.
     np.testing.assert_allclose(detector(7 * queries).numpy(), expected, atol=1e-9)
-
-
-def test_nearest_neighbours_of_training_points_and_of_nothing():
-    features, labels, _ = make_features()
-    # Each point is its own first neighbour; cancellation leaves the root of the rounding error.
-    assert NearestNeighbours.fit(features, labels, k=1)(features).max() < 1e-7
-    detector = NearestNeighbours.fit(features, k=3)
-    torch.testing.assert_close(detector(torch.zeros(1, 6)), torch.ones(1))
-    assert detector(features[:0]).shape == (0,)
-    assert NearestNeighbours.fit(features).k == 50
-    torch.testing.assert_close(
-        NearestNeighbours.fit(features.float())(features.float()).double(),
-        NearestNeighbours.fit(features)(features),
-        atol=1e-3,
-        rtol=1e-3,
-    )
-
-
-@pytest.mark.parametrize("make", [Mahalanobis.fit, NearestNeighbours.fit])
-def test_detectors_find_outliers(make):
-    features, labels, _ = make_features(4)
-    generator = torch.Generator().manual_seed(1)
-    detector = make(features[:200], labels[:200])
-    outside = 20 * torch.randn(100, 6, generator=generator)
-    assert auroc(detector(features[200:]), detector(outside)) > 0.7
 
 
 def test_what_cannot_be_fitted_is_refused():

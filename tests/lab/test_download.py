@@ -18,7 +18,6 @@ import pytest
 from mola.errors import DataError
 from mola.lab.data import catalogue
 from mola.lab.data.catalogue import DATASETS, load_images
-from mola.lab.data.cifar10_c import ARCHIVE, load_cifar10_c
 from mola.lab.data.download import Download, fetch
 from tests.lab.test_datasets import colour, grey, holds, idx, records
 
@@ -192,21 +191,3 @@ def test_nothing_is_left_of_an_archive_that_fails(tmp_path, server, fault):
         fetch(download, tmp_path, progress=False)
     assert files_in(tmp_path) == []
     assert not list(tmp_path.glob(".download*"))
-
-
-def test_cifar10_c_comes_as_one_archive(tmp_path, server, monkeypatch):
-    members = {}
-    pixels, labels = colour(5), np.arange(5)
-    for name in ARCHIVE.files:
-        content = io.BytesIO()
-        np.save(content, labels if name.endswith("labels.npy") else pixels.transpose(0, 2, 3, 1))
-        members[name] = content.getvalue()
-    own = server.offer("CIFAR-10-C.tar", tarball(members), ARCHIVE.files)
-    monkeypatch.setattr("mola.lab.data.cifar10_c.ARCHIVE", own)
-    holds(load_cifar10_c("fog", 3, tmp_path, download=True), pixels[2:3], [2])
-    assert len(files_in(tmp_path)) == 20
-
-
-def test_a_set_without_an_address_is_named_with_its_source(tmp_path):
-    with pytest.raises(DataError, match=r"(?s)no address is known.*classroom_val_lmdb.zip"):
-        load_images("lsun", "test", tmp_path, download=True)

@@ -137,13 +137,6 @@ def test_broken_images_are_named(tmp_path, damage, workers):
         list(reader)
 
 
-def test_unequal_sizes_want_a_preparation(tmp_path):
-    save(picture(4, 5), tmp_path / "a" / "1.png")
-    save(picture(5, 4), tmp_path / "a" / "2.png")
-    with pytest.raises(mola.errors.DataError, match=r"shapes \[\(3, 4, 5\), \(3, 5, 4\)\]"):
-        open_folder(tmp_path).load()
-
-
 def test_folders_that_hold_nothing_are_refused(tmp_path):
     with pytest.raises(mola.errors.DataError, match=r"none is not a folder"):
         open_folder(tmp_path / "none")
@@ -152,11 +145,6 @@ def test_folders_that_hold_nothing_are_refused(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(mola.errors.DataError, match=r"holds no images"):
         open_folder(tmp_path)
-
-
-def test_unknown_classes_are_refused(pets):
-    with pytest.raises(mola.errors.DataError, match="has the subfolder ant"):
-        open_folder(pets[0], classes=["bee", "cat"])
 
 
 # --- ImageNet ------------------------------------------------------------------------------------------------------------
@@ -202,11 +190,6 @@ def test_imagenet_c_is_found_by_corruption_and_severity(tmp_path, between):
     folder.mkdir(parents=True)
     assert imagenet_c_folder("fog", 5, tmp_path) == folder
     assert imagenet_c_folder("fog", 2, tmp_path) is None
-
-
-def test_a_missing_imagenet_says_what_to_put_where(tmp_path):
-    with pytest.raises(mola.errors.DataError, match=r"(?s)imagenet/val/<synset>/\*.JPEG.*registration"):
-        open_imagenet(tmp_path)
 
 
 # --- LSUN ----------------------------------------------------------------------------------------------------------------

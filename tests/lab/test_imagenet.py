@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import mola
 from mola.app.cli import app
-from mola.compare.methods import LastLayer
 from mola.compare.store import Store
 from mola.lab import activations as storing
 from mola.lab.activations import Activations
@@ -204,31 +203,6 @@ def inputs_of(source):
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-@pytest.mark.filterwarnings("ignore:.*classes have no training data:mola.errors.MolaWarning")
-def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, monkeypatch):
-    """Nothing of the training data is stored; an interrupted pass goes on; the numbers are the same."""
-    folds = IMAGENET.make_folds(options(root))
-    networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
-    shared = {"runs": 1, "components": 2, "folds": folds.sources[:1], "options": options(root)}
-    plan = Plan(IMAGENET, "both", networks, folds.sources[0], **shared)
-    methods = [LastLayer("LLLA", components=1, structure="kron"), LastLayer("MoLA", structure="kron", rule="nll")]
-    monkeypatch.setattr(Plan, "methods", lambda self, group: methods)
-    records = {}
-    for name, stream in (("stored", False), ("streamed", True)):
-        kept, store = Activations(tmp_path / name), Store(tmp_path / name / "results")
-        found = run_suite(replace(plan, stream=stream), kept, store, lambda doing, done: None)
-        records[name] = {record.method: record for record in found}
-    for method, record in records["stored"].items():
-        other = records["streamed"][method]
-        assert_close(other.chosen["prior_precision"], record.chosen["prior_precision"])
-        for one in record.labelled:
-            assert_close(other.labelled[one].metrics, record.labelled[one].metrics, scale=1.0)
-    train = folds.sources[0]["train"]
-    assert (tmp_path / "streamed" / "sums").is_dir()
-    assert not any(train.checksum in path.name for path in (tmp_path / "streamed").rglob("*"))
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_path):
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
@@ -287,7 +261,7 @@ IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mol
 
 @pytest.mark.parametrize("stream", [False, True], ids=["stored", "streamed"])
 def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
-    """They divide slices of images between them, and methods; streamed sums are added up, in another order."""
+    """They divide slices of images between them, and methods; streamed sums give the numbers of stored activations."""
     arguments = [
         "bench",
         "imagenet",
@@ -298,7 +272,7 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
         "sizes_for_test:small,sizes_for_test:large",
     ]
     arguments += ["--components", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"]
-    arguments += ["--threads", "1", *(["--stream"] if stream else [])]
+    arguments += ["--threads", "1"]
     path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
 
     def command(name):
@@ -307,7 +281,8 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
 
     alone = run_python(*command("one"), env=os.environ | path, timeout=600)
     assert alone.returncode == 0, alone.stderr
-    codes, errors = run_team(2, command("two"), tmp_path, timeout=600, **path)
+    streamed = ["--stream"] if stream else []
+    codes, errors = run_team(2, [*command("two"), *streamed], tmp_path, timeout=600, **path)
     assert codes == [0, 0], errors
     assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
     one, two = (
@@ -388,26 +363,3 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
 def test_names_that_cannot_be_used_are_refused(libraries, text, words):
     with pytest.raises(mola.errors.OptionError, match=words):
         open_named(text, 10)
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks on random labels
-def test_mola_fit_takes_networks_of_different_sizes(root, tmp_path):
-    generator = np.random.default_rng(1)
-    for name in ("train", "val"):
-        pixels = generator.integers(0, 256, (30, 3, SIDE, SIDE), dtype=np.uint8)
-        np.savez(tmp_path / f"{name}.npz", x=pixels, y=generator.integers(0, 12, 30))
-    arguments = ["fit", "--network", "sizes_for_test:small", "--network", "sizes_for_test:large", "--normalise", "none"]
-    arguments += [
-        "--train",
-        str(tmp_path / "train.npz"),
-        "--val",
-        str(tmp_path / "val.npz"),
-        "--rule",
-        "nll",
-        "--quiet",
-    ]
-    outcome = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "posterior")])
-    assert outcome.exit_code == 0, outcome.output
-    networks = [network.load() for network in open_named("sizes_for_test:small,sizes_for_test:large", 12)]
-    loaded = mola.load(tmp_path / "posterior", networks)
-    assert loaded(torch.rand(5, 3, SIDE, SIDE)).shape == (5, 12)

@@ -85,12 +85,6 @@ def test_heads_agree_with_a_hand_tiled_pass():
     torch.testing.assert_close(mimo.logits(apart), by_hand(mimo, apart))
 
 
-def test_every_member_sees_every_datum_as_often():
-    rows = member_rows(10, 3, 4, 0.0)
-    for own in rows:
-        assert torch.bincount(own).tolist() == [4] * 10
-
-
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 0.5), (1.0, 1.0)])
 def test_input_repetition_is_the_share_of_rows_that_agree(share, expected):
     size, generator = 50, torch.Generator().manual_seed(1)
@@ -225,21 +219,6 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
     assert_close(again(validation[0]), tuned(validation[0]))
     with pytest.raises(StorageError, match="3 networks, got 2"):
         mola.load(tmp_path, mimo.networks[:2])
-
-
-def test_one_pass_of_the_trunk_serves_all_heads_of_a_prediction():
-    mimo, (inputs, labels) = trained(), images()
-    loader, passes = list(zip(inputs.split(8), labels.split(8), strict=True)), []
-    posterior = mimo_mola(mimo, loader, loader, progress=False)
-    mimo.trunk.network.register_forward_hook(lambda *_: passes.append(1))
-    for act, expected in (
-        (lambda: posterior(inputs), 1),
-        (lambda: posterior.with_weights([0.2, 0.3, 0.5]).predict(loader), len(loader)),
-        (lambda: mimo.predict(loader), len(loader)),
-    ):
-        passes.clear()
-        act()
-        assert len(passes) == expected
 
 
 def test_files(tmp_path):

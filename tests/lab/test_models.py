@@ -1,7 +1,5 @@
 """Networks: parameter counts, initialisation, homogeneity; weights files, ours and foreign."""
 
-import sys
-import types
 from functools import partial
 
 import numpy as np
@@ -11,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from mola.errors import MissingExtraError, OptionError, StorageError
+from mola.errors import OptionError, StorageError
 from mola.lab.models import (
     MODELS,
     CifarResNet,
@@ -149,23 +147,6 @@ def test_unknown_networks_and_impossible_sizes():
         WideResNet(18)
     with pytest.raises(OptionError, match="width must be 1 or more"):
         WideResNet(16, 0)
-
-
-def test_wrn_50_2_comes_from_what_is_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(MissingExtraError, match=r"wrn-50-2 needs timm or torchvision.*mola-torch\[hub\]"):
-        build_network("wrn-50-2", 1000)
-    timm = types.ModuleType("timm")
-    timm.create_model = lambda name, num_classes: ("timm", name, num_classes)
-    monkeypatch.setitem(sys.modules, "timm", timm)
-    assert build_network("wrn-50-2", 5) == ("timm", "wide_resnet50_2", 5)
-    models = types.ModuleType("torchvision.models")
-    models.wide_resnet50_2 = lambda num_classes: ("torchvision", num_classes)
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.models", models)
-    assert build_network("wrn-50-2", 5) == ("torchvision", 5)
 
 
 # --- real networks ----------------------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ from mola.compare.methods import LastLayer
 from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
-from mola.lab.comparisons import COMPARISONS, methods_of
+from mola.lab.comparisons import methods_of
 from mola.lab.data.images import Images, normalisation
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
-from mola.lab.runner import Plan, describe, run_suite
+from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import DataOptions, Shift, Suite, TrainingData
 from mola.lab.suites.image_sources import image_source
-from mola.lab.suites.registry import SUITES, find_suite
 from mola.lab.training import Labelled, Recipe, mlp
 from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
@@ -324,12 +323,6 @@ def test_too_few_networks_are_counted(plan):
         replace(plan, runs=1, groups=("components",))
 
 
-def test_every_comparison_has_unique_methods():
-    names = [method.name for comparison in COMPARISONS for method in methods_of(comparison, SUITE.budget)]
-    folders = {Store("x").path("blobs", name, 0) for name in names}
-    assert len(set(names)) == len(names) == len(folders)
-
-
 # --- networks
 
 
@@ -353,33 +346,6 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_bits(tmp_path):
     for path in find_networks(parts):
         assert same_weights(path, whole / path.name)
     assert not list(parts.glob("*.training.safetensors"))
-
-
-def test_a_folder_without_networks_says_how_to_make_some(tmp_path):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(mola.errors.OptionError, match=r"holds no trained networks.*mola train"):
-            find_networks(folder)
-
-
-# --- the suites that are declared
-
-
-def test_unknown_suites_and_networks_are_listed():
-    with pytest.raises(
-        mola.errors.OptionError,
-        match=r"suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you",
-    ):
-        find_suite("minst")
-    with pytest.raises(mola.errors.OptionError, match="network must be one of wrn-16-4, resnet-20"):
-        SUITES["cifar10"].builder("resnet-21")
-
-
-def test_the_description_holds_what_the_report_needs(plan):
-    document = describe(plan, {})
-    json.dumps(document)
-    assert document["shift"]["levels"] == [0.0, 1.0]
-    assert document["sets"]["noise 1"] == {"title": "Noise 1", "role": "shift", "count": 90, "level": 1.0}
-    assert document["examples"]["strange"]["shape"] == [8, 1, SIDE, SIDE]
 
 
 # --- several processes

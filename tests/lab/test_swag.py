@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import mola
-from mola.baselines import McDropout, MultiSwag, Swag, scale_noise
+from mola.baselines import MultiSwag, Swag, scale_noise
 from mola.baselines.swag import Moments
 from mola.errors import DataError, OptionError, StorageError
 from mola.lab.training import fit_multi_swag, fit_swag
 from mola.likelihoods import Bernoulli, Gaussian
-from mola.saving.files import LOADERS
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 
@@ -330,17 +328,3 @@ def test_regression_and_labels(kind, tmp_path):
     else:
         assert_close(found.probs, expected.probs)
         assert found.probs.shape == (40, 2)
-
-
-def test_every_kind_of_folder_names_what_loads_it(tmp_path):
-    for kind, loader in LOADERS.items():
-        names = loader.removeprefix("mola.").split(".")
-        thing = mola
-        for name in names:
-            thing = getattr(thing, name)
-        assert callable(thing), kind
-    McDropout(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2))).save(tmp_path)
-    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
-        mola.load(tmp_path, torch.nn.Linear(2, 2))
-    with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
-        Swag.load(tmp_path, torch.nn.Linear(2, 2))

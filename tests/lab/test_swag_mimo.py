@@ -10,12 +10,11 @@ from mola.baselines import MultiSwag, mimo_mola
 from mola.compare.store import Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, open_networks
-from mola.lab.bench import BenchConfig
 from mola.lab.cost import measure_cost
 from mola.lab.networks import Training, find_networks, train_networks
 from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
-from mola.lab.swag_mimo import Shuffled, drawn_networks, fit_mimo, fit_swag
+from mola.lab.swag_mimo import fit_mimo, fit_swag
 from mola.lab.training import member_seeds
 from mola.metrics import auroc, negative_log_likelihood
 from tests.closeness import assert_close
@@ -101,29 +100,6 @@ def test_another_budget_is_another_record(plan, finished):
     assert found["MIMO"].labelled == records["MIMO", 0].labelled
 
 
-def test_drawn_networks_have_the_draws_weights(plan):
-    training = SUITE.training_data(DataOptions(), SUITE.recipe)
-    swag = fit_swag(plan.networks[0], training, BUDGET.swag, None)
-    inputs = next(iter(plan.sources["test"].open()))[0]
-    for index, network in enumerate(drawn_networks(swag)):
-        for name, tensor in swag.sample(index).items():
-            assert torch.equal(network.state_dict()[name], tensor)
-        assert_close(network(inputs).softmax(1), swag.predictors[index](inputs))
-
-
-def test_shuffled_is_a_new_order_each_time_and_each_datum_once():
-    training = SUITE.training_data(DataOptions(), SUITE.recipe)
-    loader = Shuffled(training, 50)
-    torch.manual_seed(0)
-    first, second = (torch.cat([inputs for inputs, _ in loader]) for _ in range(2))
-    assert len(loader) == len(list(loader)) == 3
-    assert not torch.equal(first, second)
-    whole = training.prepare(training.data.inputs).flatten(1)
-    for order in (first, second):
-        assert torch.equal(order.flatten(1).sort(0).values, whole.sort(0).values)
-    assert sum(len(labels) for _, labels in Shuffled(training, 50, images=70)) == 70
-
-
 def test_damaged_predictions_are_named(plan, finished):
     folder, _ = finished
     whole = {path: path.read_bytes() for path in (folder / "activations" / "predictions").rglob("*.safetensors")}
@@ -155,15 +131,6 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     assert [one.labelled for one in again] == [one.labelled for one in records.values()]
 
 
-def test_all_groups_are_all_but_the_long_ones(tmp_path):
-    def groups(text):
-        return BenchConfig(SUITE, 1, 2, text, tmp_path, tmp_path, tmp_path).chosen_groups()
-
-    assert set(groups("all")) == {"main", "variants", "structures", "components", "rules", "weights", "cost"}
-    assert set(groups("all,beyond")) == {*groups("all"), "beyond"}
-    assert groups("whole,main,whole") == ("whole", "main")
-
-
 def test_cost_of_all_methods_is_measured_in_one_run(plan):
     found = measure_cost(
         plan.members("beyond", 0),
@@ -187,12 +154,6 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
     assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
     assert found["settings"]["SWAG_draws"] == 4
     assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
-
-
-def test_a_suite_without_training_data_says_so(plan, tmp_path):
-    plan = replace(plan, suite=replace(SUITE, training_data=None), runs=1)
-    with pytest.raises(OptionError, match="no training data to train SWAG or MIMO with"):
-        run(plan, tmp_path)
 
 
 def test_budgets_are_changed_in_words():

@@ -12,17 +12,14 @@ from mola.lab.training import Recipe
 from mola.lab.uci import (
     METHODS,
     SETS,
-    as_good,
     comparison,
     estimates,
-    gap_findings,
     gap_table,
     read_records,
     read_uci,
     run_uci,
     score_table,
 )
-from mola.lab.uci.tables import PUBLISHED, Estimate
 from tests.conftest import require_shared
 
 
@@ -92,35 +89,6 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")
     with pytest.raises(StorageError, match="Delete it"):
         read_records(tmp_path / "results")
-
-
-def test_splits_with_a_gap_are_won_tied_or_lost():
-    def record(name, split, **nll):
-        methods = {key: {"nll": nll[key[:1] + key[-1:]]} for key in ("DE", "MoLA", "MoLA (distance)")}
-        return {"set": name, "split": split, "methods": methods}
-
-    # Keys by first and last letter: DE, MA and M).
-    records = [
-        record("yacht", "gap-0", DE=1.0, MA=0.9, **{"M)": 0.895}),
-        record("yacht", "gap-1", DE=1.0, MA=1.005, **{"M)": 2.0}),
-        record("yacht", "split-0", DE=1.0, MA=9.0, **{"M)": 9.0}),
-        record("energy", "gap-0", DE=1.0, MA=1.1, **{"M)": 0.5}),
-    ]
-    assert gap_findings(records).splitlines()[2:] == [
-        "| energy | 0 / 0 / 1 | 1 / 0 / 0 | 1 / 0 / 0 |",
-        "| yacht | 1 / 1 / 0 | 1 / 0 / 1 | 0 / 1 / 1 |",
-        "| all | **1 / 1 / 1** | **2 / 0 / 1** | **1 / 1 / 1** |",
-    ]
-
-
-def test_as_good_is_within_a_standard_error_of_the_best():
-    found = {
-        "a": {"x": Estimate(1.0, 0.1, 5), "y": Estimate(1.05, 0.01, 5)},
-        "b": {"x": Estimate(1.0, 0.1, 5), "y": Estimate(1.2, 0.1, 5)},
-    }
-    assert as_good(found, "x") == ["a", "b"]
-    assert as_good(found, "y") == ["a"]
-    assert set(PUBLISHED) == set(SETS)
 
 
 @pytest.mark.real_data
