@@ -33,18 +33,7 @@ def start_python(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start `python` with arguments.
-
-    Args:
-        arguments: `-m module ...` or `-c code ...`.
-        stdout: the file to write to.
-        stderr: the file to write to.
-        cwd: working directory; by default that of this process.
-        env: environment; by default that of this process.
-
-    Returns:
-        The process: `join(seconds)`, `exitcode`, `pid`, `kill()`.
-    """
+    """Start `python` with arguments `-m module ...` or `-c code ...`; folder and environment are those of this process."""
     given = [str(one) for one in arguments]
     process = CONTEXT.Process(
         target=_be_python,
@@ -57,20 +46,7 @@ def start_python(
 def run_python(
     *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python` with arguments to its end, as `subprocess.run(..., capture_output=True, text=True)` does.
-
-    Args:
-        arguments: see `start_python`.
-        cwd: see `start_python`.
-        env: see `start_python`.
-        timeout: seconds after which it is killed.
-
-    Returns:
-        Its exit code and output.
-
-    Raises:
-        TimeoutExpired: if it was killed.
-    """
+    """Run `python` with arguments to its end, as `subprocess.run(..., capture_output=True, text=True)` does."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         process = start_python(arguments, stdout=out, stderr=err, cwd=cwd, env=env)
@@ -100,18 +76,9 @@ def run_team(
     cwd: Path | None = None,
     **environment: str,
 ) -> tuple[list[int | None], list[str]]:
-    """Run several processes as one torchrun job.
+    """Run several processes as one torchrun job: their exit codes, None for killed processes, and their stderr.
 
-    Args:
-        size: number of processes.
-        arguments: of each, see `start_python`.
-        folder: for their stderr files.
-        timeout: seconds after which all that still run are killed.
-        cwd: see `start_python`.
-        environment: variables added to the environment of this process.
-
-    Returns:
-        Their exit codes, None for killed processes, and their stderr.
+    The folder is for their stderr files; `environment` holds variables added to those of this process.
     """
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **environment}
     said = [folder / f"{rank}-of-{size}.stderr" for rank in range(size)]

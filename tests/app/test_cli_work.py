@@ -138,36 +138,17 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
     assert "distance" not in output.read_text().splitlines()[0].split(",")
 
 
-def test_fit_leaves_bad_images_out_and_tells(desk, tmp_path, mola_command):
-    shutil.copytree(desk.root / "train", tmp_path / "train")
-    (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
-    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=tmp_path / "train"))
-    assert code == 3
-    assert "dog/zz.png: cannot be decoded" in err
-    assert json.loads((tmp_path / "posterior" / "posterior.json").read_text())["components"][0]["count"] == 36
-    code, _, err = mola_command(*arguments(desk, tmp_path / "strict", "--strict", "--quiet", train=tmp_path / "train"))
-    assert (code, err.count("\n")) == (1, 1)
-    assert not (tmp_path / "strict").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("holds no posterior", ["predict", "train", "test"]),
-        ("has no subfolders", ["evaluate", "POSTERIOR", "--test", "strange"]),
-        ("choose another --output", ["evaluate", "POSTERIOR", "--test", "test", "--output", "test.npz"]),
         ("holds other files", ["evaluate", "POSTERIOR", "--test", "test", "-o", "."]),
-        ("not a writable folder", ["predict", "POSTERIOR", "test", "-o", "test.npz/out.csv"]),
         ("not a writable folder", ["export", "POSTERIOR", "--onnx", "test.npz/out.onnx"]),
         ("not a writable folder", ["predict", "POSTERIOR", "test", "-o", "/proc/out.csv"]),
         ("not a writable folder", ["evaluate", "POSTERIOR", "--test", "test", "-o", "/proc/out"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("holds other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
         ("holds no saved posterior", ["info", "train"]),
-        ("no network", ["fit", "--train", "train", "--val", "val"]),
-        ("no training data", ["fit"]),
         ("--mean must be numbers", ["fit", "--mean", "a,b"]),
-        ("--resize must be a length", ["fit", "--resize", "6x6x6"]),
         ("or a FILE with a name on each line", ["fit", "--classes", "cat,cat"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),
     ],

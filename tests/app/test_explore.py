@@ -314,13 +314,9 @@ def address(fitted, desk):
 def test_only_this_machine_reaches_the_server(address):
     assert address.startswith("http://127.0.0.1:")
     port = int(address.rpartition(":")[2].strip("/"))
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
-    assert [one for one in listening if int(one.rpartition(":")[2], 16) == port] == [f"0100007F:{port:04X}"]
-    assert not any(
-        int(line.split()[1].rpartition(":")[2], 16) == port
-        for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]
-        if line.split()[3] == "0A"
-    )
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+    assert listening == [f"0100007F:{port:04X}"]
 
 
 def run(monkeypatch, *arguments):

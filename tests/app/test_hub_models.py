@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
 
 import mola
 from mola.errors import DataError
@@ -255,70 +254,3 @@ def test_batches_of_a_tokenizer_and_its_collator():
         expected = mola.fit(networks(name), [{**whole, "labels": labels}], [{**whole, "labels": labels}])
         torch.testing.assert_close(got.predict(loader).probs, expected.predict(whole).probs, rtol=1e-6, atol=1e-9)
         assert (got.components[0].layer.sums.count, len(got.predict(whole))) == (24, 24)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
-def test_bfloat16_costs_the_rounding_of_the_network_alone(name):
-    """Features and logits as the network rounds them; all sums, and the prediction, are those of the twin in float64."""
-    train, new = data(name, 60), data(name, 8, seed=2)
-    network = copy.deepcopy(networks(name)[0]).bfloat16().eval()
-    rounded = [{key: v.bfloat16() if v.is_floating_point() else v for key, v in one.items()} for one in (train, new)]
-    posterior = mola.fit(network, [rounded[0]], structure="full", prior_precision=0.1)
-    head, features = linear_twin(name, network, rounded[0])
-    with torch.no_grad():
-        logits = network(**without_labels(rounded[0])).logits
-
-    class Rounded(nn.Module):
-        """The features and the rounded logits of the network, in float64."""
-
-        def __init__(self):
-            super().__init__()
-            self.head = head.double()
-
-        def forward(self, x):
-            return self.head(x)
-
-    twin = mola.fit(Rounded(), [(features.double(), train["labels"])], structure="full", prior_precision=0.1)
-    # The twin's logits are not rounded: they differ by at most half a unit of bfloat16's last place, 0.4 %.
-    torch.testing.assert_close(logits.double(), Rounded()(features.double()), rtol=8e-3, atol=2e-2)
-    got, expected = (
-        posterior.predict(without_labels(rounded[1])),
-        twin.predict(linear_twin(name, network, rounded[1])[1].double()),
-    )
-    assert got.probs.dtype == torch.float32
-    torch.testing.assert_close(got.probs.double(), expected.probs, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(got.logit_variance.double(), expected.logit_variance, rtol=2e-2, atol=1e-3)
-
-
-# --- Lightning ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_lightning_module_as_it_was_trained():
-    lightning = require("lightning")
-
-    class Classifier(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch, _):
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-    x, y = torch.randn(40, 4), torch.randint(CLASSES, (40,))
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
-    module = Classifier()
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-                                enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    with pytest.warns():  # of few workers and few batches
-        trainer.fit(module, loader)
-    posterior = mola.fit(module, loader, loader)
-    expected = mola.fit(module.net, loader, loader)
-    assert posterior.components[0].head.name == "net.2"
-    torch.testing.assert_close(posterior(x), expected(x), rtol=1e-12, atol=0)
-    assert module.trainer is trainer

@@ -16,15 +16,12 @@ import mola
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import (
-    alarm,
     open_posterior,
     read_information,
-    usual_alarm,
 )
-from mola.app.jobs.predict import run_predict
 from mola.errors import DataError, OptionError, StorageError
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, job_for, to_evaluate, to_predict, with_job
+from tests.own_work import CLASSES, job_for, to_evaluate, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -62,13 +59,9 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
     ("changes", "rule"),
     [
         ({"rule": "nll"}, mola.rules.Score("nll")),
-        ({"rule": "brier"}, mola.rules.Score("brier")),
-        ({"rule": "ece"}, mola.rules.Score("ece")),
         ({"rule": "evidence"}, mola.rules.Evidence()),
         ({"rule": "threshold", "threshold": 0.6}, mola.rules.Threshold(confidence=0.6)),
-        ({"rule": "distance"}, mola.rules.Distance()),
         ({"rule": "distance", "price": 0.3}, mola.rules.Distance(price=0.3)),
-        ({"rule": "distance", "price": "loss"}, mola.rules.Distance(price="loss")),
     ],
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
@@ -139,16 +132,6 @@ def test_a_job_that_cannot_be_done_says_so(desk, tmp_path, changes, words):
 
 
 # --- opening again ------------------------------------------------------------------------------------------------------
-
-
-def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
-    run_fit(job_for(desk, val="val.npz"), tmp_path / "made", bundle=True)
-    shutil.move(tmp_path / "made", tmp_path / "elsewhere")
-    opened = open_posterior(tmp_path / "elsewhere")
-    assert all("elsewhere" in path for path in opened.job.weights)
-    assert_close(opened.posterior(opened.example), fitted.posterior(fitted.example))
-    with pytest.raises(OptionError, match="--bundle copies files of --weights"):
-        run_fit(job_for(desk, weights=(), network=(f"{desk.module}:build",)), tmp_path / "other", bundle=True)
 
 
 def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
@@ -245,25 +228,6 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
 
 
 # --- the validation data: read once, and what is kept of them ----------------------------------------------------------
-
-
-def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
-    """What `mola predict` and `mola export` take is what a program would have found with `mola.alarm_threshold`."""
-    inputs, _ = desk.inputs("val")
-    scores = fitted.posterior.predict(inputs).ood_score
-    for rate in (0.06, 0.1, 0.25, 0.5):
-        assert_close(
-            alarm(fitted, rate), mola.alarm_threshold(scores, rate), "difference", scale=float(scores.abs().max())
-        )
-    usual = mola.alarm_threshold(scores, 1 / 19)
-    assert_close(alarm(fitted, None), usual, "difference", scale=float(scores.abs().max()))
-    validation = fitted.document["result"]["validation"]
-    assert validation["false_alarm_rate"] == pytest.approx(1 / 19), "the smallest that 18 scores allow"
-    assert usual_alarm(np.arange(1.0, 101.0)) == (96.0, 0.05)
-    with pytest.raises(OptionError, match=r"too few for a false-alarm rate of 0\.01"):
-        alarm(fitted, 0.01)
-    result = run_predict(fitted, to_predict("strange", tmp_path / "a.csv", false_alarm_rate=0.25))
-    assert result.threshold == alarm(fitted, 0.25)
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):

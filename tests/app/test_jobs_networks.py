@@ -7,7 +7,6 @@ import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,13 +16,12 @@ from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.app.jobs.networks import build_networks, folder_hints, timm_hints
-from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
 from mola.saving.weights import save_weights
 from tests.closeness import assert_close
-from tests.own_work import CLASSES, build, job_for, to_predict
+from tests.own_work import CLASSES, build, job_for
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -88,15 +86,6 @@ def test_compiled_networks_are_unwrapped_and_scripted_or_quantised_ones_refused(
         networks = build_networks([f"unusual_networks:{name}"]).networks
         with pytest.raises(HeadError, match=words):
             mola.fit(networks, [(torch.zeros(4, 3, dtype=torch.float32), torch.tensor([0, 1, 0, 1]))], progress=False)
-
-
-def test_a_number_of_classes_that_the_weights_contradict_is_refused(tmp_path):
-    save_weights(build_network("lenet", 4), tmp_path / "four.safetensors")
-    files = [str(tmp_path / "four.safetensors")]
-    for classes in (None, 4):
-        assert build_networks(["lenet"], files, classes=classes).networks[0][-1].out_features == 4
-    with pytest.raises(OptionError, match="weights for 4 classes, not for 5"):
-        build_networks(["lenet"], files, classes=5)
 
 
 def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
@@ -248,33 +237,3 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     expected = mola.fit(network, [desk.inputs("train")], progress=False)
     assert_close(opened.posterior(inputs), expected(inputs))
     assert opened.classes == CLASSES
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.set_default_dtype(torch.float32)
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=8,
-    )
-    torch.manual_seed(0)
-    network = transformers.BertForSequenceClassification(config).eval()
-    network.save_pretrained(tmp_path / "bert")
-    data = f"{desk.module}:sentences"
-    job = job_for(desk, network=(str(tmp_path / "bert"),), weights=(), train=data, val=None, rule="none")
-    run_fit(job, tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior")
-    assert {name: tuple(one.shape) for name, one in opened.example.items()} == {
-        "input_ids": (2, 5),
-        "attention_mask": (2, 5),
-    }
-    assert opened.classes is None, "LABEL_0 and LABEL_1 are no names"
-    batches = __import__(desk.module).sentences()
-    expected = mola.fit(network, batches, progress=False).predict(batches)
-    run_predict(opened, to_predict(data, tmp_path / "out.npz", probabilities=True))
-    assert_close(np.load(tmp_path / "out.npz")["probs"], expected.probs)

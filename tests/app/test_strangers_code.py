@@ -105,106 +105,67 @@ def opened(folder, option, **words):
     return fitted
 
 
-def beside(place, option):
-    place.module("dl/evil.py")
-    return place.posterior("dl/posterior", "dl.evil", option)
+ATTACKS = {
+    # name: modules that came along, the posterior's folder, the module that it names
+    "beside": (["dl/evil.py"], "dl/posterior", "dl.evil"),
+    "inside": (["posterior/evil.py"], "posterior", "posterior.evil"),
+    "in the current folder": (["posterior/evil.py"], "posterior", "evil"),
+    "below plain folders": (["dl/a/b/evil.py"], "dl/posterior", "dl.a.b.evil"),
+    "behind a link": (["dl/evil.py"], "dl/posterior", "dl.evil"),
+    "a link that leads in": (["dl/evil.py"], "dl/posterior", "looks_like_mine"),
+    "on the path": (["dl/evil_on_the_path.py"], "dl/posterior", "evil_on_the_path"),
+    "in another posterior": (["other/evil.py"], "posterior", "other.evil"),
+    "in a hub folder": (["evil_of_a_hub.py"], "posterior", "evil_of_a_hub"),
+    "named like torchvision": (
+        ["torchvision/__init__.py", "torchvision/models.py"], "torchvision/posterior", "torchvision.models"),
+    "of an odd finder": (["far/away/evil_by_finder.py"], "posterior", "evil_by_finder"),
+}  # fmt: skip
 
 
-def below_plain_folders(place, option):
-    place.module("dl/a/b/evil.py")
-    return place.posterior("dl/posterior", "dl.a.b.evil", option)
+class Finder:
+    """Finds a module as packages are found that are installed for editing."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, self.path) if name == self.path.stem else None
 
 
-def behind_a_link(place, option):
-    place.module("dl/evil.py")
-    place.posterior("dl/posterior", "dl.evil", option)
-    (place.root / "shortcut").symlink_to(place.root / "dl" / "posterior")
-    return Path("shortcut")
-
-
-def a_link_that_leads_in(place, option):
-    place.module("dl/evil.py")
-    (place.root / "looks_like_mine.py").symlink_to(place.root / "dl" / "evil.py")
-    return place.posterior("dl/posterior", "looks_like_mine", option)
-
-
-def on_the_path(place, option):
-    place.module("dl/evil_on_the_path.py")
-    sys.path.append(str(place.root / "dl"))  # as PYTHONPATH does
-    return place.posterior("dl/posterior", "evil_on_the_path", option)
-
-
-def in_another_posterior(place, option):
-    place.posterior("other")
-    place.module("other/evil.py")
-    return place.posterior("posterior", "other.evil", option)
-
-
-def in_a_hub_folder(place, option):
-    (place.root / "config.json").write_text(json.dumps({"format": FORMAT}))
-    place.module("evil_of_a_hub.py")
-    return place.posterior("posterior", "evil_of_a_hub", option)
-
-
-def inside(place, option):
-    folder = place.posterior("posterior", "posterior.evil", option)
-    place.module("posterior/evil.py")
-    return folder
-
-
-def in_the_current_folder(place, option):
-    place.posterior("posterior", "evil", option)
-    place.module("posterior/evil.py")
-    shutil.copy(place.own().removesuffix(":build") + ".py", "posterior")
-    os.chdir("posterior")
-    return Path()
-
-
-def named_like_torchvision(place, option):
-    place.module("torchvision/__init__.py")
-    place.module("torchvision/models.py")
-    return place.posterior("torchvision/posterior", "torchvision.models", option)
-
-
-def of_an_odd_finder(place, option):
-    """As packages are found that are installed for editing."""
-    place.module("far/away/evil_by_finder.py")
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            if name != "evil_by_finder":
-                return None
-            return importlib.util.spec_from_file_location(name, place.root / "far" / "away" / "evil_by_finder.py")
-
-    sys.meta_path.append(Finder())
-    return place.posterior("posterior", "evil_by_finder", option)
-
-
-ATTACKS = [
-    beside,
-    inside,
-    in_the_current_folder,
-    below_plain_folders,
-    behind_a_link,
-    a_link_that_leads_in,
-    on_the_path,
-    in_another_posterior,
-    in_a_hub_folder,
-    named_like_torchvision,
-    of_an_odd_finder,
-]
+def prepare(place, name, option="network"):
+    """Set up an attack; the folder that the user opens."""
+    modules, folder, code = ATTACKS[name]
+    if name == "in another posterior":
+        place.posterior("other")
+    opened = place.posterior(folder, code, option)
+    for module in modules:
+        place.module(module)
+    if name == "in the current folder":
+        os.chdir(opened)
+        return Path()
+    if name == "behind a link":
+        (place.root / "shortcut").symlink_to(place.root / opened)
+        return Path("shortcut")
+    if name == "a link that leads in":
+        (place.root / f"{code}.py").symlink_to(place.root / modules[0])
+    elif name == "on the path":
+        sys.path.append(str(place.root / "dl"))  # as PYTHONPATH does
+    elif name == "in a hub folder":
+        (place.root / "config.json").write_text(json.dumps({"format": FORMAT}))
+    elif name == "of an odd finder":
+        sys.meta_path.append(Finder(place.root / modules[0]))
+    return opened
 
 
 @pytest.mark.parametrize(
     ("attack", "option"),
-    [*[(attack, "network") for attack in ATTACKS], (beside, "val"), (inside, "val"), (of_an_odd_finder, "val")],
-    ids=lambda one: getattr(one, "__name__", one),
+    [*((name, "network") for name in ATTACKS), *((name, "val") for name in ("beside", "inside", "of an odd finder"))],
 )
 def test_a_module_that_came_along_is_not_run(place, monkeypatch, attack, option):
     if "torchvision" in sys.modules:
         monkeypatch.delitem(sys.modules, "torchvision")
         monkeypatch.delitem(sys.modules, "torchvision.models", raising=False)
-    folder = attack(place, option)
+    folder = prepare(place, attack, option)
     with pytest.raises(OptionError, match=OWN_WORD_OR_TRUST):
         opened(folder, option)
     assert not place.witness.exists()
@@ -259,9 +220,9 @@ def test_a_folder_is_not_taken_for_a_package_that_is_imported_later(place, monke
 # --- what is allowed ----------------------------------------------------------------------------------------------------
 
 
-def test_the_users_own_command_is_enough(place):
-    folder = beside(place, "network")
-    assert len(open_posterior(folder, network=["dl.evil:build"]).posterior.networks) == 3
+@pytest.mark.parametrize("word", [{"network": ["dl.evil:build"]}, {"trust": True}], ids=["named", "trusted"])
+def test_the_users_own_word_is_enough(place, word):
+    assert len(open_posterior(prepare(place, "beside"), **word).posterior.networks) == 3
     assert place.witness.exists()
 
 

@@ -57,19 +57,24 @@ def test_a_name_that_is_almost_right_is_answered_with_the_right_one(taker):
             assert repr(wrong) in str(caught.value) or wrong in str(caught.value)
 
 
+STATE = nn.Linear(3, 2).state_dict()
+
+
 @pytest.mark.parametrize(
-    "models", ["net0.pt", Path("net0.pt"), ["net0.pt", "net1.pt"], [nn.Linear(1, 2), "net0.pt"]], ids=repr
+    ("models", "words"),
+    [
+        ("net0.pt", r"file name, 'net0\.pt'.*load_state_dict"),
+        (Path("net0.pt"), r"file name, 'net0\.pt'.*load_state_dict"),
+        ([nn.Linear(1, 2), "net0.pt"], r"file name, 'net0\.pt'.*load_state_dict"),
+        (STATE, r"got a state dict.*network\.load_state_dict\(state_dict\)"),
+        ([STATE, STATE], r"got a state dict.*network\.load_state_dict\(state_dict\)"),
+    ],
+    ids=["name", "path", "list", "state", "states"],
 )
-def test_files_are_no_networks_and_the_message_says_how_to_make_them_so(models):
+def test_files_and_weights_are_no_networks_and_the_message_says_how_to_make_them_so(models, words):
     for make in (lambda: mola.fit(models, []), lambda: mola.ensemble(models), lambda: mola.whole.fit(models, [])):
-        with pytest.raises(OptionError, match=r"file name, 'net0\.pt'.*load_state_dict"):
+        with pytest.raises(OptionError, match=words):
             make()
-
-
-@pytest.mark.parametrize("form", [lambda state: state, lambda state: [state, state]], ids=["one", "list"])
-def test_weights_without_a_network_are_named(form):
-    with pytest.raises(OptionError, match=r"got a state dict.*network\.load_state_dict\(state_dict\)"):
-        mola.fit(form(nn.Linear(3, 2).state_dict()), [])
 
 
 def test_a_tuple_that_the_network_does_not_take_is_explained():
@@ -86,25 +91,6 @@ def test_a_tuple_that_the_network_does_not_take_is_explained():
 def unread():
     raise AssertionError("the training data were read")
     yield
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-@pytest.mark.parametrize(
-    "rule",
-    [*(one for one in RULES if one != "crps"), mola.rules.Threshold(0.5), mola.rules.Evidence(shared=False)],
-    ids=str,
-)
-def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
-    networks, train, val = parts
-    held = None if rule == "evidence" or isinstance(rule, mola.rules.Evidence) else val
-    apart = mola.fit(networks, train).tune(held, rule=rule)
-    assert mola.fit(networks, train, held, rule=rule).tuning == apart.tuning
-    if rule == "distance":
-        with pytest.raises(OptionError, match="distance"):
-            mola.whole.fit(networks[0], train, structure="diag").tune(held, rule=rule)
-        return
-    whole = mola.whole.fit(networks[0], train, structure="diag").tune(held, rule=rule)
-    assert mola.whole.fit(networks[0], train, held, structure="diag", rule=rule).tuning == whole.tuning
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,6 @@ def test_numbers_are_those_of_the_records(suite):
     assert numbers(numbers.at_level(99.0, "ece"))["MoLA"] is None
 
 
-def test_sets_of_one_level_are_averaged():
-    one = record("mnist", "MAP", "main", 0, 0, LEVELS)
-    twin = replace(one.labelled["shift 15"], metrics={**one.labelled["shift 15"].metrics, "ece": 0.35})
-    numbers = Numbers({"MAP": [replace(one, labelled={**one.labelled, "another at 15": twin})]})
-    assert numbers(numbers.at_level(15.0, "ece"))["MAP"].mean == pytest.approx((0.05 + 0.35) / 2)
-    assert numbers(numbers.shifted("ece"))["MAP"].mean == pytest.approx(np.mean([0.05, 0.35, 0.08, 0.11]))
-    assert numbers(On(("test", "unknown"), "ece"))["MAP"] is None
-
-
 # --- tables of a suite ----------------------------------------------------------------------------------------------
 
 
@@ -152,20 +143,15 @@ BENCHMARK = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "mnist": "
 TYPES = ("gaussian_noise", "fog")
 
 
-def openood_store(directory, old=()):
-    """CIFAR-10 with four sets of outliers, two types of shift and measures; `old` methods lack some of them."""
+def openood_store(directory):
+    """CIFAR-10 with four sets of outliers, two types of shift and measures."""
     store = make_store(directory, "cifar10", 3)
     for one in store.records("cifar10"):
-        before = one.method in old or one.group != "main"
         outliers = {}
-        for place, name in enumerate(["cifar100", "svhn"] if before else BENCHMARK):
+        for place, name in enumerate(BENCHMARK):
             given = one.outliers["kmnist"]
             scores = {
-                score: {
-                    **found,
-                    "auroc": found["auroc"] + 0.01 * place,
-                    **({} if before else {"fpr95_out": 0.1 * place}),
-                }
+                score: {**found, "auroc": found["auroc"] + 0.01 * place, "fpr95_out": 0.1 * place}
                 for score, found in given.scores.items()
             }
             outliers[name] = replace(given, scores=scores)
@@ -173,20 +159,16 @@ def openood_store(directory, old=()):
             name: replace(
                 result,
                 types={kind: {"nll": result.metrics["nll"] + place, "ece": 0.1} for place, kind in enumerate(TYPES)}
-                if not before and name != "test"
+                if name != "test"
                 else {},
             )
             for name, result in one.labelled.items()
         }
-        measures = (
-            {}
-            if before
-            else {
-                "people": {"cross-entropy": 0.3, "divergence": 0.1, "correlation, entropy": 0.5},
-                "rejection": {"in-scope accuracy, entropy": 0.9, "out-of-scope recall, entropy": 0.25},
-                "estimated accuracy": {"shift 1, DoC": 0.02, "shift 1, confidence": 0.0345},
-            }
-        )
+        measures = {
+            "people": {"cross-entropy": 0.3, "divergence": 0.1, "correlation, entropy": 0.5},
+            "rejection": {"in-scope accuracy, entropy": 0.9, "out-of-scope recall, entropy": 0.25},
+            "estimated accuracy": {"shift 1, DoC": 0.02, "shift 1, confidence": 0.0345},
+        }
         store.write(replace(one, outliers=outliers, labelled=labelled, measures=measures))
     document = store.read_document("cifar10", "suite.json")
     sets = {name: about for name, about in document["sets"].items() if name not in OUTLIERS}
@@ -217,18 +199,6 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
     assert texts(estimated)["MoLA"] == ["3.5 ± 0.0", "2.0 ± 0.0"]
 
 
-def test_missing_numbers_are_dashes_and_means_are_over_common_sets(tmp_path):
-    openood_store(tmp_path, old=("MIMO", "DE"))
-    tables = suite_tables(read_suites(tmp_path)[0])
-    assert "DE, entropy" not in texts(tables["openood"])
-    assert texts(tables["scores svhn"])["DE, entropy"][-1] == MISSING
-    assert MISSING not in texts(tables["scores svhn"])["DE, entropy"][:-1]
-    assert "mean over CIFAR-100, SVHN." in tables["scores"].caption
-    assert "mean over CIFAR-100, SVHN;" in tables["ablation components"].caption
-    for name in ("scores", "ablation components"):
-        assert all(MISSING not in row for row in texts(tables[name]).values())
-
-
 def test_cost_and_variants_beside_the_paper(tmp_path, suite):
     rows = texts(suite_tables(suite)["cost"])
     paper = [155.70 / 42.58, 4.04 / 1.17, 58 / 11]
@@ -238,20 +208,6 @@ def test_cost_and_variants_beside_the_paper(tmp_path, suite):
     variants = texts(suite_tables(read_suites(tmp_path)[0])["variants"])
     assert variants["paper: LLLA kron probit"] == ["-0.159", "-0.427", "-0.704", "-1.066", "-1.283", "-1.448"]
     assert variants["LLLA kron probit"][0] == f"{-(0.1 - 0.01 + SPREAD[0]):.3f}"
-
-
-def test_rotations_of_a_cross_fit_have_larger_errors(suite, tmp_path):
-    store = make_store(tmp_path, runs=3, ablations=False)
-    document = store.read_document("mnist", "suite.json")
-    for name, count in {"test": 2000, "train": 2000, "validation": 1000}.items():
-        document["sets"][name] = {"title": name, "role": name, "count": count}
-    entries = {name: value for name, value in document.items() if name not in ("format", "version", "sha256")}
-    store.write_document("mnist", "suite.json", {**entries, "experiment": {"options": {"cross_fit": True}}})
-    rotated = read_suites(tmp_path)[0]
-    plain, corrected = (Numbers(one.runs)(On("test", "nll"))["MAP"].error for one in (suite, rotated))
-    assert corrected == pytest.approx(plain * (1 + 3 * 2 / 3) ** 0.5)
-    assert "3 rotations" in suite_tables(rotated)["in-distribution"].caption
-    assert all("overlap" not in one.to_json() for one in rotated.records)
 
 
 def test_one_run_two_methods_and_nothing_else(tmp_path):

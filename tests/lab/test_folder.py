@@ -105,25 +105,6 @@ def test_resize_and_crop_are_torchvisions(tmp_path, width, height):
     np.testing.assert_array_equal(result.numpy(), expected)
 
 
-def test_exact_sizes_distort_and_crops_beyond_the_border_are_black(tmp_path):
-    image = picture(9, 6)
-    values = save(image, tmp_path / "a" / "x.png")
-    exact = open_folder(tmp_path, Preparation(resize=(4, 7))).load().pixels[0]
-    np.testing.assert_array_equal(
-        exact.numpy(), np.array(image.resize((7, 4), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    )
-    wide = open_folder(tmp_path, Preparation(crop=11)).load().pixels[0].numpy()
-    np.testing.assert_array_equal(wide[:, 2:8, 1:10], values.transpose(2, 0, 1))
-    assert wide.astype(int).sum() == values.astype(int).sum()
-
-
-def test_colours_are_brought_to_one_mode(tmp_path):
-    flat = save(picture(4, 4, "L"), tmp_path / "a" / "grey.png")
-    pixels = open_folder(tmp_path).load().pixels[0].numpy()
-    np.testing.assert_array_equal(pixels, np.stack([flat] * 3))
-    assert open_folder(tmp_path, Preparation(mode="L")).load().pixels.shape == (1, 1, 4, 4)
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("damage", ["cut", "empty", "text"])
 def test_broken_images_are_named(tmp_path, damage, workers):

@@ -3,7 +3,6 @@
 import os
 import sys
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,9 +258,8 @@ IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mol
 """The `mola` command, with slices that a few images fill more than one of."""
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["stored", "streamed"])
-def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
-    """They divide slices of images between them, and methods; streamed sums give the numbers of stored activations."""
+def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp_path):
+    """They divide slices of images between them, and methods; sums of training data are added up in another order."""
     arguments = [
         "bench",
         "imagenet",
@@ -281,8 +279,7 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
 
     alone = run_python(*command("one"), env=os.environ | path, timeout=600)
     assert alone.returncode == 0, alone.stderr
-    streamed = ["--stream"] if stream else []
-    codes, errors = run_team(2, [*command("two"), *streamed], tmp_path, timeout=600, **path)
+    codes, errors = run_team(2, [*command("two"), "--stream"], tmp_path, timeout=600, **path)
     assert codes == [0, 0], errors
     assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
     one, two = (
@@ -293,14 +290,13 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
     assert one.keys() == two.keys()
     for name, record in one.items():
         other = two[name]
-        if not stream:
-            assert replace(other, seconds={}, environment={}) == replace(record, seconds={}, environment={})
         assert_close(other.chosen.get("prior_precision", 0), record.chosen.get("prior_precision", 0))
         for shown, result in record.labelled.items():
             assert_close(other.labelled[shown].metrics, result.metrics, scale=1.0, name=name)
-        for shown, result in record.outliers.items():
+        for shown, result in other.outliers.items():  # without detectors, which need all training features
             for score, numbers in result.scores.items():
-                assert_close(other.outliers[shown].scores[score], numbers, "difference", scale=1.0, name=(name, score))
+                expected = record.outliers[shown].scores[score]
+                assert_close(numbers, expected, "difference", scale=1.0, name=(name, score))
 
 
 # --- networks by name

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import mola
 from mola import metrics
@@ -266,17 +265,6 @@ def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
         replace(plan, networks=networks)
 
 
-def test_another_architecture_with_the_same_weights_is_another_network(trained):
-    def build_tanh():
-        layers = [nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in build()]
-        return nn.Sequential(*layers)
-
-    paths = find_networks(trained)
-    first, other = open_networks(paths, build, "mlp"), open_networks(paths, build_tanh, "mlp")
-    assert {network.checksum for network in first}.isdisjoint({network.checksum for network in other})
-    assert [network.checksum for network in first] == [one.checksum for one in open_networks(paths, build, "mlp")]
-
-
 def test_networks_trained_for_something_else_are_refused(trained):
     paths = find_networks(trained)
     check_networks(paths, SUITE, "mlp", DataOptions())
@@ -297,30 +285,6 @@ def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
     with pytest.warns(mola.errors.MolaWarning, match=r"run-0\.json is not readable JSON.*It is made again"):
         run(replace(plan, runs=1), copied)
     assert store.read("blobs", "DE", 0).labelled == whole.labelled
-
-
-def test_a_damaged_file_of_activations_is_named_and_can_be_made_again(plan, copied):
-    plan, tmp_path = replace(plan, runs=1), copied
-    first = run(plan, tmp_path)
-    folder = Activations(tmp_path / "activations")
-    (path,) = folder.paths(plan.networks[0], plan.sources["test"])
-    path.write_bytes(path.read_bytes()[:-5])
-    for record in (tmp_path / "results").rglob("run-*.json"):
-        record.unlink()
-    with pytest.raises(mola.errors.StorageError, match=rf"{path.name} is not a whole file of activations.*Delete it"):
-        run(plan, tmp_path)
-    path.unlink()
-    again = run(plan, tmp_path)
-    assert [record.labelled for record in again] == [record.labelled for record in first]
-
-
-def test_too_few_networks_are_counted(plan):
-    with pytest.raises(
-        mola.errors.OptionError, match=r"--runs 3 --components 2 in main need 6 networks, found 4.*--networks 6"
-    ):
-        replace(plan, runs=3, groups=("main",))
-    with pytest.raises(mola.errors.OptionError, match="need 10 networks, found 4"):
-        replace(plan, runs=1, groups=("components",))
 
 
 # --- networks

