@@ -101,20 +101,34 @@ def bench(options: BenchOptions) -> None:
         _bench_uci(options)
         return
     suite = find_suite(options.suite)
-    data = ("outliers", "image_size", "types", "cross_fit", "download", "normalisation", "corruptions", "conventions")
-    own = ("runs", "groups", "network", "results", "cache", "train", "stream", "device", "fresh", "swag", "mimo")
     config = BenchConfig(
         suite=suite,
+        runs=options.runs,
         components=options.components or suite.components,
+        groups=options.groups,
+        network=options.network,
         networks=options.networks or str(Path("networks") / suite.name),
+        results=options.results,
+        cache=options.cache,
         options=DataOptions(
             directory=options.data,
             train=options.train_images,
+            outliers=options.outliers,
             test=options.test_images,
             shifted=options.shifted_images,
-            **{name: getattr(options, name) for name in data},
+            image_size=options.image_size,
+            types=options.types,
+            cross_fit=options.cross_fit,
+            download=options.download,
+            normalisation=options.normalisation,
+            corruptions=options.corruptions,
         ),
-        **{name: getattr(options, name) for name in own},
+        train=options.train,
+        stream=options.stream,
+        device=options.device,
+        fresh=options.fresh,
+        swag=options.swag,
+        mimo=options.mimo,
     )
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         folder = run_bench(config, progress, team)
