@@ -59,6 +59,15 @@ class MolaWarning(UserWarning):
 
 
 @contextmanager
+def importing(feature: str, package: str, extra: str) -> Iterator[None]:
+    """Raise `MissingExtraError` if an import inside fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(feature, package, extra) from error
+
+
+@contextmanager
 def located(place: str) -> Iterator[None]:
     """Put `place` in front of the message of errors about data or heads that are raised inside."""
     try:

@@ -34,11 +34,6 @@ SHOWN = (0, 45, 90)
 """Angles of the example digits."""
 
 
-def build_network() -> nn.Sequential:
-    """Make the network of the demo."""
-    return digits_mlp(CLASSES)
-
-
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
     """One network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and MoLA by the default rule."""
     with noting():
@@ -255,7 +250,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
 
             recipe = Recipe(epochs=settings.epochs)
             networks = train_ensemble(
-                build_network, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
+                digits_mlp, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
             )
         with _timed(seconds, "fit, tune and score"):
             progress("fitting, tuning and scoring", TRAINED)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mola.errors import MissingExtraError, OptionError
+from mola.errors import OptionError, importing
 from mola.lab.training import digits_mlp
 from mola.options import one_of
 
@@ -217,10 +217,8 @@ def _imported_wrn50_2(classes: int) -> nn.Module:
     try:
         build = importlib.import_module("torchvision.models").wide_resnet50_2
     except ImportError:
-        try:
+        with importing("wrn-50-2", "timm or torchvision", "hub"):
             create = importlib.import_module("timm").create_model
-        except ImportError as error:
-            raise MissingExtraError(feature="wrn-50-2", package="timm or torchvision", extra="hub") from error
         build = partial(create, "wide_resnet50_2")
     network: nn.Module = build(num_classes=classes)
     return network

@@ -27,7 +27,7 @@ from typing import Any
 from torch import nn
 
 from mola.distributed import Team
-from mola.errors import MissingExtraError, OptionError, StorageError
+from mola.errors import OptionError, StorageError, importing
 from mola.lab.activations import Network, Progress, network_checksum
 from mola.lab.imported import import_builder
 from mola.lab.suite import DataOptions, Suite, data_checksum
@@ -206,10 +206,8 @@ def timm_builder(name: str) -> Callable[[int], nn.Module]:
         raise OptionError(
             f"timm:{name} would be downloaded: expected the plain name of an architecture, such as resnet18."
         )
-    try:
+    with importing(f"the network timm:{name}", "timm", "hub"):
         timm: Any = importlib.import_module("timm")
-    except ImportError as error:
-        raise MissingExtraError(feature=f"the network timm:{name}", package="timm", extra="hub") from error
 
     def build(classes: int) -> nn.Module:
         try:
@@ -238,12 +236,8 @@ def _resized_timm(network: nn.Module) -> nn.Module:
 
 
 def _torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
-    try:
+    with importing(f"the network torchvision:{name}", "torchvision", "hub"):
         models: Any = importlib.import_module("torchvision.models")
-    except ImportError as error:
-        raise MissingExtraError(
-            feature=f"the network torchvision:{name}", package="torchvision", extra="hub"
-        ) from error
 
     def build() -> nn.Module:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +113,9 @@ class Source:
     """The set that this set is a part of, if their activations are shared."""
     places: tuple[int, ...] = ()
     """Places of this part's data in the whole, in this order."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.open())
 
 
 @dataclass(frozen=True)

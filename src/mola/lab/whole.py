@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import mola.whole
 from mola.compare.methods import RULES, Fitted, noting
 from mola.lab.context import Context
-from mola.lab.suite import Source
 from mola.lab.swag_mimo import RESUMED
 from mola.saving.files import DOCUMENT
 from mola.whole import WholeMoLA
@@ -56,20 +54,10 @@ class WholeNetworks:
     def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> WholeMoLA:
         if (folder / DOCUMENT).exists():
             return mola.whole.load(folder, models)
-        train, validation = (_Loader(context.sources[name]) for name in ("train", "validation"))
+        train, validation = (context.sources[name] for name in ("train", "validation"))
         sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
         subnetwork = None if self.subnetwork is None else min(self.subnetwork, *sizes)
         posterior = mola.whole.fit(models, train, structure=self.structure, subnetwork=subnetwork, progress=False)
         posterior = posterior.tune(validation, rule=RULES["threshold"](context.threshold), progress=False)
         posterior.save(folder)
         return posterior
-
-
-class _Loader:
-    # A source as a loader, which can be read several times.
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.source.open())

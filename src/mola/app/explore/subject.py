@@ -27,8 +27,8 @@ from mola.decisions.calibration import Calibration
 from mola.errors import MolaError, OptionError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
-from mola.lab.demo import build_network, demo_methods, one_thread
-from mola.lab.training import Recipe, train_ensemble
+from mola.lab.demo import demo_methods, one_thread
+from mola.lab.training import Recipe, digits_mlp, train_ensemble
 from mola.options import counted
 from mola.posterior import MoLA
 
@@ -105,7 +105,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
 
     recipe, members, seed = Recipe(epochs=settings.epochs), settings.members, settings.seed
     with one_thread():
-        networks = train_ensemble(build_network, digits.train, recipe, members=members, seed=seed, on_epoch=on_epoch)
+        networks = train_ensemble(digits_mlp, digits.train, recipe, members=members, seed=seed, on_epoch=on_epoch)
         progress("fitting and tuning", 0.95)
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
         prediction = posterior.predict(digits.val.inputs)

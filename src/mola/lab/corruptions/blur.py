@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mola.errors import MissingExtraError
+from mola.errors import importing
 from mola.lab.corruptions.filters import (
     Bytes,
     Floats,
@@ -137,10 +137,8 @@ def zoom_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
     # All enlargements together: one linear map of the side^2 pixels, of which few entries are not 0.
-    try:
+    with importing("the corruption zoom_blur", "scipy", "bench"):
         from scipy import sparse
-    except ImportError as error:
-        raise MissingExtraError(feature="the corruption zoom_blur", package="scipy", extra="bench") from error
     factors = np.arange(1, end, 0.01)
     total = sparse.eye_array(side * side, format="csr")
     for factor in factors:

@@ -10,7 +10,7 @@ import io
 
 import numpy as np
 
-from mola.errors import MissingExtraError
+from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, Table, fold, gaussian, rounded, truncated, unit
 
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15)
@@ -55,10 +55,8 @@ PIXELATE_SHARE = (0.95, 0.9, 0.85, 0.75, 0.65)
 
 def jpeg_compression(pixels: Bytes, severity: int, streams: Streams, table: Table = JPEG_QUALITY) -> Bytes:
     """Through JPEG and back, by Pillow, with its chroma subsampling of 4:2:0."""
-    try:
+    with importing("the corruption jpeg_compression", "pillow", "bench"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError(feature="the corruption jpeg_compression", package="pillow", extra="bench") from error
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
     for index, image in enumerate(np.ascontiguousarray(np.moveaxis(pixels, 1, -1))):
         with io.BytesIO() as file:

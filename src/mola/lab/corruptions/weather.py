@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.errors import MissingExtraError
+from mola.errors import importing
 from mola.lab.corruptions.blur import moved
 from mola.lab.corruptions.filters import (
     Bytes,
@@ -49,10 +49,8 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     There is no smoothing. A ridge is larger than its neighbour before and at least as large as the one after, along
     the gradient rounded to one of four directions (on diagonals, larger than both).
     """
-    try:
+    with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
-    except ImportError as error:
-        raise MissingExtraError(feature="the corruption spatter", package="scipy", extra="bench") from error
     values = layers.astype(np.float64)
     across, down = correlate(values, SOBEL, "nearest"), correlate(values, SOBEL.T, "nearest")
     strength = np.abs(across) + np.abs(down)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mola.errors import DataError, MissingExtraError, StorageError
+from mola.errors import DataError, StorageError, importing
 from mola.lab.data.catalogue import data_directory
 from mola.saving.schema import check, parse
 
@@ -81,12 +81,10 @@ def embed(sentences: Sequence[str]) -> Tensor:
 
 @cache
 def _package() -> tuple[Tensor, Any]:
-    try:
+    with importing("features of sentences", "wordllama", "text"):
         from tokenizers import Tokenizer
 
         folder = Path(str(distribution("wordllama").locate_file("wordllama")))
-    except (ImportError, PackageNotFoundError) as error:
-        raise MissingExtraError(feature="features of sentences", package="wordllama", extra="text") from error
     try:
         table = load_file(folder / TABLE)["embedding.weight"].float()
         tokenizer = Tokenizer.from_file(str(folder / TOKENS))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mola.errors import DataError, MissingExtraError
+from mola.errors import DataError, importing
 
 FETCH_AGAIN = "Delete it and download it again."
 
@@ -40,10 +40,8 @@ def fetch(download: Download, directory: Path, *, progress: bool = True) -> None
     Raises:
         DataError: no address delivers the file, or the archive lacks a member.
     """
-    try:
+    with importing("downloading data sets", "pooch", "bench"):
         import pooch  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingExtraError(feature="downloading data sets", package="pooch", extra="bench") from error
     targets = {member: directory / path for member, path in download.files.items()}
     missing = {member: path for member, path in targets.items() if not (path.exists() or path.with_suffix("").exists())}
     if not missing:

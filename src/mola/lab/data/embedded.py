@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import MissingExtraError
+from mola.errors import importing
 from mola.lab.training.recipe import Labelled
 
 SIDE = 8
@@ -28,10 +28,8 @@ LARGEST_ZOOM = 8
 
 
 def _sklearn(feature: str) -> Any:
-    try:
+    with importing(feature, "scikit-learn", "bench"):
         from sklearn import datasets
-    except ImportError as error:
-        raise MissingExtraError(feature=feature, package="scikit-learn", extra="bench") from error
     return datasets
 
 
@@ -65,10 +63,9 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
     """Draw patches (count, 1, side, side) of scikit-learn's two sample photographs, each stretched to the range from 0 to 1."""
-    try:
-        photographs = _sklearn("natural-image patches").load_sample_images().images
-    except ImportError as error:  # of Pillow, in scikit-learn
-        raise MissingExtraError(feature="natural-image patches", package="pillow", extra="bench") from error
+    datasets = _sklearn("natural-image patches")
+    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports it only here
+        photographs = datasets.load_sample_images().images
     grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, MissingExtraError
+from mola.errors import DataError, importing
 from mola.lab.data.images import Images, Normalisation, even_places
 
 if TYPE_CHECKING:
@@ -191,10 +191,8 @@ def open_folder(
     Raises:
         DataError: there is no such folder, or it holds no images.
     """
-    try:
+    with importing("reading image files", "pillow", "bench"):
         import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image
-    except ImportError as error:
-        raise MissingExtraError(feature="reading image files", package="pillow", extra="bench") from error
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"{root} is not a folder: expected a folder with a subfolder of images for each class.")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, MissingExtraError
+from mola.errors import DataError, importing
 from mola.lab.data.download import FETCH_AGAIN
 from mola.lab.data.images import Images
 
@@ -129,10 +129,8 @@ def _numpy(content: BytesIO) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _matlab(content: BytesIO) -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with importing("reading SVHN's .mat files", "scipy", "bench"):
         from scipy import io
-    except ImportError as error:
-        raise MissingExtraError(feature="reading SVHN's .mat files", package="scipy", extra="bench") from error
     try:
         arrays = io.loadmat(content, variable_names=["X", "y"])
     except io.matlab.MatReadError as error:  # a direct subclass of Exception

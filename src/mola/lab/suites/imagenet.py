@@ -256,7 +256,7 @@ def _folds(options: DataOptions) -> Folds:
     types, published = _types(options)
     some = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
     shifted = images.part(some)
-    present = _present(shifted.labels)
+    present = torch.unique(shifted.labels)
     kinds = tuple(types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels)
     shifts = [
         (_source(options, f"severity {severity}", title, "shift", made, level=severity), made)
@@ -298,10 +298,6 @@ def _folds(options: DataOptions) -> Folds:
     return Folds(tuple(folds), notes)
 
 
-def _present(labels: Tensor) -> Tensor:
-    return torch.tensor(sorted(set(labels.tolist())))
-
-
 def _ranks(labels: Tensor) -> Tensor:
     # The place of each image among those of its class, from 0.
     ranks, seen = torch.zeros_like(labels), dict[int, int]()
@@ -317,7 +313,7 @@ def _in_parts(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
     # Images that are shifted: equally many of each of some classes, as many classes for each type of corruption.
-    classes = _present(images.labels)
+    classes = torch.unique(images.labels)
     wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
     count = max(types, wanted // types * types)
     if count > len(classes):

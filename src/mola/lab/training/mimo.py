@@ -18,6 +18,7 @@ from mola.baselines.mimo import Mimo, stack_inputs
 from mola.errors import DataError, OptionError
 from mola.lab.training.checkpoint import DivergedError, TrainingCheckpoint
 from mola.lab.training.passes import WithGradients, check_inputs, seeded
+from mola.lab.training.recipe import RECIPES
 from mola.likelihoods import CATEGORICAL
 from mola.network import Batch, batch_count, batches, call, state_checksum
 from mola.numerics import check_seed
@@ -26,11 +27,6 @@ from mola.options import whole_number
 EPOCHS = 0  # purpose of the seeds
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-def papers_optimiser(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Make the paper's optimiser for CIFAR: SGD with Nesterov momentum 0.9, learning rate 0.1, weight decay 5e-4."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def member_rows(
@@ -61,7 +57,7 @@ def train_mimo(
     epochs: int = 100,
     batch_repetition: int = 4,
     input_repetition: float = 0.0,
-    optimiser: MakeOptimiser = papers_optimiser,
+    optimiser: MakeOptimiser = RECIPES["cifar10"].make_optimiser,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -75,7 +71,8 @@ def train_mimo(
         epochs: number of epochs.
         batch_repetition: how often each datum of a batch occurs in a step, for each member.
         input_repetition: share of the rows in which all members get the same datum.
-        optimiser: from parameters to an optimiser; its learning rate falls to 0 along a half cosine, batch by batch.
+        optimiser: from parameters to an optimiser, by default the paper's for CIFAR-10; its learning rate falls to 0 along a half
+            cosine, batch by batch.
         seed: of the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.
         progress: show a progress bar on stderr, if that is a terminal.
