@@ -276,9 +276,6 @@ def test_outliers_that_cannot_be_used(scene):
 def test_what_is_worth_knowing_warns(scene):
     with pytest.warns(MolaWarning, match=r"1 of 3 classes have no training data \(class 2\)"):
         mola.fit(scene.network, [(X, Y % 2)])
-    random = [(torch.randn(300, 5), torch.randint(3, (300,)))]
-    with pytest.warns(MolaWarning, match="hardly more than chance"):
-        scene.posterior.tune(random, rule=mola.rules.Score(grid=[1.0]))
 
 
 # --- predicting -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from mola.network import (
     stream,
 )
 
-X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 FEATURES, CLASSES = 4, 3
 
 
@@ -37,33 +36,6 @@ def joined(batches, index=0, chunk=4096):
 
 
 # --- plain rows ---------------------------------------------------------------------------------------------------------
-
-
-class Masked(nn.Module):
-    """Gives a row for each input whose first number is below 100."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, inputs):
-        return self.head(torch.relu(self.body(inputs))[inputs[:, 0] < 100])
-
-
-def test_a_batch_may_have_no_rows():
-    got = read([Masked()], [X[:8], X[:3] + 1000, X[8:]])
-    assert [len(one) for one in got] == [8, 0, 12]
-    assert len(joined(got)[1]) == 20
-    with pytest.raises(DataError, match="no row for any batch"):
-        read([Masked()], [X + 1000])
-
-
-def test_networks_that_disagree_about_the_data_are_refused():
-    network = nn.Linear(5, 3)
-    halves = nn.Sequential(nn.Linear(5, 3))
-    halves.register_forward_pre_hook(lambda _, inputs: (inputs[0][::2],))
-    with pytest.raises(DataError, match=r"batch 0 of the training loader: .*same shape, got \[\(20, 3\), \(10, 3\)\]"):
-        read([network, halves], [X])
 
 
 # --- dense outputs ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from mola.errors import MolaWarning, OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
 def process(rank, path):
@@ -23,7 +22,6 @@ def process(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=SIZE)
     team = Team()
     assert (team.rank, team.size, team.first) == (rank, SIZE, rank == 0)
-    check_sums(team)
     check_rows(team)
     check_documents(team)
     pair = dist.new_group([0, 2])
@@ -40,23 +38,8 @@ def process(rank, path):
     dist.destroy_process_group()
 
 
-def check_sums(team):
-    parts = [torch.randn(50, 7, generator=torch.Generator().manual_seed(rank)) for rank in range(SIZE)]
-    own = parts[team.rank]
-    given = [own.t(), torch.tensor(team.rank + 1), own.double() * 1e200, own[:0]]
-    kept = [tensor.clone() for tensor in given]
-    columns, count, large, empty = team.sum(given)
-    assert all(torch.equal(one, other) for one, other in zip(given, kept, strict=True))
-    expected = sum(part.double() for part in parts)
-    torch.testing.assert_close(columns, expected.t().float(), rtol=0, atol=0)  # float64 rounds away below float32
-    assert (count.dtype, int(count)) == (torch.int64, 6)
-    torch.testing.assert_close(large, expected * 1e200, rtol=1e-13, atol=1e187)
-    assert all(torch.equal(one, large) for one in team.collect(large))
-    assert empty.shape == (0, 7)
-
-
 def check_rows(team):
-    for dtype in DTYPES:
+    for dtype in (torch.float64, torch.bfloat16, torch.bool):
         whole = torch.arange(24).reshape(6, 2, 2).to(dtype)
         parts = [whole[:4], None, whole[4:]]
         assert torch.equal(team.gather(parts[team.rank]), whole)

@@ -344,50 +344,40 @@ def test_exact_residuals_leave_no_noise():
 def test_what_does_not_apply_to_regression_is_refused():
     posterior, nets, x, y = fitted(2)
     held = [data(2, 30, seed=7)]
-    for rule in ("threshold", "brier", "ece"):
-        with pytest.raises(OptionError, match=f"rule '{rule}' does not apply"):
-            posterior.tune(held, rule=rule, progress=False)
-    for rule in (mola.rules.Threshold(), mola.rules.Score("brier"), mola.rules.Outliers(held)):
-        with pytest.raises(OptionError, match="does not apply to"):
-            posterior.tune(held, rule=rule, progress=False)
-    with pytest.raises(OptionError, match="nats"):
-        posterior.tune(held, rule=mola.rules.Distance(price="loss"), progress=False)
-    with pytest.raises(OptionError, match="'mc' does not apply"):
-        fit(nets, [(x, y)], link="mc")
+    for words, use in (
+        ("rule 'threshold' does not apply", lambda: posterior.tune(held, rule="threshold")),
+        ("rule 'brier' does not apply", lambda: posterior.tune(held, rule="brier")),
+        ("does not apply", lambda: posterior.tune(held, rule=mola.rules.Outliers(held))),
+        ("nats", lambda: posterior.tune(held, rule=mola.rules.Distance(price="loss"))),
+        ("'mc' does not apply", lambda: fit(nets, [(x, y)], link="mc")),
+        ("no class probabilities", lambda: posterior.predict_proba(np.zeros((1, 3)))),
+        ("noise is unknown", lambda: fit(nets, [x])),
+        ("expected one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
+        ("got None", lambda: posterior.with_noise(None)),
+        ("has no noise", lambda: mola.ensemble(nets).with_noise(0.1)),
+        ("return means alone", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),
+        *(("finite number", lambda one=one: Gaussian(noise=one)) for one in (0.0, math.nan, "loud", [1.0, 0.0], True)),
+    ):
+        with pytest.raises(OptionError, match=words):
+            use()
     for bound in (posterior.confidence_bound, posterior.far_field_limit):
         with pytest.raises(BoundError, match="regression"):
             bound(x)
-    with pytest.raises(OptionError, match="no class probabilities"):
-        posterior.predict_proba(np.zeros((1, 3)))
-    with pytest.raises(OptionError, match="noise is unknown"):
-        fit(nets, [x])
-    for noise in (0.0, -1.0, math.nan, "loud", [1.0, 0.0], True):
-        with pytest.raises(OptionError, match="noise must be a finite number"):
-            Gaussian(noise=noise)
-    with pytest.raises(OptionError, match=r"expected one number, or 2"):
-        posterior.with_noise([0.1, 0.2, 0.3])
-    with pytest.raises(OptionError, match="got None"):
-        posterior.with_noise(None)
-    with pytest.raises(OptionError, match="has no noise"):
-        mola.ensemble(nets).with_noise(0.1)
-    with pytest.raises(OptionError, match="some predictors return means alone"):
-        mola.Mixture([posterior, nets[0]]).predict(x)
 
 
 def test_wrong_questions_to_a_prediction():
     posterior, _, x, y = fitted(2)
     found = posterior.predict(x)
-    for level in (0, 1.0, 90, "half", True):
-        with pytest.raises(OptionError, match="level must lie"):
-            found.quantile(level)
-        with pytest.raises(OptionError, match="probability must lie"):
-            found.interval(level)
-    with pytest.raises(DataError, match=r"expected targets of shape \(60, 2\).*got \(60,\)"):
-        found.log_prob(y[:, 0])
-    with pytest.raises(DataError, match="got str"):
-        found.log_prob("targets")
-    with pytest.raises(DataError, match="real targets"):
-        found.crps(torch.zeros(60, 2, dtype=torch.complex64))
+    for error, words, use in (
+        (OptionError, "level must lie", lambda: found.quantile(1.0)),
+        (OptionError, "level must lie", lambda: found.quantile("half")),
+        (OptionError, "probability must lie", lambda: found.interval(90)),
+        (DataError, r"shape \(60, 2\).*got \(60,\)", lambda: found.log_prob(y[:, 0])),
+        (DataError, "got str", lambda: found.log_prob("targets")),
+        (DataError, "real targets", lambda: found.crps(torch.zeros(60, 2, dtype=torch.complex64))),
+    ):
+        with pytest.raises(error, match=words):
+            use()
 
 
 @pytest.mark.parametrize(

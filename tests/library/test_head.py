@@ -262,15 +262,6 @@ def test_a_wrong_name_is_refused(name):
         find_head(network, X, name)
 
 
-def test_networks_with_outputs_of_different_kinds_are_refused():
-    networks = [nn.Linear(5, 3), nn.Linear(5, 4)]
-    with pytest.raises(HeadError, match=r"same number of outputs, got \[3, 4\]"):
-        find_heads(networks, [None, None], X, CATEGORICAL)
-    dense = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 3, 1))
-    with pytest.raises(HeadError, match=r"\[0, 1\] axes of positions"):
-        find_heads([networks[0], dense], [None, None], X, CATEGORICAL)
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, KeyError, KeyboardInterrupt])
 def test_an_exception_in_the_pass_leaves_no_hook(kind):
     network = nn.Sequential(make_body(), nn.Linear(4, 3), nn.Identity())

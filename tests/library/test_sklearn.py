@@ -17,8 +17,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import mola
 from mola.errors import DataError, MolaWarning, OptionError
-from mola.perceptrons import mlp, train_mlps
-from mola.sklearn import _cross_entropy
+from mola.perceptrons import mlp
 from tests.forked_python import run_python
 
 
@@ -55,23 +54,6 @@ def slow_mlps(inputs, labels, outputs, hidden, members, seed, epochs, batch_size
                     schedule.step()
             networks.append(network.eval())
     return networks
-
-
-def test_networks_trained_side_by_side_are_those_trained_one_by_one():
-    inputs, labels = torch.randn(70, 5), torch.randint(3, (70,))
-    settings = {"hidden": (8, 6), "members": 3, "epochs": 6, "batch_size": 32, "seed": 4}
-    rates = {"learning_rate": 1e-2, "weight_decay": 1e-2}
-    before = torch.get_rng_state()
-    together = train_mlps(inputs, labels, 3, _cross_entropy, **settings, **rates)
-    assert torch.equal(torch.get_rng_state(), before)
-    for one, other in zip(together, slow_mlps(inputs, labels, 3, **settings, rate=1e-2), strict=True):
-        assert not one.training
-        for name, value in one.state_dict().items():
-            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
-    with pytest.raises(DataError, match="no training data"):
-        train_mlps(inputs[:0], labels[:0], 3, _cross_entropy, **settings, **rates)
-    with pytest.raises(DataError, match="lower the learning rate"):
-        train_mlps(inputs * float("inf"), labels, 3, _cross_entropy, **settings, **rates)
 
 
 def test_it_is_the_posterior_of_its_networks_on_standardised_rows():

@@ -129,10 +129,7 @@ def test_the_predictor_is_the_formula(mode):
     torch.testing.assert_close(predictor(inputs), expected)
     said = predictor.predict([(part,) for part in inputs.split(7)])
     torch.testing.assert_close(said.probs, expected)
-    assert bool((said.mutual_information >= 0).all())
-    assert bool((said.aleatoric >= -1e-12).all())
     np.testing.assert_allclose(predictor.predict_proba(inputs.numpy()), expected.numpy())
-    torch.testing.assert_close(mola.Mixture([predictor, predictor])(inputs), expected)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,6 @@ def test_the_mean_of_logits_is_an_ensemble_with_pooling_0_and_a_temperature(like
     )
     again = TemperatureScaled.load(predictor.save(tmp_path), networks)
     assert_close(again(inputs), predictor(inputs), "float64")
-    assert "mean of logits" in repr(again)
     with pytest.raises(StorageError, match="3 networks, got 2"):
         TemperatureScaled.load(tmp_path, networks[:2])
     with pytest.raises(StorageError, match=r"networks\[0\].*weights differ"):
