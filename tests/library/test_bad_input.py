@@ -376,12 +376,8 @@ def test_an_ensemble_of_what_is_no_classifier_is_refused(name, scene):
 
 @pytest.mark.parametrize("kind", ["ensemble", "fitted"])
 def test_a_single_input_without_its_batch_is_refused(kind):
-    network, inputs, labels = (
-        nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)),
-        torch.randn(9, 3),
-        torch.arange(9) % 4,
-    )
-    predictor = mola.ensemble(network) if kind == "ensemble" else mola.fit(network, [(inputs, labels)])
+    network, inputs = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(9, 3)
+    predictor = mola.ensemble(network) if kind == "ensemble" else mola.fit(network, [(inputs, torch.arange(9) % 4)])
     for use in (predictor, predictor.predict):
         with pytest.raises((HeadError, DataError), match=r"inputs\[None\]"):
             use(inputs[0])

@@ -239,10 +239,6 @@ class TestWrongUse:
     def test_without_distances(self, networks):
         with pytest.raises(OptionError, match="distances=False"):
             tuned(networks, rule="distance", distances=False)
-        with pytest.raises(OptionError, match="distances=False"):
-            fitted(networks, distances=False).with_distance_exponent(1.0)
-        with pytest.raises(OptionError, match="ensemble"):
-            mola.ensemble(networks).with_distance_exponent(1.0)
         with pytest.raises(OptionError, match="validation data"):
             mola.fit(networks, blob_loader(), rule="distance", progress=False)
 

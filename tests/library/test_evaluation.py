@@ -124,14 +124,6 @@ def test_standard_errors_are_those_of_a_bootstrap(evaluated):
         )
 
 
-def test_errors_by_cluster():
-    values, inputs = torch.randn(600, generator=generator()).double(), torch.arange(600)
-    assert standard_error(values, inputs) == pytest.approx(float(values.std()) / math.sqrt(600))
-    # Every value three times: as many inputs as before.
-    assert standard_error(values.repeat(3), inputs.repeat(3)) == pytest.approx(standard_error(values, inputs))
-    assert math.isnan(standard_error(values, torch.zeros(600, dtype=torch.int64)))
-
-
 def test_multi_label_data_count_known_labels_and_cluster_inputs():
     inputs = torch.randn(300, 5, generator=generator())
     labels = (inputs[:, :3] > 0).float()

@@ -79,17 +79,6 @@ class TestByHand:
         assert tuned.prior_precision == (expected,) * 3
 
     @quiet
-    @pytest.mark.parametrize("score", SCORES)
-    def test_scores(self, trained, structure, score):
-        members, train, validation = trained
-        posterior = mola.fit(members, train, structure=structure, weights=[0.5, 0.25, 0.25])
-        expected = by_hand(posterior, validation, SCORES[score])
-        tuned = posterior.tune(validation, rule=Score(score, grid=GRID))
-        if tuned.temperature == 1:
-            assert torch.allclose(torch.tensor(tuned.tuning.curve[score]), expected, atol=1e-10)
-            assert tuned.prior_precision[0] == GRID[int(expected.argmin())]
-
-    @quiet
     @pytest.mark.parametrize("weights", ["uniform", "evidence"])
     @pytest.mark.parametrize("link", ["probit", "probit-centred", "mean-field", "mc"])
     def test_candidates_together_are_those_one_by_one(self, trained, structure, link, weights):
@@ -162,10 +151,8 @@ class TestSearch:
     def test_the_default_grid_grows_past_an_end_that_wins(self, trained):
         members, train, validation = trained
         posterior = mola.fit(members, train)
-        with pytest.warns(MolaWarning, match="outside the grid") as caught:
+        with pytest.warns(MolaWarning, match="outside the grid"):
             low = posterior.tune(validation, rule=Threshold(0.3))
-        assert caught[0].filename == __file__
-        assert "tried lowers it" not in low.tuning.summary
         assert low.prior_precision[0] < 1e-4
         assert any("outside the grid" in note for note in low.tuning.notes)
         confidence = low.tuning.curve["confidence"]
