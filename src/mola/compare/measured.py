@@ -135,7 +135,19 @@ class Lead:
     """Names that lead every other method by more than `CLEAR` standard errors of the difference."""
 
 
-def lead(found: Mapping[Name, Measurement], better: Literal["low", "high"]) -> Lead:
+Better = Literal["low", "high"]
+
+
+def leads(measured: Mapping[str, Mapping[str, Measurement]], better: Mapping[str, Better]) -> dict[str, Lead]:
+    """Which method leads on the same data, by each metric that all methods have."""
+    return {
+        name: lead({(method,): found[name] for method, found in measured.items()}, end)
+        for name, end in better.items()
+        if all(name in found for found in measured.values())
+    }
+
+
+def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     """Compare methods by a metric on the same data; a method may have several entries, which do not compete with each other."""
     sign = 1 if better == "high" else -1
 

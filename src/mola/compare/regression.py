@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mola import normal_mixtures
-from mola.compare.measured import Lead, Measurement, lead, mean_of, root_mean_of
+from mola.compare.measured import Lead, Measurement, leads, mean_of, root_mean_of
 from mola.compare.record import LabelledResult, OutputResult, RegressionDetail
 from mola.compare.tally import INPUT, Tally
 from mola.prediction import RegressionPrediction
@@ -186,9 +186,7 @@ def _examples(tally: Tally, place: int) -> list[list[float]]:
 def regression_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
     """Which method leads on the same data, by rmse, nll and crps."""
     measured = {method: regression_measured(tally) for method, tally in tallies.items()}
-    return {
-        name: lead({(method,): found[name] for method, found in measured.items()}, "low") for name in LOWER_IS_BETTER
-    }
+    return leads(measured, dict.fromkeys(LOWER_IS_BETTER, "low"))
 
 
 def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:

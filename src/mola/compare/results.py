@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 
 from mola import metrics
-from mola.compare.measured import Lead, Measurement, Name, area_between, lead, mean_of, pass_rate
+from mola.compare.measured import Better, Lead, Measurement, Name, area_between, lead, leads, mean_of, pass_rate
 from mola.compare.record import (
     CONFIDENCE_BINS,
     ClassResult,
@@ -47,7 +46,7 @@ CURVE_POINTS = 100
 LARGE_SET = 4
 """Prediction sets of at least this many classes are counted together."""
 
-BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low"}
+BETTER: dict[str, Better] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low", "auroc": "high"}
 
 
 def labelled_result(
@@ -239,12 +238,7 @@ def examples_of(tally: Tally) -> Examples:
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
     """Which method leads on labelled data, by accuracy, nll, brier and ece; for multi-label data also by auroc."""
-    measured = {method: tally.measured() for method, tally in tallies.items()}
-    better = {**BETTER, **({"auroc": BETTER["accuracy"]} if all("auroc" in one for one in measured.values()) else {})}
-    return {
-        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, end)
-        for name, end in better.items()
-    }
+    return leads({method: tally.measured() for method, tally in tallies.items()}, BETTER)
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:

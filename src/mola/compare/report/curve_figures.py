@@ -20,7 +20,6 @@ from mola.compare.report.style import (
     Figure,
     canvas,
     colours,
-    crossed_strokes,
     quiet_axes,
     shared_legend,
     strokes,
@@ -86,7 +85,7 @@ def suite_ablation(suite: SuiteResults, group: str) -> Figure:
 
 
 def _against_level(suite: SuiteResults, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> Figure:
-    levels, drawn, numbers = levels_of(suite), _strokes(methods), Numbers(methods)
+    levels, drawn, numbers = levels_of(suite), strokes(methods), Numbers(methods)
     panels: dict[str, dict[str, tuple[Points, Stroke]]] = {}
     for metric in metrics:
         found = {level: numbers(numbers.at_level(level, metric)) for level in levels}
@@ -95,17 +94,6 @@ def _against_level(suite: SuiteResults, methods: Mapping[str, Sequence[Record]],
         }
     from_zero = [SHIFT_METRICS[metric].name for metric in ("brier", "ece")]
     return _curves(panels, axis=suite.axis, ticks=levels, from_zero=from_zero)
-
-
-def _strokes(methods: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
-    # Where methods differ in structure and another setting alone, colours and line styles show both.
-    for other in ("link", "rule"):
-        settings = {method: records[0].settings for method, records in methods.items()}
-        kinds = {method: (str(one.get("structure")), str(one.get(other))) for method, one in settings.items()}
-        crossed = all(len(set(kind)) > 1 for kind in zip(*kinds.values(), strict=True))
-        if crossed and len(set(kinds.values())) == len(kinds):
-            return crossed_strokes(kinds)
-    return strokes(methods)
 
 
 def component_sweep(suite: SuiteResults) -> dict[str, dict[int, str]]:

@@ -27,11 +27,10 @@ from mola.compare.report.suite_tables import GROUP_TITLES, ablation_groups, comp
 
 RELIABILITY = (
     "Calibration",
-    "Accuracy over confidence, in bins of confidence. Overconfident predictions are below the dashed line. Areas of points show "
-    "the number of predictions; bins of fewer than five, or of less than a thousandth of all, are left out.",
+    "Accuracy over confidence, in bins of confidence: overconfident predictions are below the dashed line.",
 )
 
-BANDS = "Lines: means over runs. Bands: one standard error."
+BANDS = "Lines are means over runs, bands one standard error."
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
@@ -42,34 +41,29 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     return {
         "examples": Planned(
             "The inputs",
-            "The first inputs of each kind. Patches and noise have the size and the value range of the digits.",
+            "The first inputs of each kind: patches and noise have the size and the value range of the digits.",
             partial(draw_examples, comparison),
         ),
         "histograms": Planned(
             "Confidence in inputs that are not digits",
-            "Share of inputs (square-root scale) by confidence. Confidence is useful where the filled histogram, of inputs that "
-            "are not digits, stays left of the outline, of the test digits.",
+            "Share of inputs by confidence, on a square-root scale: inputs that are not digits belong left of the test digits.",
             partial(draw_histograms, comparison, comparison.of_role("outlier")[:3]),
         ),
         "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
         "rotation": Planned(
             "As the digits turn",
-            "Accuracy is nearly the same for all methods, so only MoLA's is drawn. Beyond 45° every method is overconfident; the "
-            "methods differ in the log loss that this costs.",
+            "Beyond 45° every method is overconfident; the methods differ in the log loss that this costs.",
             partial(demo_rotation, result),
         ),
         "distance": Planned(
             "Far away from the data",
-            "First two panels: inputs multiplied by δ. The networks have no biases, so theory is exact: a single network becomes "
-            "certain, and MoLA approaches the dotted limits; with a distance exponent, which the default rule may choose, the "
-            "limit is 1/C. No curve crosses the Theorem's bound. Last panel, the paper's rule: the bound holds for every input at "
-            "once, so it falls below 1 only at prior precisions at which MoLA is no longer confident in the test digits either.",
+            "Inputs multiplied by δ: a single network becomes certain, and MoLA approaches the dotted limits, below the bound of "
+            "the Theorem; the last panel has limit and bound at other prior precisions.",
             partial(demo_distance, result),
         ),
         "moons": Planned(
             "Confidence over the plane",
-            "Two moons, in a window six times wider than the data. MAP is certain everywhere but on a thin line, DE uncertain "
-            "where its networks disagree, MoLA also in wide sectors around the boundary. These networks have biases.",
+            "Two moons, in a window six times wider than the data.",
             partial(demo_moons, result),
         ),
     }
@@ -84,14 +78,12 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
         return {
             "coverage": Planned(
                 "Coverage of intervals",
-                "Share of the test targets in central intervals, by the intervals' probability. Calibrated intervals are on the "
-                "dashed line, overconfident ones below it. Bands: one standard error.",
+                "Share of the test targets in central intervals: overconfident intervals are below the dashed line.",
                 partial(draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
             ),
             "spread": Planned(
                 "Predicted standard deviation and error",
-                "Test data in groups of equal size by predicted standard deviation: its root mean square, and the root mean "
-                "squared error. Both are equal on the dashed line. A method with a constant standard deviation is a single cross.",
+                "Test data in groups of equal size by predicted standard deviation; a method with a constant one is a cross.",
                 partial(draw_spread, comparison),
             ),
             "predicted": Planned(
@@ -112,9 +104,8 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     if comparison.decisions is not None:
         figures["decisions"] = Planned(
             "Fewer answers, fewer errors",
-            "Error rate of the most confident predictions, by coverage. Crosses: answers chosen on the validation data so that "
-            "their error rate is, with 95 % certainty, at most that of the dotted line; inputs that raise the alarm are not "
-            "answered.",
+            "Error rate of the most confident predictions by coverage; crosses are answers chosen on the validation data to keep, "
+            "with 95 % certainty, below the dotted line.",
             partial(evaluation_decisions, comparison),
         )
     return figures
@@ -127,8 +118,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
     if suite.runs and outliers:
         figures["histograms"] = Planned(
             "Confidence in outliers",
-            "Share of the data (square-root scale) by confidence, all runs together. Confidence is useful where the filled "
-            "histogram stays left of the outline.",
+            "Share of the data by confidence, on a square-root scale, all runs together: outliers belong left of the test data.",
             partial(draw_histograms, suite, outliers[:MOST_SETS]),
         )
     if suite.runs and len(levels) > 1:
@@ -136,8 +126,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
     if compared_by_type(suite) is not None:
         figures["types"] = Planned(
             "By type of shift, against the paper's rule",
-            "Differences from MoLA tuned by the paper's rule, means over runs: blue where the other method is better, orange "
-            "where it is worse. Each row has its own test images.",
+            "Differences from MoLA by the paper's rule: blue where the other method is better, orange where it is worse.",
             partial(suite_types, suite),
         )
     if suite.runs and levels:
@@ -145,17 +134,14 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
         titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
         panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
-        title, caption = RELIABILITY
-        drawn = partial(draw_reliability_panels, suite, panels)
-        figures["reliability"] = Planned(title, f"{caption} All runs together.", drawn)
+        figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability_panels, suite, panels))
     if example_sets(suite):
         caption = "The first images of each set, with the confidence of each method in the first run."
         figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
     for group in ablation_groups(suite):
         title = GROUP_TITLES.get(group, group)
         if group == "components" and component_sweep(suite):
-            caption = f"{BANDS} Shifted: mean over levels. Outliers: mean over sets."
-            figures[group] = Planned(title, caption, partial(suite_components, suite))
+            figures[group] = Planned(title, BANDS, partial(suite_components, suite))
         elif len(levels) > 1:
             figures[group] = Planned(title, BANDS, partial(suite_ablation, suite, group))
     return figures

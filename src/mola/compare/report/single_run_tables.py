@@ -10,9 +10,9 @@ from mola.compare.measured import CLEAR
 from mola.compare.record import Comparison, DecisionResult, SetInfo, SetResult
 from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate
-from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, Shown, on_set, records_table
+from mola.compare.report.numbers import Numbers, On, Shown, on_set, records_table
 from mola.compare.report.tables import Column, Number, Table, make_table
-from mola.compare.tally import ALL_SCORES, SCORES
+from mola.compare.tally import ALL_SCORES
 from mola.options import counted
 
 SCORE_NAMES = {
@@ -28,10 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Classes in a short list."""
 
-BOLD = (
-    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, taken input by input; "
-    f"without bold, no lead is clear."
-)
+BOLD = f"bold leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, input by input"
 
 
 def set_words(one: SetInfo) -> str:
@@ -69,15 +66,7 @@ def detail_table(comparison: Comparison, most: int | None = None) -> Table | Non
 
 def _test_table(comparison: Comparison) -> Table:
     test = comparison.test
-    known = comparison.methods[comparison.own].labelled[test.name].metrics
-    caption = (
-        f"{set_words(test)}, with standard errors over inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, "
-        f"15 bins."
-    )
-    if "auroc" in known:
-        caption += " AUROC, AP (average precision): mean over labels; ECE: of the more probable answer."
-    if "miou" in known:
-        caption += " Mean IoU: intersection over union, mean over classes."
+    caption = f"{set_words(test)}, with standard errors over inputs; {BOLD.format('')}."
     shown = on_set(test.name, TEST_DATA)
     return records_table("On the test data", caption, Numbers(comparison.runs), shown, leads=comparison.leads)
 
@@ -86,18 +75,10 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     # AUROC and false positives: both would be too wide side by side.
     numbers, leads = Numbers(comparison.runs), comparison.leads
     first = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
-    words = (
-        "MMC: mean confidence. AUROC: how well a score separates outliers from the test data; 50 is guessing. Energy and largest "
-        "logit come from the logits alone: LLLA has those of MAP, MoLA those of DE."
-    )
     if comparison.regression:
         first = Shown(Column("mean std.", digits=digits_of(comparison, "std")), On(one.name, "std"))
-        words = (
-            "Mean std.: mean standard deviation, in the targets' units. AUROC: how well a score separates outliers from the test "
-            "data; 50 is guessing. The variance of a network with constant noise is the same for all inputs."
-        )
-    caption = f"{set_words(one)}, with standard errors. {words} {BOLD.format(', by any score,')}"
-    below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
+    caption = f"{set_words(one)}, with standard errors: AUROC of 50 is guessing; {BOLD.format(', by any score,')}."
+    below = "FPR95: outliers that pass where 95 % of the test data do, with errors and bold as above."
     areas = _by_score(numbers, one.name, "auroc", Column("", "AUROC %", "high"))
     rates = _by_score(numbers, one.name, "fpr95", Column("", "FPR95 %", "low"))
     return (
@@ -130,11 +111,8 @@ def decision_tables(comparison: Comparison) -> list[Table]:
         missed = [100 * (1 - share) for share in (found.sets.promised, found.sets.realised)]
         values[f"sets that miss, at most {1 - found.sets.promised:.0%}"] = [*missed, None]
     impossible = [one for one in found.answers if one.threshold is None]
-    caption = (
-        f"Thresholds come from the validation data; test data may miss a promise by chance. Wrong answers: promised with a "
-        f"certainty of {found.answers[0].certainty:.0%}, for inputs that raise no alarm."
-    )
-    caption += f" {impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else ""
+    caption = "Thresholds come from the validation data, so test data may miss a promise by chance."
+    caption = f"{impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else caption
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
     sets = [] if found.sets is None else [_set_table(found.sets, comparison.own)]
     return [make_table("Decisions", caption, columns, values), *sets]
@@ -143,13 +121,9 @@ def decision_tables(comparison: Comparison) -> list[Table]:
 def _set_table(sets: SetResult, method: str) -> Table:
     worst = sorted(sets.classes, key=lambda name: sets.classes[name])[:FEW]
     values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
-    sizes = {"0": "are empty", "1": "have one class", "more": "have more"}
-    shares = [
-        f"{100 * share:.1f} % {sizes.get(size, f'have {size}')}" for size, share in sets.sizes.items() if share > 0
-    ]
     caption = (
-        f"Sets of {method} with a coverage of {100 * sets.promised:g} % over all classes: {sets.size:.2f} classes on average; "
-        f"{', '.join(shares)}. The least covered classes first; `mola predict --by-class` covers each class as often."
+        f"Sets of {method} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average, the least "
+        f"covered classes first (`mola predict --by-class` covers each class as often)."
     )
     return make_table("Prediction sets by class", caption, [Column("covered %")], values)
 
@@ -188,11 +162,7 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         if len(values) == len(order)
         else f"The worst {len(values)} of {len(order)} {many}"
     )
-    least = min(results[0][name].count for name in values)
-    caption = (
-        f"{many.capitalize()} with the most errors of {comparison.own} first. Mean confidence far above accuracy: overconfident. "
-        f"The accuracy on {counted(least, unit)} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
-    )
+    caption = f"{many.capitalize()} with the most errors of {comparison.own} first."
     return make_table(title, caption, columns, values)
 
 
@@ -229,21 +199,14 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
         name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
     }
     columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
-    several = (
-        " All but NLL are means over outputs, which the largest units dominate." if len(comparison.classes) > 1 else ""
-    )
     caption = (
-        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs. {BOLD.format('')} NLL: negative "
-        f"log-likelihood of all outputs, in nats. CRPS: continuous ranked probability score.{several}"
+        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs; {BOLD.format('')}."
     )
     levels = [f"{100 * level:g}" for level in LEVELS]
     wide = max(digits_of(comparison, f"width_{name}") for name in levels)
     intervals = [Shown(Column(f"{name} %", "covered, in %"), On(test, f"coverage_{name}"), 100) for name in levels]
     intervals += [Shown(Column(f"{name} %", "mean width", digits=wide), On(test, f"width_{name}")) for name in levels]
-    below = (
-        "Share of targets in central intervals, by the probability of the interval, and the intervals' width in the targets' "
-        "units, with standard errors. If two methods are calibrated, the narrower intervals are better."
-    )
+    below = "Share of targets in central intervals by their probability, and the mean width of the intervals."
     return [
         records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
         records_table("Intervals", below, numbers, intervals, leads={test: {}}),
@@ -259,10 +222,7 @@ def _difference_table(comparison: Comparison) -> Table:
     values: dict[str, list[Number]] = {
         method: [Estimate(*one[name], 1) for name in REGRESSION] for method, one in found.items()
     }
-    caption = (
-        f"Each method minus {comparison.own}, input by input: above 0, {comparison.own} is better. A difference of less than two "
-        f"standard errors may be chance."
-    )
+    caption = f"Each method minus {comparison.own}, input by input: above 0, {comparison.own} is better."
     return make_table(f"Compared with {comparison.own}", caption, columns, values, best=set())
 
 
@@ -271,10 +231,7 @@ def _interval_table(comparison: Comparison, found: DecisionResult, values: dict[
         realised = Estimate(one.realised, one.realised_error, 1).scaled(100)
         values[f"{100 * one.promised:g} % intervals"] = [100 * one.promised, realised, one.width]
     digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
-    caption = (
-        f"The alarm and the intervals come from the validation data; test data may miss a promise by chance. `mola predict "
-        f"--coverage 0.9` writes such intervals of {comparison.own}."
-    )
+    caption = "Alarm and intervals come from the validation data, so test data may miss a promise by chance."
     columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
     return make_table("Decisions", caption, columns, values, best=set())
 
@@ -303,7 +260,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
     title = "Output by output" if many == len(names) else f"The first {len(names)} of {many} outputs"
-    caption = "Each output in its own units, with standard errors. Last: coverage of 90 % intervals."
+    caption = "Each output in its own units, with standard errors."
     return make_table(title, caption, columns, values, best=set(), digits=digits)
 
 
@@ -325,50 +282,17 @@ TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
-    """In distribution, under rotation, and against outliers: by confidence, and by every score."""
-    test, outliers, leads = comparison.test, comparison.of_role("outlier"), comparison.leads
-    numbers = Numbers(comparison.runs)
-    inside = (
-        f"{test.count} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
-        f"{BOLD.format('')}"
-    )
+    """In distribution, under rotation, and against each set of outliers by every score."""
+    test, leads, numbers = comparison.test, comparison.leads, Numbers(comparison.runs)
+    inside = f"{test.count} test digits, with standard errors; {BOLD.format('')}."
     rotated = [
         replace(shown, column=replace(shown.column, group=f"{one.level:g}°"))
         for one in comparison.of_role("shift")
         if one.level in TABLE_ANGLES
         for shown in on_set(one.name, ROTATED)
     ]
-    below = f"The test digits, turned counter-clockwise. {BOLD.format('')}"
-    by_set = []
-    for one in outliers:
-        by_set.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
-        by_set.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc", BY_CONFIDENCE), 100))
-    outside = (
-        f"In %. MMC: mean confidence. AUROC: how well low confidence separates outliers from test digits; 50 is guessing. "
-        f"{BOLD.format('')}"
-    )
-    by_confidence = {one.name: {**leads[one.name], "auroc": leads[one.name]["max probability"]} for one in outliers}
     return [
         records_table("In distribution", inside, numbers, on_set(test.name, TEST_DIGITS), leads=leads),
-        records_table("Under rotation", below, numbers, rotated, leads=leads),
-        records_table("Out of distribution, by confidence", outside, numbers, by_set, leads=by_confidence),
-        _every_score(comparison, numbers),
+        records_table("Under rotation", "Test digits turned counter-clockwise.", numbers, rotated, leads=leads),
+        *(_outlier_tables(comparison, one)[0] for one in comparison.of_role("outlier")),
     ]
-
-
-def _every_score(comparison: Comparison, numbers: Numbers) -> Table:
-    sets = comparison.of_role("outlier")
-    values: dict[str, list[Number]] = {}
-    for method, record in comparison.methods.items():
-        for score in SCORES:
-            repeated = score in ("energy", "maximum logit") and method not in ("MAP", "DE")
-            if score in record.outliers[sets[0].name].scores and not repeated:
-                values[f"{method}, {score}"] = [numbers(On(one.name, "auroc", score), 100)[method] for one in sets]
-    leads = comparison.leads
-    best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
-    caption = (
-        f"AUROC in %. Energy and maximum logit come from the logits alone: those of the other methods are DE's. The ood score "
-        f"combines far field, energy and distance from the training classes. {BOLD.format(', by any score,')}"
-    )
-    columns = [Column(one.title, better="high") for one in sets]
-    return make_table("Out of distribution, by every score", caption, columns, values, best=best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,18 +92,6 @@ def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     # With more methods than pairs, the last ones look alike.
     pairs = {method: KNOWN[method] if method in KNOWN else next(free, (OTHERS[0], PATTERNS[-1])) for method in methods}
     return {method: {"color": colour, "linestyle": pattern} for method, (colour, pattern) in pairs.items()}
-
-
-def crossed_strokes(kinds: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """Strokes of methods that vary in two ways: a colour for each value of the first, a line style for each of the second."""
-    first, second = (list(dict.fromkeys(values)) for values in zip(*kinds.values(), strict=True))
-    return {
-        method: {
-            "color": OTHERS[first.index(one) % len(OTHERS)],
-            "linestyle": PATTERNS[second.index(two) % len(PATTERNS)],
-        }
-        for method, (one, two) in kinds.items()
-    }
 
 
 def colours(methods: Iterable[str]) -> dict[str, str]:

@@ -87,16 +87,13 @@ def _paper_rows(methods: Mapping[str, Any]) -> dict[str, Any]:
     return {f"paper: {method}": row for method, row in methods.items()}
 
 
-def paper_network(suite: SuiteResults) -> str:
-    """The paper's network beside the suite's, such as "also with LeNet"."""
-    there, here = paper_numbers.NETWORKS[suite.name], suite.network
-    if there.lower().replace("-", "") == here.lower().replace("-", ""):
-        return f"also with {there}"
-    return f"with another network: {there} there, {here} here"
-
-
 def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
-    return f" Rows that begin with 'paper' are the paper's numbers, {paper_network(suite)}." if given else ""
+    if not given:
+        return ""
+    there, here = paper_numbers.NETWORKS[suite.name], suite.network
+    same = there.lower().replace("-", "") == here.lower().replace("-", "")
+    network = f"also with {there}" if same else f"with another network: {there} there, {here} here"
+    return f" Rows that begin with 'paper' are the paper's numbers, {network}."
 
 
 def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:

@@ -9,12 +9,10 @@ from typing import Any
 from mola.compare.demo_result import DemoResult
 from mola.compare.measured import CLEAR, SAME, Lead
 from mola.compare.record import Comparison
-from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import is_clear
 from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
 from mola.compare.report.reading import METHODS, SuiteResults, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of
-from mola.compare.report.suite_tables import paper_network
 
 EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace approximation of its last layer"}
 
@@ -166,20 +164,17 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 
 # --- suites ----------------------------------------------------------------------------------------------------------
 
-FAR = 3.0
-"""Percentage points from which a difference from the paper is counted."""
-
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 """Methods, and the ensembles that they must beat."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Clear differences between MoLA and ensembles, and numbers that differ from the paper's."""
+    """Clear differences between MoLA and ensembles."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
     found = [_compared(suite, numbers, own, base) for own, base in COMPARED if {own, base} <= suite.runs.keys()]
-    return [finding for finding in (*found, _paper(suite, numbers)) if finding is not None]
+    return [finding for finding in found if finding is not None]
 
 
 def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
@@ -210,24 +205,6 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
     return Finding(f"{own} and {base}", " ".join(parts)) if parts else None
-
-
-def _paper(suite: SuiteResults, numbers: Numbers) -> Finding | None:
-    gaps = {}
-    for one in suite.of_role("outlier"):
-        for kind, quantity in (("MMC", On(one.name, "confidence")), ("AUROC", On(one.name, "auroc", BY_CONFIDENCE))):
-            for method, mine in numbers(quantity, 100).items():
-                theirs = paper_numbers.OUTLIERS.get(suite.name, {}).get(method, {}).get(f"{one.title} {kind}")
-                if mine is not None and theirs is not None:
-                    words = f"{method} on {one.title}, {kind} {mine.mean:.1f} (paper {theirs.mean:.1f})"
-                    gaps[words] = abs(mine.mean - theirs.mean)
-    if not gaps:
-        return None
-    text = f"{sum(gap > FAR for gap in gaps.values())} of {len(gaps)} numbers differ by more than {FAR:g} points from the paper's"
-    return Finding(
-        "Beside the paper",
-        f"{text} ({paper_network(suite)}); the largest difference: {max(gaps, key=gaps.__getitem__)}.",
-    )
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
