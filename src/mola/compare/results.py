@@ -176,12 +176,12 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         detail: keep the histogram of confidence.
         errors: estimate standard errors over data.
     """
-    groups = (inside.groups, outside.groups)
     confidence, std = (
         mean_of(outside[name], outside.groups) if name in outside.columns else None
         for name in ("confidence", "std[all]")
     )
-    scores, spread = {}, {}
+    separated = _separation(inside, outside) if errors else {}
+    scores = {}
     for name, far in outside.scores.items():
         near = inside[name]
         scores[name] = {
@@ -191,16 +191,13 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
             "fpr95": metrics.fpr_at_tpr(near, far),
             "fpr95_out": metrics.fpr_at_tpr_out(near, far),
         }
-        if errors:
-            area, rate = area_between(near, far, groups), pass_rate(near, far, groups)
-            spread[name] = {"auroc": area.error, "fpr95": rate.error}
     return OutlierResult(
         count=outside.count,
         confidence=None if confidence is None else confidence.value,
         scores=scores,
         histogram=_histogram(outside) if detail and confidence is not None else [],
         confidence_error=confidence.error if errors and confidence is not None else None,
-        errors=spread,
+        errors={score: {name: one.error for name, one in found.items()} for score, found in separated.items()},
         std=None if std is None else std.value,
         std_error=None if std is None else std.error,
     )
@@ -241,16 +238,22 @@ def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
     return leads({method: tally.measured() for method, tally in tallies.items()}, BETTER)
 
 
+def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measurement]]:
+    groups = (inside.groups, outside.groups)
+    return {
+        name: {"auroc": area_between(inside[name], far, groups), "fpr95": pass_rate(inside[name], far, groups)}
+        for name, far in outside.scores.items()
+    }
+
+
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
     """Which method leads on outliers, by any score; for classifiers also by confidence. See `Comparison.leads`."""
-    areas: dict[Name, Measurement] = {}
-    rates: dict[Name, Measurement] = {}
-    for method, tally in outside.items():
-        groups = (inside[method].groups, tally.groups)
-        for score, far in tally.scores.items():
-            near = inside[method][score]
-            areas[method, score] = area_between(near, far, groups)
-            rates[method, score] = pass_rate(near, far, groups)
+    separated: dict[Name, dict[str, Measurement]] = {
+        (method, score): found
+        for method, tally in outside.items()
+        for score, found in _separation(inside[method], tally).items()
+    }
+    areas, rates = ({name: one[metric] for name, one in separated.items()} for metric in ("auroc", "fpr95"))
     found = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
     if not all("confidence" in tally.columns for tally in outside.values()):
         return found

@@ -74,18 +74,11 @@ def _curve(panel: Axes, points: Points, label: str, stroke: Stroke) -> None:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 
-def suite_shift(suite: SuiteResults) -> Figure:
-    """Every metric of the methods compared, against the level of shift."""
-    return _against_level(suite, suite.runs, tuple(SHIFT_METRICS))
-
-
-def suite_ablation(suite: SuiteResults, group: str) -> Figure:
-    """Log-likelihood, calibration and confidence of an ablation, against the level of shift."""
-    return _against_level(suite, suite.groups[group], ("log_likelihood", "ece", "confidence"))
-
-
-def _against_level(suite: SuiteResults, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> Figure:
-    levels, drawn, numbers = levels_of(suite), strokes(methods), Numbers(methods)
+def draw_against_level(
+    comparison: Comparison, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], axis: str
+) -> Figure:
+    """Metrics of some methods against the level of shift."""
+    levels, drawn, numbers = levels_of(comparison), strokes(methods), Numbers(methods)
     panels: dict[str, dict[str, tuple[Points, Stroke]]] = {}
     for metric in metrics:
         found = {level: numbers(numbers.at_level(level, metric)) for level in levels}
@@ -93,7 +86,7 @@ def _against_level(suite: SuiteResults, methods: Mapping[str, Sequence[Record]],
             method: ([(level, found[level][method]) for level in levels], drawn[method]) for method in methods
         }
     from_zero = [SHIFT_METRICS[metric].name for metric in ("brier", "ece")]
-    return _curves(panels, axis=suite.axis, ticks=levels, from_zero=from_zero)
+    return _curves(panels, axis=axis, ticks=levels, from_zero=from_zero)
 
 
 def component_sweep(suite: SuiteResults) -> dict[str, dict[int, str]]:
@@ -227,29 +220,6 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
-
-
-def demo_rotation(result: DemoResult) -> Figure:
-    """Confidence with accuracy, log loss and calibration error against the angle."""
-    runs, angles = result.comparison.runs, levels_of(result.comparison)
-    numbers, drawn = Numbers(runs), strokes(runs)
-
-    def points(metric: str) -> dict[str, Points]:
-        found = {angle: numbers(numbers.at_level(angle, metric)) for angle in angles}
-        means = {
-            angle: {method: one and Estimate(one.mean, None, 1) for method, one in row.items()}
-            for angle, row in found.items()
-        }
-        return {method: [(angle, means[angle][method]) for angle in angles] for method in runs}
-
-    titles = {"confidence": "mean confidence", "nll": "log loss (NLL)", "ece": "calibration error (ECE)"}
-    panels: dict[str, dict[str, tuple[Points, Stroke]]] = {
-        title: {method: (one, drawn[method]) for method, one in points(metric).items()}
-        for metric, title in titles.items()
-    }
-    dashed = {"color": INK, "linestyle": (0, (2, 1.5))}
-    panels["mean confidence"]["accuracy of MoLA"] = (points("accuracy")["MoLA"], dashed)
-    return _curves(panels, axis="rotation (degrees)", ticks=range(0, 181, 45), from_zero=list(titles.values()))
 
 
 def demo_distance(result: DemoResult) -> Figure:

@@ -10,25 +10,26 @@ from mola.compare.report.confidence_figures import MOST_SETS, draw_histograms, d
 from mola.compare.report.curve_figures import (
     component_sweep,
     demo_distance,
-    demo_rotation,
+    draw_against_level,
     draw_coverage,
     draw_predicted,
     draw_spread,
     evaluation_decisions,
-    suite_ablation,
     suite_components,
-    suite_shift,
 )
 from mola.compare.report.numbers import levels_of
 from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets, suite_types
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.style import Planned
-from mola.compare.report.suite_tables import GROUP_TITLES, ablation_groups, compared_by_type
+from mola.compare.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablation_groups, compared_by_type
 
 RELIABILITY = (
     "Calibration",
     "Accuracy over confidence, in bins of confidence: overconfident predictions are below the dashed line.",
 )
+
+ABLATED = ("log_likelihood", "ece", "confidence")
+"""Metrics against the level of shift in ablations and in the demo."""
 
 BANDS = "Lines are means over runs, bands one standard error."
 
@@ -52,8 +53,8 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
         "rotation": Planned(
             "As the digits turn",
-            "Beyond 45° every method is overconfident; the methods differ in the log loss that this costs.",
-            partial(demo_rotation, result),
+            "Beyond 45° every method is overconfident; the methods differ in the log-likelihood that this costs.",
+            partial(draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)"),
         ),
         "distance": Planned(
             "Far away from the data",
@@ -122,7 +123,9 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
             partial(draw_histograms, suite, outliers[:MOST_SETS]),
         )
     if suite.runs and len(levels) > 1:
-        figures["shift"] = Planned("Under shift", BANDS, partial(suite_shift, suite))
+        figures["shift"] = Planned(
+            "Under shift", BANDS, partial(draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
+        )
     if compared_by_type(suite) is not None:
         figures["types"] = Planned(
             "By type of shift, against the paper's rule",
@@ -143,5 +146,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         if group == "components" and component_sweep(suite):
             figures[group] = Planned(title, BANDS, partial(suite_components, suite))
         elif len(levels) > 1:
-            figures[group] = Planned(title, BANDS, partial(suite_ablation, suite, group))
+            methods = suite.groups[group]
+            drawn = partial(draw_against_level, suite, methods, ABLATED, suite.axis)
+            figures[group] = Planned(title, BANDS, drawn)
     return figures

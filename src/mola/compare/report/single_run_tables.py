@@ -122,8 +122,8 @@ def _set_table(sets: SetResult, method: str) -> Table:
     worst = sorted(sets.classes, key=lambda name: sets.classes[name])[:FEW]
     values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
     caption = (
-        f"Sets of {method} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average, the least "
-        f"covered classes first (`mola predict --by-class` covers each class as often)."
+        f"Sets of {method} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average; the least covered "
+        f"classes are first, and `mola predict --by-class` covers each class as often."
     )
     return make_table("Prediction sets by class", caption, [Column("covered %")], values)
 
@@ -266,13 +266,6 @@ def _output_table(comparison: Comparison) -> Table | None:
 
 # --- the demo --------------------------------------------------------------------------------------------------------
 
-TEST_DIGITS = {
-    "accuracy": Column("accuracy %"),
-    "nll": Column("NLL", better="low", digits=3),
-    "brier": Column("Brier", better="low", digits=3),
-    "ece": Column("ECE %", better="low"),
-    "confidence": Column("mean conf. %"),
-}
 ROTATED = {
     "accuracy": Column("acc. %"),
     "nll": Column("NLL", better="low", digits=2),
@@ -283,8 +276,7 @@ TABLE_ANGLES = (15, 30, 45)
 
 def demo_tables(comparison: Comparison) -> list[Table]:
     """In distribution, under rotation, and against each set of outliers by every score."""
-    test, leads, numbers = comparison.test, comparison.leads, Numbers(comparison.runs)
-    inside = f"{test.count} test digits, with standard errors; {BOLD.format('')}."
+    numbers, leads = Numbers(comparison.runs), comparison.leads
     rotated = [
         replace(shown, column=replace(shown.column, group=f"{one.level:g}°"))
         for one in comparison.of_role("shift")
@@ -292,7 +284,7 @@ def demo_tables(comparison: Comparison) -> list[Table]:
         for shown in on_set(one.name, ROTATED)
     ]
     return [
-        records_table("In distribution", inside, numbers, on_set(test.name, TEST_DIGITS), leads=leads),
+        _test_table(comparison),
         records_table("Under rotation", "Test digits turned counter-clockwise.", numbers, rotated, leads=leads),
         *(_outlier_tables(comparison, one)[0] for one in comparison.of_role("outlier")),
     ]

@@ -296,11 +296,9 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
 def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table | None:
     columns, values = _every_score(suite, numbers, [(column, one.name, name) for name, column in SCORED.items()])
     caption = (
-        f"In %. {runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
-        f"positive class. FPR95: share of outliers that pass where 95% of the test data do."
+        "In %: AUPR with test data (in) or outliers (out) as the positive class; FPR95 of outliers that pass where 95 % of the test "
+        "data do, or (out) of test data refused where 95 % of the outliers are."
     )
-    if SCORED["fpr95_out"] in columns:
-        caption += " FPR95 out: share of test data refused where 95% of the outliers are."
     return make_table(f"{one.title}: every method by every score", caption, columns, values)
 
 
@@ -363,9 +361,8 @@ def _people(suite: SuiteResults) -> Table | None:
         for score in known_scores(suite)
     ]
     caption = (
-        f"{runs_words(methods)} NLL: log loss on the published labels. Cross-entropy: log loss on the labels of about 50 people "
-        f"for each image (CIFAR-10H, Peterson et al., 2019). Divergence: cross-entropy less the entropy of the people's labels. "
-        f"Rank correlation (Spearman): of a score with that entropy."
+        "NLL of the published labels, cross-entropy of the labels of about 50 people for each image (CIFAR-10H, Peterson et al., "
+        "2019), divergence from these, and Spearman's correlation of scores with their entropy."
     )
     return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), shown)
 
@@ -379,9 +376,8 @@ def _estimated_accuracy(suite: SuiteResults) -> Table | None:
         for one in suite.of_role("shift")
     ]
     caption = (
-        f"Accuracy estimated without labels: mean absolute error over types of shift, in points. {runs_words(methods)} "
-        f"Confidence: its mean. DoC: validation accuracy less the drop in mean confidence (Guillory et al., 2021). ATC: share of "
-        f"inputs whose score exceeds the threshold that matches the validation accuracy (Garg et al., 2022)."
+        "Mean absolute error over types of shift, in points, of the mean confidence, DoC (Guillory et al., 2021) and ATC (Garg et "
+        "al., 2022)."
     )
     return records_table(f"{suite.shift_title}: accuracy estimated without labels", caption, Numbers(methods), shown)
 
