@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,25 +191,18 @@ REACH = 12.0
 """Half the side of the maps; the data are within 2 of the origin."""
 
 
-def _build() -> nn.Sequential:
-    # With biases: without, the predicted class is constant along a ray from the origin.
-    return mlp(2, (64, 64), 2)
-
-
-def plane_points(reach: float, size: int) -> Tensor:
-    """Points (size * size, 2) of the square from -reach to reach, row by row from the lowest, each from left to right."""
-    axis = torch.linspace(-reach, reach, size, dtype=torch.float32)
-    return torch.cartesian_prod(axis, axis).flip(1)
-
-
 def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
     """Train an ensemble on two moons, fit and tune, and map each method's confidence far beyond the data."""
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
-    networks = train_ensemble(_build, data, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
+    build = partial(
+        mlp, 2, (64, 64), 2
+    )  # with biases: without, the predicted class is constant along a ray from the origin
+    networks = train_ensemble(build, data, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
     methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
-    plane = plane_points(REACH, size)
+    axis = torch.linspace(-REACH, REACH, size, dtype=torch.float32)
+    plane = torch.cartesian_prod(axis, axis).flip(1)  # row by row from the lowest, each from left to right
     maps = {
         name: np.asarray(method(plane).double().max(1).values.reshape(size, size).numpy())
         for name, method in methods.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,11 +34,6 @@ class SwagBudget:
     samples: int = 30
     """Draws from each network's Gaussian."""
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-        if self.snapshots < 2:
-            raise OptionError(f"snapshots of SWAG must be at least 2, got {self.snapshots}.")
-
 
 @dataclass(frozen=True)
 class MimoBudget:
@@ -47,15 +42,6 @@ class MimoBudget:
     epochs: int = 100
     members: int = 3
     batch_repetition: int = 4
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
-
-def _check_positive(budget: SwagBudget | MimoBudget) -> None:
-    for name, value in asdict(budget).items():
-        if value is not None and not value > 0:
-            raise OptionError(f"{name} must be above 0, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -81,6 +67,9 @@ def changed(part: Part, text: str) -> Part:
             raise OptionError(
                 f"expected name=number for {', '.join(names)}, separated by commas; got {pair!r}."
             ) from error
+        least = 1 if name == "snapshots" else 0
+        if not values[name] > least:
+            raise OptionError(f"{name} must be above {least}, got {value}.")
     return replace(part, **values)
 
 

@@ -79,18 +79,12 @@ class _Pictures:
         """Yield bytes and labels at some places; the corruption of an image depends on its place alone."""
         first = 0
         for pixels, labels in self.images.part(places).batches(BATCH, workers=2):
-            yield self._corrupted(pixels, places[first : first + len(labels)]), labels
+            if self.kinds:
+                change = partial(corrupt, severity=self.severity, seed=CORRUPTION_SEED, parameters="imagenet-c")
+                pairs = zip(torch.split(pixels, 1), places[first : first + len(labels)], strict=True)
+                pixels = torch.cat([change(one, self.kinds[place], first=place) for one, place in pairs])
+            yield pixels, labels
             first += len(labels)
-
-    def _corrupted(self, pixels: Tensor, places: Sequence[int]) -> Tensor:
-        if not self.kinds:
-            return pixels
-        options = {"seed": CORRUPTION_SEED, "parameters": "imagenet-c"}
-        every = [
-            corrupt(one, self.kinds[place], self.severity, first=place, **options)  # type: ignore[arg-type]
-            for one, place in zip(torch.split(pixels, 1), places, strict=True)
-        ]
-        return torch.cat(every)
 
     def key(self, root: Path) -> str:
         """Return a checksum of the files, their labels and their processing."""
