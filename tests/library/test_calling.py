@@ -164,6 +164,13 @@ def test_logits_are_picked_from_any_output():
             mola.ensemble(network, logits=logits)
 
 
+def test_the_checksum_depends_on_buffers_too():
+    network = nn.BatchNorm1d(3)
+    before = state_checksum(network)
+    network.running_var.add_(1e-9)
+    assert state_checksum(network) != before
+
+
 def test_the_same_network_twice_is_warned_of():
     network = nn.Linear(5, 3).double()
     for options in ({}, {"logits": lambda output: output}):
@@ -171,9 +178,6 @@ def test_the_same_network_twice_is_warned_of():
             mola.fit([network, network], [X], **options)
         with pytest.warns(mola.errors.MolaWarning, match="more than once"):
             mola.ensemble([network, network], **options)
-
-
-# --- checksum -----------------------------------------------------------------------------------------------------------
 
 
 # --- images of different sizes ------------------------------------------------------------------------------------------

@@ -180,6 +180,13 @@ class TestThreshold:
         assert f"{accuracy - 0.01:.2%}" in tuned.tuning.rule
 
     @quiet
+    def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(self, trained):
+        members, train, validation = trained
+        for margin, named in ((1e-4, True), (0.3, False)):
+            notes = mola.fit(members, train).tune(validation, rule=Threshold(margin=margin)).tuning.notes
+            assert any("few validation data" in note for note in notes) == named
+
+    @quiet
     def test_a_given_confidence_needs_no_labels(self, trained):
         members, train, validation = trained
         posterior = mola.fit(members, train)
