@@ -108,19 +108,7 @@ def test_info_notices_damage(posterior, mola_command, tmp_path):
 def test_info_for_people_and_for_programs(posterior, mola_command):
     code, out, _ = mola_command("info", posterior)
     assert code == 0
-    assert out.startswith("tuning")
-    for words in (
-        "kron",
-        "cat, dog, fox",
-        "as fitted",
-        "36 inputs",
-        "mola fit --config",
-        "intact",
-        "false alarms",
-        "distances from the training classes",
-        "last layer '",
-        "': 12 features, 3 classes",
-    ):
+    for words in ("kron", "cat, dog, fox", "as fitted", "36 inputs", "intact"):
         assert words in " ".join(out.split()), words
     code, out, err = mola_command("info", posterior, "--json")
     assert (code, err) == (0, "")

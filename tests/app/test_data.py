@@ -13,8 +13,7 @@ from PIL import Image
 
 from mola.app.jobs.arrays import open_arrays
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.job import Job
-from mola.app.jobs.preparation import Hints, Intake, settle
+from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
 from mola.errors import DataError, OptionError
@@ -99,23 +98,6 @@ def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
     assert result.document["result"]["intake"]["mode"] == "RGB"
     assert list(result.account.left_out[str(folder)]) == ["cat/000-first.png"]
     assert result.document["result"]["left_out"] == 1
-
-
-def test_images_are_resized_cropped_and_normalised_on_demand(desk, tmp_path):
-    document = run_fit(
-        job_for(desk, train="train.csv", val="val", resize=(6, 6), normalise="imagenet"), tmp_path / "posterior"
-    ).document
-    assert document["result"]["intake"]["mean"] == [0.485, 0.456, 0.406]
-    assert settle(Job(normalise="imagenet"), Hints(), "float32").mode == "RGB", "statistics for three channels"
-    assert settle(Job(normalise="imagenet", mode="L"), Hints(), "float32").mode == "L"
-    assert settle(Job(), Hints(shape=(1, 28, 28)), "float32").mode == "L"
-    assert settle(Job(), Hints(), "float32").mode is None, "for the images to show"
-    intake = settle(Job(resize=8, crop=6, mean=(0.5,), std=(0.25,)), Hints(), "float64")
-    (rows,) = open_set("strange", Intake.from_plain(intake.plain() | {"mode": "RGB"}), labelled=False)
-    assert rows.inputs.shape == (12, 3, 6, 6)
-    assert rows.inputs.dtype == torch.float64
-    assert rows.inputs.min() >= -2
-    assert rows.inputs.min() < 0
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,9 @@ def test_decisions_in_rows_are_those_of_the_library(desk, fitted, tmp_path, endi
 
 
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)
-@pytest.mark.parametrize("coverage", [0.5, 0.9])
-def test_intervals_are_those_of_the_library(kind, tmp_path, coverage):
+def test_intervals_are_those_of_the_library(kind, tmp_path):
     """They contain the targets as often as guaranteed, within the sampling error of calibration and test data."""
-    x, y = draw("regression", 2000, 7)
+    (x, y), coverage = draw("regression", 2000, 7), 0.9
     np.savez(tmp_path / "more.npz", x=x, y=y)
     run("predict", "posterior", tmp_path / "more.npz", "--output", tmp_path / "out.npz", "--coverage", coverage)
     found, posterior, (val, targets) = read(tmp_path / "out.npz"), kind.open().posterior, kind.data("val")

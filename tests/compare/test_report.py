@@ -34,7 +34,6 @@ from mola.compare.report.tables import (
     make_table,
     to_frame,
 )
-from mola.compare.report.words import suite_findings
 from mola.compare.report.writing import write_report
 from mola.compare.store import Store
 from mola.errors import OptionError
@@ -243,13 +242,6 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
     page = suites_page([SuiteReport(suite, tables, {})], "")
     assert "Dropout &lt;b&gt;" in page
     assert "Dropout <b>" not in page
-
-
-# --- findings -------------------------------------------------------------------------------------------------------
-
-
-def told(suite):
-    return {finding.title: finding.text for finding in suite_findings(suite)}
 
 
 # --- forms of a table -----------------------------------------------------------------------------------------------

@@ -52,13 +52,6 @@ def drawn(folder, name):
     return (folder / "example-results" / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_say_how_to_run_them(path):
-    text = path.read_text()
-    assert re.match(r'"""[^\n]+\n\n    python examples/' + path.name, text), "what it shows, and the command"
-    assert f"examples/{path.name}" in (ROOT / "docs" / "start" / "index.md").read_text()
-
-
 def test_segmentation(run, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # networks trained this briefly may be underconfident

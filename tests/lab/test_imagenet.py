@@ -105,20 +105,23 @@ def options(root, **changes):
     return DataOptions(directory=root / "data", **{**chosen, **changes})
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_one_command_from_names_of_networks_to_records(root, tmp_path):
-    arguments = ["bench", "imagenet", "--cross-fit", "--networks", "sizes_for_test:small, sizes_for_test:large"]
-    arguments += [
+ARGUMENTS = [
+    *(
+        "bench",
+        "imagenet",
+        "--networks",
+        "sizes_for_test:small,sizes_for_test:large",
         "--components",
         "2",
-        "--image-size",
-        str(SIDE),
-        "--types",
-        "contrast,gaussian_noise",
-        "--quiet",
-        "--runs",
-        "2",
-    ]
+        "--cross-fit",
+    ),
+    *("--runs", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_one_command_from_names_of_networks_to_records(root, tmp_path):
+    arguments = list(ARGUMENTS)
     folders = {"--data": root / "data", "--results": tmp_path / "results", "--cache": tmp_path / "cache"}
     for option, folder in folders.items():
         arguments += [option, str(folder)]
@@ -137,7 +140,7 @@ def test_one_command_from_names_of_networks_to_records(root, tmp_path):
     document = store.read_document("imagenet", "suite.json")
     assert "training images are not here" in document["notes"][-2]
     assert "types are compared on different classes" in document["notes"][-1]
-    assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
+    assert document["network"] == "sizes_for_test:small,sizes_for_test:large"
     # Nothing is left to do: the same command ends at once, and leaves the records as they are.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
     assert CliRunner().invoke(app, arguments).exit_code == 0
@@ -260,22 +263,18 @@ IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mol
 
 def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp_path):
     """They divide slices of images between them, and methods; sums of training data are added up in another order."""
-    arguments = [
-        "bench",
-        "imagenet",
-        "--cross-fit",
-        "--runs",
-        "2",
-        "--networks",
-        "sizes_for_test:small,sizes_for_test:large",
-    ]
-    arguments += ["--components", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"]
-    arguments += ["--threads", "1"]
     path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
 
     def command(name):
         folders = {"data": root / "data", "results": tmp_path / name / "results", "cache": tmp_path / name / "cache"}
-        return ["-c", IN_SLICES, *arguments, *(f"--{what}={folder}" for what, folder in folders.items())]
+        return [
+            "-c",
+            IN_SLICES,
+            *ARGUMENTS,
+            "--threads",
+            "1",
+            *(f"--{what}={folder}" for what, folder in folders.items()),
+        ]
 
     alone = run_python(*command("one"), env=os.environ | path, timeout=600)
     assert alone.returncode == 0, alone.stderr

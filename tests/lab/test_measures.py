@@ -10,7 +10,6 @@ from scipy.stats import spearmanr
 
 from mola.compare.tally import Answer
 from mola.lab.measures import (
-    EstimatedAccuracy,
     HumanLabels,
     Rejection,
     accuracy_estimates,
@@ -89,19 +88,6 @@ def test_rejection_counts_what_is_answered_and_what_is_not():
     for score in ("max probability", "entropy"):
         assert found[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected
         assert found[f"out-of-scope recall, {score}"] == pytest.approx(2 / 3)
-
-
-def test_accuracy_of_calibrated_predictions_is_estimated_without_labels():
-    generator = torch.Generator().manual_seed(0)
-    sharpness = {"validation": 3.0, "shifted": 1.0}
-    sets = {}
-    for name, scale in sharpness.items():
-        probs = (scale * torch.randn(30000, 4, generator=generator, dtype=torch.float64)).softmax(1)
-        sets[name] = probs, torch.multinomial(probs, 1, generator=generator).squeeze(1)  # calibrated by construction
-    found = EstimatedAccuracy((("shifted", 3),))(answers(**sets))
-    assert found["shifted, confidence"] < 0.02
-    assert found["shifted, DoC"] < 0.02
-    assert found["shifted, ATC, confidence"] > 0.05  # assumes that the errors are the least confident inputs
 
 
 def test_accuracy_estimates_by_hand():

@@ -22,7 +22,6 @@ from mola.compare.store import Store
 from mola.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
 from mola.lab.suite import DataOptions
 from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
-from mola.lab.suites.mnist import MNIST
 from tests.forked_python import start_python, wait_for
 
 NETWORK = """
@@ -200,15 +199,6 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     code, _ = mola_command("report", "mnist", "--output", "page", "--quiet")
     assert code == 0
     assert (tmp_path / "page" / "index.html").stat().st_size > 10_000
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_levels_are_degrees_counter_clockwise(mnist):
-    found = MNIST.make_sources(DataOptions(directory=mnist, test=20))
-    plain = found["test"].show(5)
-    assert torch.equal(found["rotation 180"].show(5), plain.flip(2, 3))
-    assert torch.equal(found["rotation 90"].show(5), plain.rot90(1, (2, 3)))
-    assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
 
 
 @pytest.mark.parametrize(
