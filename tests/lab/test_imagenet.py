@@ -105,18 +105,10 @@ def options(root, **changes):
     return DataOptions(directory=root / "data", **{**chosen, **changes})
 
 
-ARGUMENTS = [
-    *(
-        "bench",
-        "imagenet",
-        "--networks",
-        "sizes_for_test:small,sizes_for_test:large",
-        "--components",
-        "2",
-        "--cross-fit",
-    ),
-    *("--runs", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"),
-]
+ARGUMENTS = (
+    "bench imagenet --cross-fit --networks sizes_for_test:small,sizes_for_test:large --components 2 --runs 2"
+    f" --image-size {SIDE} --types contrast,gaussian_noise --quiet"
+).split()
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -140,7 +132,7 @@ def test_one_command_from_names_of_networks_to_records(root, tmp_path):
     document = store.read_document("imagenet", "suite.json")
     assert "training images are not here" in document["notes"][-2]
     assert "types are compared on different classes" in document["notes"][-1]
-    assert document["network"] == "sizes_for_test:small,sizes_for_test:large"
+    assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
     # Nothing is left to do: the same command ends at once, and leaves the records as they are.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
     assert CliRunner().invoke(app, arguments).exit_code == 0
