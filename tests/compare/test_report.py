@@ -16,7 +16,7 @@ from mola.compare.record import ClassResult, Comparison, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import Estimate
 from mola.compare.report.figures import suite_figures
-from mola.compare.report.numbers import Numbers, On, numbers_frame
+from mola.compare.report.numbers import Numbers, On
 from mola.compare.report.page import SuiteReport, evaluation_page, suites_page
 from mola.compare.report.reading import read_suites
 from mola.compare.report.single_run_tables import evaluation_tables
@@ -76,10 +76,9 @@ def marked(table):
 
 def test_numbers_are_those_of_the_records(suite):
     one = suite.runs["MoLA"][1]
-    frame = numbers_frame([one])
-    row = frame[(frame.set == "kmnist") & (frame.score == "entropy") & (frame.metric == "auroc")]
-    assert row.value.tolist() == [one.outliers["kmnist"].scores["entropy"]["auroc"]]
     numbers = Numbers(suite.runs)
+    area = numbers(On("kmnist", "auroc", "entropy"))["MoLA"]
+    assert area.by_run[one.run] == one.outliers["kmnist"].scores["entropy"]["auroc"]
     found = numbers(On("test", "nll"), 10)["MoLA"]
     values = [10 * record.labelled["test"].metrics["nll"] for record in suite.runs["MoLA"]]
     assert (found.mean, found.error) == pytest.approx((np.mean(values), np.std(values, ddof=1) / np.sqrt(3)))

@@ -1,11 +1,9 @@
-"""The numbers of records as data frames, estimates over runs from them, and tables of these estimates."""
+"""The numbers of records, estimates over runs from them, and tables of these estimates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import pandas as pd
 
 from mola.compare.measured import Lead
 from mola.compare.record import Comparison, LabelledResult, Record, SetInfo
@@ -13,41 +11,11 @@ from mola.compare.report.estimate import Estimate
 from mola.compare.report.tables import Column, Number, Table, make_table
 from mola.metrics import least_area_under_risk_coverage
 
-COLUMNS = ["method", "run", "set", "level", "type", "score", "metric", "value", "error"]
-
 BY_CONFIDENCE = "max probability"
 """The outlier score of tables that show one score."""
 
 EXCESS = "excess_aurc"
 """AURC less the smallest AURC that the number of errors allows."""
-
-
-def numbers_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Every number of some records, one in each row.
-
-    Columns: method and run; set, or name of a measure; level and type of shift; outlier score; metric; value and, where it is
-    known, its standard error over data.
-    """
-    rows: list[tuple[object, ...]] = []
-    for record in records:
-        who = (record.method, record.run)
-        for name, found in record.labelled.items():
-            place = (*who, name, found.level)
-            metrics = {**found.metrics, **_excess(found)}
-            rows += [(*place, "", "", metric, value, found.errors.get(metric)) for metric, value in metrics.items()]
-            for kind, typed in found.types.items():
-                rows += [(*place, kind, "", metric, value, None) for metric, value in typed.items()]
-        for name, out in record.outliers.items():
-            place = (*who, name, 0.0)
-            rows.append((*place, "", "", "confidence", out.confidence, out.confidence_error))
-            rows.append((*place, "", "", "std", out.std, out.std_error))
-            for score, scored in out.scores.items():
-                errors = out.errors.get(score, {})
-                rows += [(*place, "", score, metric, value, errors.get(metric)) for metric, value in scored.items()]
-        for measure, given in record.measures.items():
-            rows += [(*who, measure, 0.0, "", "", metric, value, None) for metric, value in given.items()]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame.astype({"value": float, "error": float})
 
 
 def _excess(result: LabelledResult) -> dict[str, float]:
@@ -69,45 +37,61 @@ class On:
     """Type of shift."""
 
 
+def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None]]:
+    # Every number with its standard error over data, where that is known.
+    for name, found in record.labelled.items():
+        for metric, value in {**found.metrics, **_excess(found)}.items():
+            yield On(name, metric), value, found.errors.get(metric)
+        for kind, typed in found.types.items():
+            for metric, value in typed.items():
+                yield On(name, metric, kind=kind), value, None
+    for name, out in record.outliers.items():
+        yield On(name, "confidence"), out.confidence, out.confidence_error
+        yield On(name, "std"), out.std, out.std_error
+        for score, scored in out.scores.items():
+            for metric, value in scored.items():
+                yield On(name, metric, score), value, out.errors.get(score, {}).get(metric)
+    for measure, given in record.measures.items():
+        for metric, value in given.items():
+            yield On(measure, metric), value, None
+
+
 class Numbers:
     """The numbers of some methods: estimates over runs, or with the error over data for one run."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
-        records = [replace(record, method=name) for name, found in methods.items() for record in found]
+        records = [record for found in methods.values() for record in found]
         self.methods = tuple(methods)
         self.overlap = max((record.overlap for record in records), default=0.0)
         levels = {(name, one.level) for record in records for name, one in record.labelled.items()}
         self.levels = sorted({level for _, level in levels})
         self._sets = {level: tuple(sorted(name for name, own in levels if own == level)) for level in self.levels}
-        keys = ["set", "type", "score", "metric"]
-        frame = numbers_frame(records).drop_duplicates(["method", "run", *keys])
-        self._values, self._errors = (
-            frame.pivot(index=["method", "run"], columns=keys, values=column) for column in ("value", "error")
-        )
+        self._runs: dict[str, dict[int, dict[On, tuple[float, float | None]]]] = {
+            method: {
+                record.run: {on: (value, error) for on, value, error in _numbers_of(record) if value is not None}
+                for record in found
+            }
+            for method, found in methods.items()
+        }
 
     def __call__(self, quantity: On, factor: float = 1.0) -> dict[str, Estimate | None]:
         """Estimates by method, times a factor; None where a method has no such number."""
-        values, errors = self._read(quantity)
-        by_run: dict[str, dict[int, float]] = {method: {} for method in self.methods}
-        for (method, run), value in values.dropna().items():
-            by_run[method][run] = value
-        found = {method: Estimate.over(own, self.overlap) for method, own in by_run.items()}
-        for method, one in found.items():
-            if one is not None and one.runs == 1:
-                error = errors[method, next(iter(one.by_run))]
-                one = replace(one, error=None if pd.isna(error) else float(error))
-            found[method] = None if one is None else one.scaled(factor)
-        return found
-
-    def _read(self, quantity: On) -> tuple[pd.Series, pd.Series]:
-        # Values and errors by method and run.
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
-        keys = [(name, quantity.kind, quantity.score, quantity.metric) for name in sets]
-        nothing = pd.Series(float("nan"), index=self._values.index)
-        if not keys or any(key not in self._values.columns for key in keys):
-            return nothing, nothing
-        errors = self._errors[keys[0]] if len(keys) == 1 else nothing
-        return sum(self._values[key] for key in keys) / len(keys), errors
+        keys = [replace(quantity, sets=name) for name in sets]
+        estimates: dict[str, Estimate | None] = {}
+        for method, runs in self._runs.items():
+            known = {
+                run: [found[key] for key in keys]
+                for run, found in runs.items()
+                if keys and all(key in found for key in keys)
+            }
+            means = {run: sum(value for value, _ in pairs) / len(pairs) for run, pairs in known.items()}
+            one = Estimate.over(means, self.overlap)
+            if one is not None and one.runs == len(keys) == 1:
+                ((_, error),) = next(iter(known.values()))
+                one = replace(one, error=error)
+            estimates[method] = None if one is None else one.scaled(factor)
+        return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
         """A metric at a level of shift: the mean over the sets of that level."""
