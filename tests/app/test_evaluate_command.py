@@ -22,7 +22,6 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
 from mola.compare.evaluation import comparison_document
-from mola.errors import DataError
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
@@ -187,16 +186,6 @@ def test_the_networks_of_a_regression_alone_are_the_ensemble(kind):
 def test_data_that_were_seen_before_are_named(desk, fitted):
     for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
         assert any("are the validation data" in note for note in run_evaluate(fitted, to_evaluate(name)).notes)
-
-
-@pytest.mark.usefixtures("_at_the_desk")
-@pytest.mark.parametrize("role", ["test", "val"])
-def test_labels_in_another_order_are_refused(desk, fitted, tmp_path, role):
-    stored = np.load(desk.root / "test.npz")
-    np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
-    names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
-    with pytest.raises(DataError, match="another order"):
-        run_evaluate(fitted, to_evaluate(names["test"], val=names["val"]))
 
 
 @pytest.mark.usefixtures("_at_the_desk")

@@ -1,8 +1,6 @@
-"""What the library says: names that are almost right, things that are none, and what a posterior shows of itself."""
+"""Messages of the library: names that are almost right, a tuple as input, and rules that lack their data."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import nn
 
 import mola
 from mola.app.jobs.networks import build_networks
-from mola.errors import OptionError, StorageError
+from mola.errors import OptionError
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
@@ -57,35 +55,12 @@ def test_a_name_that_is_almost_right_is_answered_with_the_right_one(taker):
             assert repr(wrong) in str(caught.value) or wrong in str(caught.value)
 
 
-STATE = nn.Linear(3, 2).state_dict()
-
-
-@pytest.mark.parametrize(
-    ("models", "words"),
-    [
-        ("net0.pt", r"file name, 'net0\.pt'.*load_state_dict"),
-        (Path("net0.pt"), r"file name, 'net0\.pt'.*load_state_dict"),
-        ([nn.Linear(1, 2), "net0.pt"], r"file name, 'net0\.pt'.*load_state_dict"),
-        (STATE, r"got a state dict.*network\.load_state_dict\(state_dict\)"),
-        ([STATE, STATE], r"got a state dict.*network\.load_state_dict\(state_dict\)"),
-    ],
-    ids=["name", "path", "list", "state", "states"],
-)
-def test_files_and_weights_are_no_networks_and_the_message_says_how_to_make_them_so(models, words):
-    for make in (lambda: mola.fit(models, []), lambda: mola.ensemble(models), lambda: mola.whole.fit(models, [])):
-        with pytest.raises(OptionError, match=words):
-            make()
-
-
 def test_a_tuple_that_the_network_does_not_take_is_explained():
     ensemble = mola.ensemble(nn.Linear(3, 2))
     x = torch.randn(4, 3)
     for use in (ensemble, ensemble.predict):
         with pytest.raises(mola.errors.DataError, match=r"A tuple holds .*pass the inputs alone"):
             use((x, torch.arange(4)))
-
-
-# --- rule= --------------------------------------------------------------------------------------------------------------
 
 
 def unread():
@@ -111,23 +86,3 @@ def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_rea
     with pytest.raises(OptionError, match="Did you mean 'nll'"):
         fit(networks, unread(), val, rule="nnl")
     assert fit(networks, parts[1]).tuning is None, "no rule and no data: nothing is tuned"
-
-
-# --- what it shows ------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_of_another_kind_is_not_replaced(parts, tmp_path):
-    networks, train, _ = parts
-    posterior = mola.fit(networks[0], train)
-    whole = mola.whole.fit(networks[0], train, structure="diag")
-    scaled = mola.baselines.TemperatureScaled(networks[0], 2.0)
-    things = {"posterior": posterior, "whole-posterior": whole, "temperature": scaled}
-    for kind, thing in things.items():
-        thing.save(tmp_path / kind)
-        thing.save(tmp_path / kind)  # one of the same kind is
-        before = {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()}
-        for other, another in things.items():
-            if other != kind:
-                with pytest.raises(StorageError, match=f"holds a saved {kind}, which a {other} does not replace"):
-                    another.save(tmp_path / kind)
-        assert {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()} == before
