@@ -65,6 +65,9 @@ SHARE = 0.5
 FREE = 0.005
 """Share of the log loss that covariance may cost where it does not gain, with one standard error to spare."""
 
+TOO_SMALL = 1e-4
+"""Share of the log loss below which the summary gives no number for a difference."""
+
 CLEAR = 2.0
 """Standard errors by which pooling, and the covariance, must gain."""
 
@@ -251,21 +254,22 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
             f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (
-        f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')} and "
+        f"{_against(scaled, chosen, data, f'temperature-scaled {ensemble}')}, "
         f"{_against(plain, chosen, data, f'plain {ensemble}')}"
     )
     used = {"pooling": best.pooling < 1, "covariance": best.precision < NO_COVARIANCE}
     gained = " and ".join(name for name in used if used[name])
-    parts = [f"{gained} gained {scaled.loss - best.loss:.2g}"] if gained else []
+    parts = [f"{gained.capitalize()} lowered it by {scaled.loss - best.loss:.2g}."] if gained else []
     if chosen.exponent > 0:
-        spent = f"spent {cautious.loss - best.loss:.2g}" if cautious.loss > best.loss else "cost nothing"
-        parts.append(f"caution far from the training data {spent}")
-    reasons = "; ".join(parts)
-    return f"Log loss on the validation data: {chosen.loss:.4g}, {compared}. {reasons[0].upper()}{reasons[1:]}."
+        cost = cautious.loss - best.loss
+        cost_words = f"raised it by {cost:.2g}" if cost > TOO_SMALL * best.loss else "cost too little to measure"
+        parts.append(f"Caution far from the training data {cost_words}.")
+    return f"Validation log loss {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
 
 def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
     gain, error = paired(other.losses, own.losses, data)
-    if abs(gain) <= error:
-        return f"level with the {name} ({-gain:+.2g}{f' ± {error:.1g}' if math.isfinite(error) else ''})"
-    return f"{abs(gain):.2g} ± {error:.1g} {'below' if gain >= 0 else 'above'} the {name}"
+    if abs(gain) <= TOO_SMALL * other.loss:
+        return f"difference from the {name} too small to measure"
+    size = f"{abs(gain):.2g}{f' ± {error:.1g}' if math.isfinite(error) else ''} {'lower' if gain > 0 else 'higher'}"
+    return f"no clear difference from the {name} ({size})" if abs(gain) <= error else f"{size} than the {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,22 +107,43 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         sentences += [
             lead_sentence(leads["rmse"], "the lowest root mean squared error", digits_of(comparison, "rmse")),
             lead_sentence(leads["nll"], "the lowest negative log-likelihood", digits_of(comparison, "nll")),
+            *_behind(own, mine["nll"], leads["nll"], digits_of(comparison, "nll")),
             f"90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.",
         ]
     else:
         gap = 100 * (mine["confidence"] - mine["accuracy"])
+        # Standard error of the accuracy if the mean confidence were right.
+        chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
+        words = f"{'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average"
         sentences += [
             lead_sentence(leads["nll"], "the lowest log loss", 4),
-            f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.",
+            *_behind(own, mine["nll"], leads["nll"], 4),
+            f"{own} is {words if abs(gap) > chance else 'calibrated to within chance'}.",
         ]
     outliers = [
         Finding(
             f"Outliers: {one.title}",
-            lead_sentence(comparison.leads[one.name]["auroc"], "the highest AUROC of all scores", 2, 100, " %"),
+            _outlier_sentence(comparison, one.name),
         )
         for one in comparison.of_role("outlier")
     ]
     return [Finding("On the test data", " ".join(sentences)), *outliers]
+
+
+def _behind(own: str, value: float, found: Lead, digits: int) -> list[str]:
+    # The place of the own method where another method leads.
+    if found.rival is None or (own,) in (found.best, *found.level):
+        return []
+    return [f"{own}: {value:.{digits}f}, {value - found.value:.{digits}f} above {found.best[0]}."]
+
+
+def _outlier_sentence(comparison: Comparison, name: str) -> str:
+    found = comparison.leads[name]["auroc"]
+    areas = [one["auroc"] for record in comparison.methods.values() for one in record.outliers[name].scores.values()]
+    ties = sum(abs(area - found.value) < SAME for area in areas)
+    if ties > 3:
+        return f"{ties} of {len(areas)} scores reach the highest AUROC, {100 * found.value:.2f} %."
+    return lead_sentence(found, "the highest AUROC of all scores", 2, 100, " %")
 
 
 def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
