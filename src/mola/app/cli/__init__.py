@@ -34,7 +34,8 @@ add_command(
     app,
     fit.fit,
     panel=YOURS,
-    stopped="No posterior was written; an earlier one is untouched. With --checkpoint, the same command resumes the fit.",
+    stopped="No posterior was written; an earlier one is untouched. "
+    "With --checkpoint, the same command resumes an unfinished pass over the training data.",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
 add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete: run the command again.")
