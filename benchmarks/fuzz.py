@@ -45,7 +45,7 @@ FAILURES = ("wrong", "foreign", "refused", "changed")
 STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(dense.LINKS)
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is undecided."""
-PAIRS, SLACK = 2, 30
+PAIRS, SLACK = 4, 30
 """Number of perturbed closed forms, up and down, and the factor by which a result may exceed their deviations."""
 
 

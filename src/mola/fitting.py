@@ -130,7 +130,7 @@ def fit(
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
             `mola.likelihoods`.
-        prior_precision: lambda, one number or K.
+        prior_precision: lambda, one number or K, where no rule chooses it.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
         logits: picks the logits from the output of a network that returns more, such as `lambda output: output[0]`; one
@@ -162,6 +162,10 @@ def fit(
     check_loader(train_loader, "training loader")
     if val_loader is not None:
         check_loader(val_loader, "validation loader")
+        if val_loader is train_loader:
+            warn(
+                "the validation data are the training data: on these, networks look better and more confident than they are."
+            )
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)
     if team.size > 1:

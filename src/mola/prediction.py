@@ -206,12 +206,12 @@ class Prediction(_Fields):
 
     @property
     def epistemic(self) -> Tensor:
-        """Uncertainty (n,) that more data would remove, in nats: the mutual information."""
+        """Uncertainty (n,) that more data would remove, in nats: the mutual information. Caution by distance is not part of it."""
         return self.mutual_information
 
     @property
     def aleatoric(self) -> Tensor:
-        """Uncertainty (n,) that no data would remove, in nats."""
+        """The rest of the entropy (n,), in nats: noise in the labels, and the caution that a distance exponent adds."""
         return self.entropy - self.mutual_information
 
     @property
