@@ -18,6 +18,7 @@ from mola.errors import (
     OptionError,
     StructureTooLargeError,
 )
+from tests.conftest import STRUCTURES
 from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -84,7 +85,7 @@ def put(value, row=0):
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
-NAMES = r"one of kron, kron-exact, kron-diag, diag, full, or a Structure object; got "
+NAMES = rf"one of {', '.join(STRUCTURES)}, or a Structure object; got "
 LINKS = r"one of probit, probit-centred, mean-field, bridge, mc, or a Link object; got "
 
 

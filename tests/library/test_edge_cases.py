@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import mola
+from mola.laplace import ClassDistance, Sums
+from mola.tuning.scores import paired
 from tests.closeness import assert_close
 
 
@@ -25,6 +27,13 @@ def test_outliers_may_have_labels_of_another_data_set():
     posterior = mola.fit(small(), [(inputs, labels)], progress=False)
     rule = mola.rules.Outliers([(inputs * 5, torch.full((120,), 99))])
     posterior.tune([(inputs, labels)], rule=rule, progress=False)
+
+
+def test_class_means_do_not_depend_on_the_weight_of_the_data():
+    inputs, labels = data()
+    sums = mola.fit(small(), [(inputs, labels)], progress=False).components[0].layer.sums
+    whole, light = (ClassDistance.solve(one) for one in (sums, sums.scaled(1e-3, 1)))
+    assert_close(light.means @ torch.linalg.pinv(light.root), whole.means @ torch.linalg.pinv(whole.root), "search")
 
 
 def test_a_running_average_takes_a_batch_as_a_whole():
@@ -73,3 +82,53 @@ def test_distance_keeps_what_its_first_rule_chose():
         [(inputs, labels)], rule=mola.rules.Distance(price=0.02, rule=mola.rules.Calibrated()), progress=False
     )
     assert (second.pooling, second.temperature) == (first.pooling, first.temperature)
+
+
+def test_a_resumed_fit_notices_other_labels_in_numpy(tmp_path):
+    inputs, labels = data()
+
+    def batches(changed, broken):
+        for index in range(6):
+            if broken and index == 4:
+                raise KeyboardInterrupt
+            some = labels[20 * index : 20 * index + 20]
+            yield inputs[20 * index : 20 * index + 20], ((some + changed) % 3).numpy()
+
+    options = {"checkpoint": tmp_path / "fit", "checkpoint_every": 1, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        mola.fit(small(), batches(0, broken=True), **options)
+    with pytest.raises(mola.errors.StorageError, match="differ"):
+        mola.fit(small(), batches(1, broken=False), **options)
+
+
+def test_labels_of_one_input_count_once_in_a_standard_error():
+    inputs, _ = data(60)
+    network = nn.Linear(4, 1).double()
+    labels = (inputs[:, :1] > 0).double()
+
+    class Copied(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.head = nn.Linear(4, count).double()
+            with torch.no_grad():
+                self.head.weight.copy_(network.weight.expand(count, -1))
+                self.head.bias.copy_(network.bias.expand(count))
+
+        def forward(self, x):
+            return self.head(x)
+
+    errors = []
+    for count in (1, 30):
+        copies = labels.expand(-1, count)
+        posterior = mola.fit(Copied(count), [(inputs, copies)], likelihood="bernoulli", progress=False)
+        held = posterior.read([(inputs, copies)], "loader", labelled=True)
+        loss = posterior.predictive(next(held.chunks(1000))[0]).scores(held.labels)["nll"]
+        errors.append(paired(loss, torch.zeros_like(loss), held)[1])
+    assert errors[0] == pytest.approx(errors[1], rel=1e-9)
+
+
+def test_sums_do_not_share_memory():
+    one = Sums({"gram": torch.ones(2, 2, dtype=torch.float64)}, 1)
+    total = Sums({}) + one
+    total += one
+    assert float(one.tensors["gram"][0, 0]) == 1

@@ -146,6 +146,8 @@ class Case:
             return count * torch.kron(a, b) + PRIOR * identity
         if structure == "kron-diag":
             a = dense.same_diagonal(a.diagonal()) if self.likelihood == "categorical" else torch.diag(a.diagonal())
+        elif structure != "kron":
+            raise AssertionError(f"no reference for {structure}")
         left = count**0.5 * a + PRIOR**0.5 * torch.eye(len(a))
         return torch.kron(left, count**0.5 * b + PRIOR**0.5 * torch.eye(len(b)))
 

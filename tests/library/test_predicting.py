@@ -116,6 +116,26 @@ def test_features_and_outputs_give_what_is_predicted(structure, link):
     assert posterior.tune(read, rule="nll").prior_precision == posterior.tune(LOADER, rule="nll").prior_precision
 
 
+def test_loader_may_reuse_its_memory():
+    """Bias-free heads on raw inputs: the features are the loader's own memory."""
+
+    def again():
+        buffer, labels = torch.empty(12, 5), torch.empty(12, dtype=torch.long)
+        for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:])):
+            yield buffer.copy_(x), labels.copy_(y)
+
+    def results(loader):
+        posterior = fit(nets, loader())
+        prediction = posterior.predict(loader())
+        yield from (posterior(X), prediction.mutual_information, prediction.ood_score, prediction.logit_mean)
+        yield torch.tensor(posterior.tune(loader(), rule="nll", progress=False).prior_precision)
+        yield posterior.reweight(loader(), progress=False).weights
+
+    nets = [nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)]
+    for one, other in zip(results(again), results(lambda: [(X[:12], Y[:12]), (X[12:], Y[12:])]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 # --- a prediction as a sequence ---------------------------------------------------------------------------------------
 
 TARGETS = torch.stack([X[:, 0], X[:, 1].sin(), X[:, 2]], 1) + 0.1 * X[:, 2:]

@@ -9,10 +9,13 @@ import torch
 import mola
 from mola import metrics
 from mola.errors import MolaWarning, OptionError
+from mola.likelihoods import as_likelihood
 from mola.links import Probit
 from mola.rules import Distance, Evidence, Outliers, Score, Threshold
+from mola.tuning import RULES
 from mola.tuning.scores import mean_scores
 from mola.tuning.search import grid_value
+from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks
 
@@ -300,3 +303,20 @@ class TestWrongUse:
     def test_options(self, make, word):
         with pytest.raises(OptionError, match=word):
             make()
+
+
+@quiet
+@pytest.mark.parametrize(
+    "rule", [name for name, rule in RULES.items() if rule.applies_to(as_likelihood("categorical"))]
+)
+def test_every_rule_is_deterministic_and_saved(trained, rule, tmp_path):
+    members, train, validation = trained
+    posterior, data = mola.fit(members, train), validation if RULES[rule].needs_data else None
+    tuned, again = posterior.tune(data, rule=rule), posterior.tune(data, rule=rule)
+    inputs = joined(validation)[0]
+    assert tuned.tuning == again.tuning
+    assert tuned.tuning.summary
+    assert torch.equal(tuned(inputs), again(inputs))
+    loaded = mola.load(tuned.save(tmp_path), members)
+    assert loaded.tuning == tuned.tuning
+    assert_close(loaded(inputs), tuned(inputs))
