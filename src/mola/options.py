@@ -28,9 +28,21 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
     raise OptionError(f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}")
 
 
+MEANT = {
+    **dict.fromkeys(("kfac", "k-fac", "kronecker"), "kron"),
+    "regression": "gaussian",
+    **dict.fromkeys(("softmax", "multiclass", "multi-class"), "categorical"),
+    **dict.fromkeys(("multilabel", "multi-label"), "bernoulli"),
+}
+"""Other names of the field, for hints alone."""
+
+
 def did_you_mean(name: object, known: Collection[str]) -> str:
     """Return a question after a message, with the known name of the closest spelling; "" if none is close."""
-    near = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
+    if not isinstance(name, str):
+        return ""
+    meant = MEANT.get(name.lower())
+    near = [meant] if meant in known else difflib.get_close_matches(name.lower(), known, 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

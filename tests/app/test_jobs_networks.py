@@ -58,7 +58,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         (["{m}:gone"], ["0"], "has no 'gone'"),
         (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
         (["{m}:broken"], ["0"], "failed .KeyError"),
-        (["{m}:nothing"], ["0"], "made a int; expected an nn.Module"),
+        (["{m}:nothing"], ["0"], "returned int, expected a network"),
         (["train"], [], r"train holds no config\.json"),
         (["gone.pt2"], [], r"gone\.pt2 does not exist"),
     ],

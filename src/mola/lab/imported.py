@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mola.errors import OptionError
+from mola.options import did_you_mean
 
 
 def is_path(name: str) -> bool:
@@ -56,17 +57,21 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
     try:
         function = import_function(name)
     except ImportError as error:
-        raise OptionError(f"cannot import {module_name!r} for the network {name!r}: {error}.") from error
+        where = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            where = " Looked in the current folder and the installed packages."
+        raise OptionError(f"cannot import {module_name!r} for the network {name!r}: {error}.{where}") from error
     except AttributeError as error:
         raise OptionError(
             f"module {module_name!r} has no {attribute!r}: expected a function that makes the network."
+            f"{did_you_mean(attribute, dir(sys.modules.get(module_name)))}"
         ) from error
 
     def build() -> nn.Module:
         with _here_first():
             network = function()
         if not isinstance(network, nn.Module):
-            raise OptionError(f"{name} made a {type(network).__name__}; expected an nn.Module.")
+            raise OptionError(f"{name} returned {type(network).__name__}, expected a network (nn.Module).")
         return network
 
     return build

@@ -124,7 +124,11 @@ def read_document(directory: str | Path) -> dict[str, Any]:
     folder = _path(directory)
     path = folder / DOCUMENT
     if folder.is_file():
-        raise StorageError(f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}.")
+        if (folder.parent / DOCUMENT).is_file():
+            raise StorageError(f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}.")
+        raise StorageError(
+            f"{folder} is a file, not a posterior: pass the folder that posterior.save or `mola fit` wrote."
+        )
     if not path.is_file():
         raise StorageError(
             f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."

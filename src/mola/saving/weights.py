@@ -6,6 +6,7 @@ Lightning module) put a prefix before each name. Both are undone here.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -150,9 +151,10 @@ def _unreadable(path: str | Path, error: Exception) -> str:
     text = str(error)
     refused = next((line.strip() for line in text.splitlines() if "GLOBAL" in line or "Unsupported class" in line), "")
     if refused or "TorchScript" in text:
+        found = re.search(r"(?:GLOBAL|class) ([\w.]+)", refused)
         return (
-            f"{path} holds objects that could run code when read: {refused[:200] or 'TorchScript'} If you trust the file, load it "
-            f"yourself and save only the state_dict() as safetensors."
+            f"{path} holds a whole pickled model, or other objects that could run code when read: "
+            f"{found[1] if found else 'TorchScript'}. If you trust the file, load it and save model.state_dict() instead."
         )
     reason = text.splitlines()[0][:200] if text else "no reason given"
     return f"{path} is truncated or corrupt ({type(error).__name__}: {reason}). Copy or download it again."

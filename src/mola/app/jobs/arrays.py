@@ -74,7 +74,9 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
             f"{path} holds no {wanted}: expected an array called {', '.join(known)}; found {', '.join(names) or 'one array'}."
         )
     values = found if inputs is None else _load(path, inputs)
-    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2 or not len(values):
+    if not values.size:
+        raise DataError(f"{path}: {inputs or 'the array'} is empty: shape {values.shape}.")
+    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
         raise DataError(
             f"{path}: {inputs or 'the array'} has shape {values.shape} and type {values.dtype}: expected numbers of at most 64 "
             f"bits, a row for each input."
@@ -98,6 +100,10 @@ def _load(path: Path, member: str = "") -> Any:
         return values
     # RuntimeError is that of an archive with a password.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
+        if "pickled" in str(error):  # NumPy's words for every file that is not its own
+            raise DataError(
+                f"{path} is not {'an .npz archive' if path.suffix == '.npz' else 'a .npy array'}."
+            ) from error
         at = f" at {member}" if member else ""
         raise DataError(f"{path} is damaged{at}, or holds objects that are not numbers: {error}.") from error
 

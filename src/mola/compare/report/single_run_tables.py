@@ -83,7 +83,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     rates = _by_score(numbers, one.name, "fpr95", Column("", "FPR95 %", "low"))
     return (
         records_table(f"Outliers: {one.title}", caption, numbers, [first, *areas], leads=leads),
-        records_table(f"Outliers that pass: {one.title}", below, numbers, rates, leads=leads),
+        records_table(f"Missed outliers: {one.title}", below, numbers, rates, leads=leads),
     )
 
 
@@ -106,10 +106,10 @@ def decision_tables(comparison: Comparison) -> list[Table]:
     values = alarms
     for one in found.answers:
         realised, answered = (None if number is None else 100 * number for number in (one.realised, one.answered))
-        values[f"wrong answers, at most {one.promised:.0%}"] = [100 * one.promised, realised, answered]
+        values[f"wrong answers, at most {100 * one.promised:.0f} %"] = [100 * one.promised, realised, answered]
     if found.sets is not None:
         missed = [100 * (1 - share) for share in (found.sets.promised, found.sets.realised)]
-        values[f"sets that miss, at most {1 - found.sets.promised:.0%}"] = [*missed, None]
+        values[f"sets without the true class, at most {100 * (1 - found.sets.promised):.0f} %"] = [*missed, None]
     impossible = [one for one in found.answers if one.threshold is None]
     caption = "Thresholds come from the validation data, so test data may miss a promise by chance."
     caption = f"{impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else caption
