@@ -268,7 +268,7 @@ class MoLA(Mixture):
             captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
                 with located(f"networks[{index}]"):
-                    check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1))
+                    check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1), first=0)
                     if component.head is None:
                         check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
         # Copies: a network may reuse its memory for the next batch.

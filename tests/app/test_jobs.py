@@ -109,6 +109,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"val": None}, "needs validation data"),
         ({"val": None, "rule": "none", "mixing": "stacking"}, "the mixing 'stacking' needs validation data"),
         ({"rule": "nll", "threshold": 0.9}, "--threshold is for the rule 'threshold'"),
+        ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision is for --rule none"),
         ({"rule": "nll", "price": 0.02}, "--price"),
         ({"rule": "distance", "price": 2.0}, "price must be a number between 0 and 1, 'loss' or None, got 2.0"),
         ({"rule": "distance", "val": None}, "the rule 'distance' needs validation data"),

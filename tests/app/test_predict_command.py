@@ -228,7 +228,7 @@ WRONG_USE = {
     "certainty alone": ("classes", ["predict", "posterior", "test.npz", "--certainty", "0.9"], "--error-rate"),
     "by class alone": ("classes", ["predict", "posterior", "test.npz", "--by-class"], "--coverage"),
     "too few data": ("classes", ["predict", "posterior", "test.npz", "--coverage", "0.999"], "too few"),
-    "rate": ("classes", ["predict", "posterior", "test.npz", "--false-alarm-rate", "5"], "between 0 and 1"),
+    "rate": ("classes", ["predict", "posterior", "test.npz", "--false-alarm-rate", "5"], "above 0 and below 1"),
     "answers of labels": ("labels", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "bernoulli"),
     "answers of a regression": ("regression", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "is for classes"),
     "classes of a regression": (

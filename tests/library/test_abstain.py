@@ -183,7 +183,7 @@ def test_errors_name_the_remedy():
     ("error", "words", "changes"),
     [
         (OptionError, r"1 % is 0\.01", {"error_rate": 1}),
-        (OptionError, "certainty must lie", {"certainty": 95}),
+        (OptionError, "certainty must be above 0", {"certainty": 95}),
         (OptionError, "Did you mean 'entropy'", {"score": "entropi"}),
         (DataError, "1 nan", {"score": [math.nan] + [0.0] * 49}),
         (DataError, "each of the 50", {"labels": torch.zeros(49)}),

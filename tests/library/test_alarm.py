@@ -63,7 +63,7 @@ def test_too_few_scores_are_refused_with_the_number_needed(rate, needed):
 
 @pytest.mark.parametrize("rate", [5, 0.0, float("nan"), "5 %", None, [0.1, 0.2]])
 def test_wrong_rates_are_refused(rate):
-    with pytest.raises(OptionError, match=r"between 0 and 1.*5 % is 0\.05"):
+    with pytest.raises(OptionError, match=r"above 0 and below 1.*5 % is 0\.05"):
         mola.alarm_threshold(torch.zeros(50), rate)
 
 

@@ -34,7 +34,7 @@ def check_share(value: Any, name: str, example: str) -> float:
     except (TypeError, ValueError):
         share = math.nan
     if not 0 < share < 1:
-        raise OptionError(f"{name} must lie between 0 and 1, got {value!r}. {example}")
+        raise OptionError(f"{name} must be above 0 and below 1, got {value!r}. {example}")
     return share
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -231,7 +232,8 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         raise DataError(
             f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
-            f"Pass inputs of the shape and type that the network was trained on.{_unused(network, inputs)}"
+            f"Pass inputs of the shape and type that the network was trained on."
+            f"{_converted(network, inputs)}{_unused(network, inputs)}"
         ) from error
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
@@ -253,6 +255,16 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _converted(network: nn.Module, inputs: Inputs) -> str:
+    leaves = tree_leaves(inputs)
+    if any(isinstance(one, np.ndarray) for one in leaves):
+        return " Convert arrays to tensors with torch.from_numpy(inputs)."
+    double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in leaves)
+    if double and any(one.dtype == torch.float32 for one in network.parameters()):
+        return " The weights are float32 and the inputs float64: pass inputs.float()."
+    return ""
 
 
 def _unused(network: nn.Module, inputs: Inputs) -> str:

@@ -227,7 +227,7 @@ class CapturedBatch:
             pairs = [one.rows(index) for one in self.networks]
             for number, pair in enumerate(pairs):
                 with located(f"{self.place}, networks[{number}]"):
-                    check_finite(*pair)
+                    check_finite(*pair, first=start if self.in_use is None else None)
             labels = None if self.labels is None else self.labels[part]
             yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs], labels)
 
@@ -345,15 +345,19 @@ def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -
     )
 
 
-def check_finite(phi: Tensor, outputs: Tensor) -> None:
-    """Refuse features (m, P) or outputs (m, C) that are NaN or infinite, with the number of rows affected."""
+def check_finite(phi: Tensor, outputs: Tensor, first: int | None = None) -> None:
+    """Refuse features (m, P) or outputs (m, C) that are NaN or infinite, with the number of rows affected.
+
+    `first` is the number of the first row in its batch, if known: then a row is named.
+    """
     # NaN and infinity survive in a sum, and from the features they reach the outputs.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):
-        rows = int((~values.isfinite()).any(1).sum())
-        if rows:
+        affected = (~values.isfinite()).any(1).nonzero()
+        if rows := len(affected):
+            named = "" if first is None else f" (first: row {first + int(affected[0])})"
             raise DataError(
-                f"{name} are NaN or infinite for {rows} of {len(values)} rows. Check the inputs and the network's "
+                f"{name} are NaN or infinite for {rows} of {len(values)} rows{named}. Check the inputs and the network's "
                 "weights for NaN; a network in float16 may overflow where bfloat16 or float32 does not."
             )

@@ -132,6 +132,12 @@ def write_run(options: Any, command: str, path: Path) -> Path:
 class Command(TyperCommand):
     """A command whose help lists the common options first and the others by topic, in few lines."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The line of usage, with brackets around optional arguments only."""
+        shown: list[Any] = self.get_params(ctx)
+        needed = {f"[{one.metavar}]": one.metavar for one in shown if (one.help or "").endswith("[required]")}
+        return [needed.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Usage, description, options."""
         self.format_usage(ctx, formatter)

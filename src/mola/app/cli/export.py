@@ -13,6 +13,7 @@ from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.export import ExportOptions, run_export
 from mola.app.options import check_writable
+from mola.errors import OptionError
 from mola.export import Written
 
 
@@ -26,6 +27,8 @@ def export(options: ExportOptions) -> None:
     """
     from mola.app.jobs.folder import open_posterior
 
+    if options.onnx is not None and options.onnx.suffix != ".onnx":
+        raise OptionError(f"--onnx must be a file whose name ends in .onnx, got {str(options.onnx)!r}.")
     for path in (options.onnx, options.torch):
         if path is not None:
             check_writable(path)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import finish, scaling_words
+from mola.app.cli.shared import finish, rule_words, scaling_words
 from mola.app.jobs.groups import Reporting
 from mola.app.jobs.job import RUN, Job
 from mola.app.options import option
@@ -111,10 +111,10 @@ def _show(options: FitOptions, result: FitResult, shown: set[str]) -> None:
     part = "position" if found["has_positions"] else "input"
     datum = "input" if options.positions == "average" else part
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
-    rule = f", by {found['rule']}" if found["rule"] else ""
+    rule = f", {rule_words(found['rule'])}" if found["rule"] else ""
     console.print(
         f"Fitted {counted(networks, 'network')} with {outputs} on {counted(found['train_count'], datum)}: structure "
-        f"{options.structure}, lambda {precisions}{''.join(f', {words}' for words in scaling_words(found))}{escape(rule)}."
+        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(found))}{escape(rule)}."
     )
     measured = found["validation"]
     if measured:

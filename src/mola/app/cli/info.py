@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mola.app.cli.shared import scaling_words
+from mola.app.cli.shared import rule_words, scaling_words
 from mola.app.options import option
 from mola.options import counted
 
@@ -56,11 +56,11 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("tuning", tuning),
         *[("note", note) for note in notes],
-        ("posterior", found["folder"]),
+        ("folder", found["folder"]),
         ("networks", str(found["components"])),
         ("last layer", f"{_features(found)}, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {weights}"),
-        ("lambda", f"{precisions}{', by ' + found['rule'] if found['rule'] else ', as given'}"),
+        ("prior precision", f"{precisions}, {rule_words(found['rule']) if found['rule'] else 'as given'}"),
         ("scaling", f"{scaling}; {distances}"),
         ("fitted on", _fitted_on(found)),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
@@ -72,16 +72,16 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [
         (
             "classes" if found["likelihood"] == "categorical" else "outputs",
-            ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names",
+            ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else f"{found['outputs']}, unnamed",
         ),
         ("inputs", shapes),
         ("made from", ", ".join(found["networks"])),
-        *[("weights", f"{one['state']}: {one['path']}") for one in found["weight_files"]],
+        *[("weight files", f"{one['state']}: {one['path']}") for one in found["weight_files"]],
         ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
     ]
     validation = found["validation"]
     if validation:
-        for name, key in (("networks alone", "networks"), ("posterior", "posterior")):
+        for name, key in (("networks alone", "networks"), ("with the posterior", "posterior")):
             one = validation[key]
             words = f"NLL {one['nll']:.4f}, "
             if found["likelihood"] == "gaussian":
@@ -92,7 +92,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+    return [*lines, ("made with", made), ("fit again", f"mola fit --config {found['job']}")]
 
 
 def _fitted_on(found: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bo
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
     if len(account) and team.size == 1:
         raise typer.Exit(LEFT_OUT)
+
+
+def rule_words(rule: str) -> str:
+    """A rule as it is given to commands: "rule calibrated, price 1 %" for Calibrated(price=0.01)."""
+    if price := re.fullmatch(r"Calibrated\(price=([\d.e-]+)\)", rule):
+        return f"rule calibrated, price {100 * float(price[1]):g} %"
+    if score := re.fullmatch(r"Score\('(\w+)'\)", rule):
+        return f"rule {score[1]}"
+    return f"rule {rule}"
 
 
 def scaling_words(found: Mapping[str, Any]) -> list[str]:

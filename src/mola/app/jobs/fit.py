@@ -83,6 +83,8 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         known = [repr(one) for one, rule in RULES.items() if hasattr(rule, field)]
         if repr(name) not in known:
             raise OptionError(f"{settings[field][0]} is for the rule {' or '.join(known)}, got the rule {name!r}.")
+    if job.prior_precision != 1.0 and name != "none":
+        raise OptionError(f"--prior-precision is for --rule none: the rule {name!r} chooses the prior precision.")
     if name == "distance" and not job.distances:
         raise OptionError(
             "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
@@ -133,6 +135,8 @@ def run_fit(
         raise OptionError(
             "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
         )
+    if (job.resize or job.crop) and str(job.train).endswith((".npz", ".npy")):
+        warn(f"--resize and --crop are for image files, and leave the arrays of {job.train} unchanged.")
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
         warn(
