@@ -72,6 +72,12 @@ class Normalisation:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
+    def __post_init__(self) -> None:
+        if not self.mean or len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+            raise OptionError(
+                f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
+            )
+
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return (x / 255 - mean) / std in float32."""
         if len(self.mean) not in (1, pixels.shape[-3]):
