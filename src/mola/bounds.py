@@ -15,7 +15,7 @@ Logits that are divided by s (`scaling.py`) have
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, each divided by its
-own s first, so the bound of a pooled logit is that of the contracted weights over the same denominator. A yes/no logit has the
+own s first, so the bound of a pooled logit is that of the contracted weights over the same denominator. A binary logit has the
 probability :math:`\sigma(|z_i|)` of its answer: the Lemma for two classes, one of which has all weights at 0 and no variance.
 
 For a bias-free ReLU network the features scale with the input, and the limit itself is known:
@@ -53,7 +53,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 def class_bounds(largest: Tensor) -> Tensor:
     """Upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
-    # exp(-b) is at most 1, so nothing overflows, and what rounding takes from a sum of others is nothing beside the 1.
+    # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with the 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
@@ -84,7 +84,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
     """The Theorem: upper bound (n,) on the confidence in the predicted class, or (K, n) of each component; (..., C) for labels."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
-        check_finite(phi, outputs)  # the bound of a class would be finite where there is no prediction
+        check_finite(phi, outputs)  # the bound of a class would be finite although there is no prediction
     found = component_bounds(posterior, rows)
     members = likelihood.member_probabilities(posterior.members(rows), posterior.link)
     total = mixed(posterior.weights, list(found))
@@ -125,7 +125,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
                 "the features do not scale with the input, so there is no closed-form limit. It is known for ReLU networks without "
                 "biases and normalisation layers."
             )
-        # The constant 1 is nothing beside features that grow.
+        # The constant 1 is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)
         growing.append(direction @ layer.weights.T)
         spreads.append(component.spread(direction))

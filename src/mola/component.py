@@ -83,7 +83,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """Return the same network and sums under a likelihood with other settings, such as another noise."""
+        """Return the same network and sums under a likelihood with different settings, such as a different noise level."""
         layer = self.layer
         if layer is not None:
             curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))

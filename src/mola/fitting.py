@@ -219,7 +219,7 @@ def fit(
             positions=positions,
             ignore_index=ignore_index,
             first_batch=done.batches,
-            first_input=done.inputs + (team.rank << 40),  # each process draws positions of its own
+            first_input=done.inputs + (team.rank << 40),  # each process draws its own positions
             required=team.size == 1,
         ):
             parts = [Sums({}) for _ in heads]

@@ -181,11 +181,11 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    # For each label the probabilities of yes where it is wrong and where it is right; missing labels (NaN, -100) are
+    # Return for each label its probabilities on negatives and on positives; missing labels (NaN, -100) are
     # left out.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
-            f"labels that are yes or no need a probability (n, C) each; got {tuple(probs.shape)} and {tuple(labels.shape)}."
+            f"multi-label data need probabilities and labels (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
     truth, exact = labels.double(), probs.double()
     return [

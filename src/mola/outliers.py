@@ -18,7 +18,7 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 
 
 def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """One minus the largest probability (n,); for labels, that of yes or no averaged over labels."""
+    """One minus the largest probability (n,); for multi-label data, averaged over labels."""
     score = 1 - likelihood.choices(probs).amax(-1)
     return score if likelihood.mutually_exclusive else score.mean(-1)
 
@@ -55,8 +55,8 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     As the prior precision goes to 0, Algorithm 1's variance of every logit becomes one constant times
     :math:`\phi^\top B^{-1} \phi`, the probit link becomes linear, and ranking inputs by the mixture's largest probability becomes
-    ranking by this. It needs no prior precision, and the norms of the feature vectors cancel. A yes/no logit is one of two classes,
-    the other of which has the logit 0: of these, the mean over labels.
+    ranking by this. It needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit counts as one of two
+    classes, the other with logit 0; scores are averaged over labels.
 
     Args:
         means: logits (K, n, C).

@@ -80,7 +80,7 @@ class MoLA(Mixture):
     ) -> None:
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
-        # Components are not predictors of their own: every method of Mixture that would call them is overridden.
+        # Components are not predictors by themselves: every method of Mixture that would call them is overridden.
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components: tuple[Component, ...] = tuple(components)
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
@@ -216,8 +216,8 @@ class MoLA(Mixture):
     def _by_rows(
         self, captured: Sequence[Captured], compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
-        # What `compute` makes of chunks of rows, in the layout of the outputs; on the networks' device in their precision, at least
-        # float32, unless a dtype is given.
+        # Return the results of `compute` for chunks of rows, in the layout of the outputs; on the networks' device in their
+        # precision, at least float32, unless a dtype is given.
         parts = [compute(rows) for rows in self.chunks(captured)]
         first, rows = captured[0], torch.cat(parts, dim=int(parts[0].dim() == 3))
         if dtype is None:

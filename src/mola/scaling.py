@@ -124,7 +124,7 @@ class LogitScaling:
 
     def __post_init__(self) -> None:
         for field, name, low, high, meaning in (
-            ("temperature", "temperature", 1e-3, 1e3, "1 leaves logits as they are, below 1 sharpens."),
+            ("temperature", "temperature", 1e-3, 1e3, "1 leaves logits unchanged, values below 1 sharpen."),
             ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, 0 averages their logits."),
             ("exponent", "distance_exponent", 0, 100, "At 0, distance changes nothing."),
             ("onset", "onset", 1e-6, 1e6, "1 is the median of the validation data."),
@@ -144,7 +144,7 @@ class LogitScaling:
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
         assert self.reference is not None  # where distances are known
-        # A distance of 0, if all features are alike, counts as 1.
+        # A distance of 0, if all features are identical, counts as 1.
         values = [math.log(scale[field]) if scale[field] > 0 else 0.0 for scale in self.reference.scales]
         return like.new_tensor(values)[:, None]
 

@@ -407,7 +407,7 @@ def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
-    # What was tuned on held-out data, for networks trained on all data, which have no held-out data. Reference distances are
+    # Apply the values tuned on held-out data to networks trained on all data, which have no held-out data. Reference distances are
     # carried over relative to the training data's: held-out data are that much farther away.
     scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
     if scaling.reference is not None and before is not None and now is not None:

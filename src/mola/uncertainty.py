@@ -122,7 +122,7 @@ def _entropy_limit(quarters: Tensor) -> Tensor:
 
 
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Means of the sigmoid, and of the entropy of yes or no, under Gaussian logits: integrals over one number, by quadrature.
+    r"""Return the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
 
     The trapezoidal rule over the part of the line where the integrand does not vanish converges exponentially for analytic
     integrands. The sigmoid does not vanish on one side, but its difference from the normal distribution function

@@ -35,7 +35,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Weights that sum to 1 up to rounding stay as they are: dividing again would change them with every save and load.
+    # Weights that sum to 1 up to rounding are left unchanged: dividing again would change them with every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 

@@ -109,7 +109,7 @@ def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
         (lambda root: shutil.copytree("strange", root / "empty"), "has no subfolders, so its images have no labels"),
         (
             lambda root: shutil.copytree("train", root / "empty" / "sets"),
-            "has the subfolder 'sets', which is none of the 3 classes",
+            "has the subfolder 'sets', which is not one of the 3 classes",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     assert [words and words.split(":")[0] for words in rows.errors] == [
         None,
         None,
-        "has the label 'wolf', which is none of the 3 classes",
+        "has the label 'wolf', which is not one of the 3 classes",
         "has no label",
         "row 6 names no file",
     ]

@@ -111,7 +111,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(data):
     with pytest.raises(DataError, match="lacks: unheard_of"):
         load_clinc150(data)
     path.write_text(json.dumps({name: one for name, one in document.items() if name != "oos_val"}))
-    with pytest.raises(DataError, match=r"is not CLINC150's file .*oos_val"):
+    with pytest.raises(DataError, match=r"is not the CLINC150 file .*oos_val"):
         load_clinc150(data)
     path.write_text(json.dumps(document | {"train": document["train"][:100]}))
     with pytest.raises(DataError, match="intents"):

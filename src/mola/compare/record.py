@@ -72,7 +72,7 @@ class OutputResult:
 
 @dataclass(frozen=True)
 class RegressionDetail:
-    """Details of a regression, beside its metrics."""
+    """Details of a regression, in addition to its metrics."""
 
     coverage: list[list[float | None]]
     """Triples: probability of central intervals, share of targets in them, and its standard error."""
@@ -163,7 +163,7 @@ class Record:
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further measures of a suite, by name. Absent from files where there are none."""
+    """Further measures of a suite, by name. Absent from files if empty."""
     overlap: float = 0.0
     """Runs of a cross-fit share data: test data for each datum of fitting or tuning. 0 for runs with their own networks. Not in
     files: it follows from the suite's document."""
@@ -246,12 +246,12 @@ class Pictures:
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """A promised error rate, and the error rate on the test data."""
+    """A guaranteed error rate, and the error rate on the test data."""
 
     promised: float
     certainty: float
     threshold: float | None
-    """Confidence above which inputs that raise no alarm are answered; None where no threshold can promise the rate."""
+    """Confidence above which inputs that raise no alarm are answered; None if no threshold can guarantee the rate."""
     answered: float | None = None
     """Share of the test data."""
     realised: float | None = None
@@ -262,7 +262,7 @@ class AnswerResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """A promised coverage of prediction sets, and the coverage on the test data."""
+    """A guaranteed coverage of prediction sets, and the coverage on the test data."""
 
     promised: float
     realised: float
@@ -276,7 +276,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class IntervalResult:
-    """A promised coverage of intervals, and the coverage on the test data."""
+    """A guaranteed coverage of intervals, and the coverage on the test data."""
 
     promised: float
     realised: float
@@ -342,7 +342,7 @@ class Comparison:
 
     @property
     def methods(self) -> dict[str, Record]:
-        """By name; where there are several runs, the first."""
+        """By name; the first of several runs."""
         found: dict[str, Record] = {}
         for record in self.records:
             found.setdefault(record.method, record)

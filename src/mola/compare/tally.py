@@ -1,4 +1,4 @@
-"""Predictions of methods on a set of data, as one row of numbers for each input, collected over batches and processes.
+"""Collect the predictions of methods on a data set over batches and processes, as one row of numbers for each input.
 
 Memory grows with the number of inputs times a few scores, never with the features or the number of classes. Multi-label data have a
 row for each label, dense outputs a row for each position, and each row has the number of its input: rows of one input are
@@ -174,7 +174,7 @@ class Tally:
     """Number of inputs, where rows have the number of theirs."""
 
     def add(self, answer: TallyRows, labels: Tensor | None = None) -> None:
-        """Add a batch, with labels where there are any."""
+        """Add a batch, with its labels, if any."""
         row = answer.columns(labels)
         if (own := row.get(INPUT)) is not None and len(own):
             row[INPUT] = own + self.inputs
@@ -248,7 +248,7 @@ def tally_set(
     """Collect the rows of every method in one pass over a set of data.
 
     Args:
-        answers: for each batch, the predictions by method, and the labels where there are any.
+        answers: for each batch, the predictions by method, and the labels, if any.
         team: processes that each read their own part of the set; None is this process alone.
         what: the set, for messages.
 

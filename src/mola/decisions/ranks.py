@@ -49,7 +49,7 @@ def data_needed(rate: float) -> int:
 
 
 def conformal_quantile(scores: Tensor, rate: float) -> float:
-    """Return the k-th smallest of the scores (n,); infinity where there are too few."""
+    """Return the k-th smallest of the scores (n,); infinity if there are too few."""
     rank = conformal_rank(len(scores), rate)
     return math.inf if rank > len(scores) else float(scores.sort().values[rank - 1])
 

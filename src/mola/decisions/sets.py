@@ -180,7 +180,7 @@ def prediction_sets(
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    # Scores of any shape; `draws` broadcasts with it.
+    # Return scores in the shape of `probability`, with which `draws` is broadcast.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability

@@ -144,7 +144,7 @@ class Activations:
                 count, batches = source.count, held[place] or source.open()
             files = [self.paths(network, source)[part] for network in chosen]
             self._run(files, [load(network) for network in chosen], batches, source, count, names)
-        team.collect(None)  # all files are complete before anybody reads them
+        team.collect(None)  # no process reads files before all of them are complete
         progress("activations are ready", 1.0)
 
     def _run(

@@ -70,7 +70,7 @@ def run_bench(config: BenchConfig, progress: Progress, team: Team | None = None)
     groups, team, suite = config.chosen_groups(), team or Team.single(), config.suite
     budget = Budget(changed(suite.budget.swag, config.swag), changed(suite.budget.mimo, config.mimo))
     if config.options.cross_fit and suite.make_folds is None:
-        raise OptionError(f"the {suite.name} suite has training data of its own: leave --cross-fit out.")
+        raise OptionError(f"the {suite.name} suite has its own training data: leave --cross-fit out.")
     trained = 0.5 if config.train else 0.0
     if isinstance(config.networks, str) and are_names(config.networks):
         if config.train:

@@ -81,7 +81,7 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
         outside: (m,) scores of outliers.
     """
     scores = torch.cat([inside, outside]).double()
-    # A threshold above an input accepts it: a gain of 1 if its class is right, a loss of 1 if it is an outlier.
+    # Inputs below the threshold are accepted: +1 for each correct class, -1 for each outlier.
     gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
     values, places = np.unique(scores.numpy(), return_inverse=True)
     total = np.bincount(places, gains.numpy(), len(values)).cumsum()
@@ -93,7 +93,7 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 class Rejection:
     """In-scope accuracy and out-of-scope recall with one threshold on a score, as Larson et al. (2019) report them.
 
-    The threshold maximises the accuracy on validation inputs, with out of scope as a class of its own (their "oos-threshold").
+    The threshold maximises the accuracy on validation inputs, with out of scope as an additional class (their "oos-threshold").
     Returns for every score the `in-scope accuracy` (share of test data accepted with the right class) and the
     `out-of-scope recall`.
     """

@@ -213,7 +213,7 @@ class ModelSpec:
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:
-    # WRN-50-2 for ImageNet, from torchvision or timm, whichever is installed; both name its parameters alike.
+    # WRN-50-2 for ImageNet, from torchvision or timm, whichever is installed; both use the same parameter names.
     try:
         build = importlib.import_module("torchvision.models").wide_resnet50_2
     except ImportError:

@@ -112,7 +112,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
         )
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
-    team.collect(None)  # all networks are complete before anybody looks for them
+    team.collect(None)  # no process continues before all networks are complete
     progress("done", 1.0)
     return paths
 

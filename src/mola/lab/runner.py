@@ -55,7 +55,7 @@ class Plan:
     budget: Budget | None = None
     """Budget of methods that train; None is the suite's."""
     measures: tuple[Measure, ...] = ()
-    """Numbers of every method of the main comparison beside the common metrics."""
+    """Numbers of every method of the main comparison in addition to the common metrics."""
     folds: tuple[dict[str, Source], ...] = ()
     """The sets of each run, where runs share their networks and differ in their data; `sources` are those of the first."""
     stream: bool = False

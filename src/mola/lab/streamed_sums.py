@@ -54,7 +54,7 @@ class StreamedSums:
         )
         if team.first:
             posterior.save(path)
-        team.collect(None)  # complete before anybody reads it
+        team.collect(None)  # no process reads the file before it is complete
 
     def read(self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]) -> mola.MoLA:
         """Return the posterior at its first prior precision, over heads of the first networks or of all."""

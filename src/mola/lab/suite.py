@@ -206,7 +206,7 @@ class Suite:
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """Default budget of methods that train."""
     cost_images: int = 2000
-    """Images on which the cost of methods is measured, and extended to all."""
+    """Number of images on which the cost of methods is measured; costs are extrapolated to all images."""
     cost_of_training: bool = True
     """Measure the cost of methods that train (SWAG, MIMO), too."""
 

@@ -55,7 +55,7 @@ class ClassDistance:
     """Class means and the covariance within classes, solved; in float64."""
 
     root: Tensor
-    """R (P, P) with `R R'` the inverse of the covariance within classes, ridge included; 0 if all features are alike."""
+    """R (P, P) with `R R'` the inverse of the covariance within classes, ridge included; 0 if all features are identical."""
     means: Tensor
     """Means of the classes with data, times R."""
     squares: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over data. A tensor that is missing counts as zero, so `Sums({})` is the neutral element of `+`."""
+    """Sums over data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
 
     tensors: dict[str, Tensor]
     count: int = 0

@@ -79,7 +79,7 @@ class Predictive(Protocol):
         """Probabilities (..., n, C), or means (..., n, D): the result of calling a posterior."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Scores (..., m) of each datum, or of each known yes/no question of multi-label data."""
+        """Scores (..., m) of each datum, or of each known label of multi-label data."""
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
@@ -91,7 +91,7 @@ class Likelihood(ABC):
 
     name: str
     mutually_exclusive: bool = False
-    """True for one of C classes, False for C yes/no questions."""
+    """True for one of C classes, False for C binary labels."""
     classification: bool = True
     """True if labels are choices (classes, or yes and no), False for a regression."""
     default_rule: str = "nll"
@@ -169,7 +169,7 @@ class Likelihood(ABC):
 
 
 class ClassificationLikelihood(Likelihood):
-    """Classification: one of C classes, or yes or no for each of C labels."""
+    """Classification: one of C classes, or each of C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Probabilities (..., n, C) of each member, after scaling and pooling."""
@@ -190,7 +190,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Number of choices of each question: C for one of C classes, 2 for yes or no."""
+        """Number of choices of each question: C for one of C classes, 2 for a binary label."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:

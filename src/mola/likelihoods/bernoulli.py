@@ -35,7 +35,7 @@ class BernoulliPredictive:
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Log loss, Brier score, confidence and correctness (..., m) of each known yes/no question."""
+        """Log loss, Brier score, confidence and correctness (..., m) of each known label."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
         # 1 - p is 0 long before p is: both answers are bounded alike, so that a loss does not depend on which of them is called yes.

@@ -22,7 +22,7 @@ class Link(ABC):
     """True if the link uses only the variance of each logit: many candidates of a search are then evaluated at once."""
 
     classes_only = False
-    """True if the link centres logits over classes: a yes/no logit has no others to be centred by."""
+    """True if the link centres logits over classes, which is impossible for a single binary logit."""
     needs_covariance = False
     """True if the link is undefined without covariance."""
 

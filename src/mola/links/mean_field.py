@@ -36,7 +36,7 @@ class MeanField(Link):
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Probabilities (n, C)."""
-        # A yes/no logit z has one rival, the constant 0: what is left is the probit.
+        # A binary logit z competes only with the constant 0, which leaves the probit.
         if spread is None or not likelihood.mutually_exclusive:
             return Probit()(mean, spread, likelihood, seed)
         if mean.shape[-1] > MOST_CLASSES:

@@ -60,7 +60,7 @@ def as_batch(raw: Any, where: str) -> Batch:
     if isinstance(raw, Mapping):
         inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
         if not inputs:
-            raise DataError(f"{where}: the mapping has no network inputs beside {LABELS!r}, only {sorted(raw)}.")
+            raise DataError(f"{where}: the mapping has no network inputs besides {LABELS!r}, only {sorted(raw)}.")
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):

@@ -180,7 +180,8 @@ class _Call:
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
-    # The output of one pass, and all calls of linear layers and convolutions; the tensors of dense ones named `keep`, or of the last.
+    # Run one forward pass; return its output and all calls of linear and convolutional layers. Tensors of dense layers are kept only
+    # for the layers in `keep` and for the last layer.
     calls: list[_Call] = []
     # By id: a module may compare and hash as it pleases.
     names = {id(module): _bare(name) for name, module in network.named_modules() if isinstance(module, Layer)}

@@ -55,7 +55,7 @@ def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
 
 
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document and the tensors that `load_posterior` needs beside the networks."""
+    """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     sums, tensors = pack_sums([layer.sums for layer in layers])
     parts = []

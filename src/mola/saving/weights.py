@@ -183,7 +183,7 @@ def _needed(name: str) -> bool:
 
 
 def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models beside the weights.
+    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models next to the weights.
     state = {name: value for name, value in state.items() if name in own or name != "n_averaged"}
     theirs, ours = {name: name for name in state}, {name: name for name in own}
     if state.keys() != own.keys():

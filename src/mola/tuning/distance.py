@@ -191,7 +191,7 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
     if not all(one.known for one in distances):
         notes.append(
             warned(
-                "all training features of a network are alike, so its distances carry no information and count as 1."
+                "all training features of a network are identical, so its distances carry no information and count as 1."
             )
         )
     else:

@@ -28,10 +28,10 @@ LONG = 0.99
 
 COPIES = 0.1
 """Smallest median distance, relative to the training data's own. Below, most validation data are copies of training
-data, and the median says nothing about the other data."""
+data, and the median is uninformative about the other data."""
 
 NO_SPREAD = 1e-6
-"""Relative spread of outlier scores that are all alike."""
+"""Relative spread below which outlier scores count as identical."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HeldOut:
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
-    """Share of the rows that counts in a standard error: the positions of one input are alike."""
+    """Share of the rows that counts in a standard error: the positions of one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
     """Processes that hold the shards; results are those of all of them."""

@@ -300,7 +300,7 @@ class Evidence(Rule):
 
 def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
     # Prior precision and, unless it was given, noise, in turn. With many data the score hardly depends on the prior precision and its
-    # smallest value is chance: of those that score alike, the one nearest to 1 is taken.
+    # smallest value is chance: among equally good values, the one nearest to 1 is chosen.
     count, factor = len(posterior.components), 1.0
     free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
 

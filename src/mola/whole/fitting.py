@@ -66,7 +66,7 @@ def fit(
         structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
             diagonal) or "full" (small networks only). None is "kron", or "full" for a subnetwork.
         subnetwork: number of uncertain weights, or their fraction: the weights with the largest marginal variance under the
-            diagonal approximation (Daxberger et al., 2021), with all their correlations. The others stay as they were trained.
+            diagonal approximation (Daxberger et al., 2021), with all their correlations. The other weights keep their trained values.
             Weights that no training datum depends on, such as the weights of units that never fire, are chosen last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`;
             `MonteCarlo(over="weights")` runs the networks with drawn weights, without linearisation.

@@ -262,7 +262,7 @@ def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) 
 
 
 def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> WeightLayout:
-    """Lay out the weights that require gradients; with `factored`, linear and convolutional layers are blocks of their own."""
+    """Lay out the weights that require gradients; with `factored`, linear and convolutional layers are separate blocks."""
     free = {name: value for name, value in network.named_parameters() if value.requires_grad}
     if not free:
         raise OptionError(
@@ -280,7 +280,7 @@ def _exact_layers(network: nn.Module, free: Mapping[str, Tensor], inputs: Inputs
     candidates = []
     for name, module in network.named_modules():
         names = tuple(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))
-        # A parameter that is tied to one of another name has no name of its own.
+        # A parameter tied to another parameter is listed only under that parameter's name.
         if _is_plain(module) and all(one in free for one in names):
             columns = sum(free[one].numel() for one in names) // len(free[names[0]])
             candidates.append(Block(names, len(free[names[0]]), columns, name))

@@ -59,14 +59,14 @@ class Decisions:
     alarm: float | None
     """Outlier score above which inputs are outlying; None without validation data."""
     answer: AnswerThreshold | None = None
-    """Confidence above which inputs that are not outlying are answered; None without an error rate."""
+    """Confidence above which inputs are answered unless they are outlying; None without an error rate."""
     sets: PredictionSets | None = None
     """None without a coverage, and for regression."""
     intervals: PredictionIntervals | None = None
     """For regression; None without a coverage."""
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
-        """Decide for each input: "outlying" and "answer" (n,), and "set" (n, C), where there is a threshold."""
+        """Return the decisions for each input that have a threshold: "outlying" and "answer" (n,), "set" (n, C)."""
         found: dict[str, Tensor] = {}
         if self.alarm is not None:
             found["outlying"] = prediction.ood_score.double() > self.alarm
@@ -141,7 +141,7 @@ def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
             f"{option} guarantees something for each input, and the networks of {fitted.folder} have dense outputs: positions of one "
-            f"input are alike, so no guarantee would hold. Leave it out; the outlier alarm works position by position."
+            f"input are correlated, so no guarantee would hold. Leave it out; the outlier alarm works position by position."
         )
     if fitted.document["result"].get("validation") is None:
         raise OptionError(

@@ -1,6 +1,6 @@
 """Dense outputs as rows to compare: some positions of each input, the same for all methods.
 
-Neighbouring positions are alike, so a few hundred of each input give about the same numbers as all of them, in bounded memory.
+Neighbouring positions are correlated, so a few hundred of each input give about the same numbers as all of them, in bounded memory.
 """
 
 from __future__ import annotations

@@ -297,8 +297,8 @@ def _tuned(
         notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
     if posterior.is_dense:
         notes.append(
-            f"Every number is over positions, at most {COMPARED} of each input, drawn at random. Standard errors count inputs, whose "
-            f"positions are alike."
+            f"Every number is over positions, at most {COMPARED} of each input, drawn at random. Standard errors count inputs, since "
+            f"the positions of one input are correlated."
         )
     elif discrete and not posterior.likelihood.mutually_exclusive:
         notes.append(
@@ -414,7 +414,7 @@ def _usual_intervals(fitted: PosteriorFolder) -> dict[float, PredictionIntervals
 def _decisions(
     fitted: PosteriorFolder, methods: _Methods, inside: Mapping[str, Tally], classes: Sequence[str]
 ) -> DecisionResult | None:
-    # Guarantees from the validation data, beside what the test data show of them.
+    # Compare the guarantees from the validation data with the rates on the test data.
     limit, likelihood = alarm(fitted, None), fitted.posterior.likelihood
     if limit is None or (
         likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)

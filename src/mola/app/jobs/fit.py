@@ -182,7 +182,7 @@ def run_fit(
     if bundle and together.first:
         job, built = _bundled(job, built, output)
     elif job.weights:
-        # Each file by name: files that join the folder later do not belong to this posterior.
+        # List each file by name: files added to the folder later do not belong to this posterior.
         job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
     document = as_document(job, "fit", output) | {"result": _result(posterior, built, data, measured, output)}
     if together.first:
@@ -363,7 +363,7 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not take the images as they are, {height}x{width} with {channels} channels: bring them to the size "
+                f"the network does not accept the images, {height}x{width} with {channels} channels: bring them to the size "
                 f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
             ) from error
 

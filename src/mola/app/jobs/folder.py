@@ -2,7 +2,7 @@
 
 The posterior's document holds the job as well: its options, and under `result` what the fit determined (classes, shape of the
 inputs, checksums of the weights, alarm threshold). Both are replaced in one step, so that no posterior is used with the
-preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; only its paths are read back.
+preparation of another. The `job.toml` next to it is for people and for `mola fit --config`; only its paths are read back.
 
 Sorted OOD scores of the validation data are saved with the posterior's tensors, for other false-alarm rates, together with the
 columns that other decisions need (`mola.app.jobs.decisions`).
@@ -147,7 +147,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
 
 
 def _with_moved_files(job: Job, path: Path) -> Job:
-    # Paths may have been edited in `job.toml` since the fit; other changes to that file are mentioned.
+    # Paths may have been edited in `job.toml` since the fit; other changes to that file are reported.
     if not (path / NAME).is_file():
         return job
     beside, _ = read_job(path)

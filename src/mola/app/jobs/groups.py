@@ -59,7 +59,7 @@ class Opening(Device):
         "The networks, named as for `mola fit`",
         metavar="NAME",
         panel=MORE,
-        shown="those that the folder names",
+        shown="the files named in the folder",
     )
     trust: bool = option(
         False,

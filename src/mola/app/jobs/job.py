@@ -169,7 +169,7 @@ class Job:
     structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME", shown="")
     link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME", shown="")
     mixing: str = option("uniform", f"Weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
-    head: str | None = option(None, "Name of the last layer [default: found]", panel=METHOD, metavar="NAME")
+    head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(

@@ -1,4 +1,4 @@
-"""Image files as a set: a folder with a subfolder for each class, a folder of images, or a CSV of paths and labels."""
+"""Read image files as a data set: a folder with a subfolder for each class, a folder of images, or a CSV of paths and labels."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     unknown = [name for name in found if name not in order]
     if unknown:
         raise DataError(
-            f"{root} has the subfolder {unknown[0]!r}, which is none of the {len(order)} classes ({', '.join(order[:5])}"
+            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes ({', '.join(order[:5])}"
             f"{', ...' if len(order) > 5 else ''}). Name the subfolders like the classes, or fit with all names, in the order "
             f"of the networks' outputs: `mola fit --classes`."
         )
@@ -252,7 +252,9 @@ def _class_labels(
         elif by_index and _is_whole(text) and int(text) < most:
             labels[place] = int(text)
         else:
-            problems[place] = f"has the label {text!r}, which is none of the {most} classes" if text else "has no label"
+            problems[place] = (
+                f"has the label {text!r}, which is not one of the {most} classes" if text else "has no label"
+            )
     return labels, order, problems
 
 

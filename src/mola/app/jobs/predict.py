@@ -109,7 +109,7 @@ def run_predict(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> PredictResult | None:
-    """Predict every input of a set, batch by batch, and write each batch as soon as it is known.
+    """Predict every input of a set, batch by batch, and write each batch as soon as it is predicted.
 
     Unusable inputs have a row too, with the reason. Rank 0 of a team writes and returns the summary, other ranks None.
     """

@@ -1,4 +1,4 @@
-"""Batches of a user's data: unusable inputs are named and left out, and the others are tensors.
+"""Batches of a user's data: unusable inputs are reported and left out; the others become tensors.
 
 A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the other inputs as tensors. Fitting and
 evaluation read them through a `Loader`, which records what was left out in an `Account`; prediction writes a row for each input.

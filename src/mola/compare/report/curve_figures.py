@@ -130,7 +130,7 @@ def suite_components(suite: SuiteResults) -> Figure:
 def evaluation_decisions(comparison: Comparison) -> Figure:
     """Risk against coverage of every method, and the points chosen on validation data."""
     found = comparison.decisions
-    assert found is not None  # drawn only where there are decisions
+    assert found is not None  # drawn only if there are decisions
     figure, (panel,) = canvas(1, 1, 3.4)
     quiet_axes(panel)
     drawn = strokes(comparison.runs)

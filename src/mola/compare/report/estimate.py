@@ -40,7 +40,7 @@ class Estimate:
         return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
 
     def minus(self, other: Estimate) -> Estimate:
-        """The difference over common runs; of the means where there are fewer than two.
+        """The difference over common runs; the difference of the means if fewer than two runs are common.
 
         A method with one run is then assumed to spread as the other does; if both have one run, the error is unknown.
         """

@@ -1,4 +1,4 @@
-"""HTML pages from the templates beside this file: styles and figures inside, no script, no request."""
+"""Render HTML pages from the templates next to this file; styles and figures are inlined, without scripts or requests."""
 
 from __future__ import annotations
 

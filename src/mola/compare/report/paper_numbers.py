@@ -1,4 +1,4 @@
-"""Numbers of the paper (arXiv 2111.03577), shown beside our own.
+"""Numbers of the paper (arXiv 2111.03577), shown next to our own.
 
 Mean confidence (MMC) and AUROC in %, mean and standard error over five runs. The paper's "MSWAG" is MultiSWAG here.
 """

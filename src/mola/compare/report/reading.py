@@ -1,4 +1,4 @@
-"""Suites read from a store and checked: what cannot be read or compared is named."""
+"""Read suites from a store and check them; records that cannot be read or compared are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN = "main"
 """The group of the methods that a suite compares; other groups are ablations."""
 
 METHODS = {
-    "MAP": "the first network as it is",
+    "MAP": "the first network unchanged",
     "MAP-T": "MAP with a temperature, tuned on the validation data",
     "DE": "the deep ensemble: the mean of all networks' probabilities",
     "DE-T": "DE with a temperature, tuned on the validation data",

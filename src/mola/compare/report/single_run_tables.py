@@ -53,7 +53,7 @@ TEST_DATA = {
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
-    """On the test data, decisions, and against each set of outliers."""
+    """Return the tables of the test data, of decisions, and of each set of outliers."""
     inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
     outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
     return [*inside, *decision_tables(comparison), *outside]
@@ -72,7 +72,7 @@ def _test_table(comparison: Comparison) -> Table:
 
 
 def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
-    # AUROC and false positives: both would be too wide side by side.
+    # AUROC and false positives have separate tables: one table with both would be too wide.
     numbers, leads = Numbers(comparison.runs), comparison.leads
     first = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
     if comparison.regression:
@@ -123,7 +123,7 @@ def _set_table(sets: SetResult, method: str) -> Table:
     values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
     caption = (
         f"Sets of {method} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average; the least covered "
-        f"classes are first, and `mola predict --by-class` covers each class as often."
+        f"classes are first, and `mola predict --by-class` gives every class this coverage."
     )
     return make_table("Prediction sets by class", caption, [Column("covered %")], values)
 
@@ -240,7 +240,7 @@ OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
 def _output_table(comparison: Comparison) -> Table | None:
-    """Output by output, the networks alone beside the posterior; None for one output."""
+    """Return a table that compares the networks with the posterior for each output; None for one output."""
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
     found = {name: comparison.methods[name].labelled[test].regression for name in methods}
     known = {name: one.outputs for name, one in found.items() if one is not None}

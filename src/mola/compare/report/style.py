@@ -89,7 +89,7 @@ def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     methods = list(methods)
     taken = [KNOWN[method] for method in methods if method in KNOWN]
     free = (pair for pattern in PATTERNS for colour in OTHERS if (pair := (colour, pattern)) not in taken)
-    # With more methods than pairs, the last ones look alike.
+    # With more methods than pairs, the last methods look the same.
     pairs = {method: KNOWN[method] if method in KNOWN else next(free, (OTHERS[0], PATTERNS[-1])) for method in methods}
     return {method: {"color": colour, "linestyle": pattern} for method, (colour, pattern) in pairs.items()}
 

@@ -216,7 +216,7 @@ def _rich_table(table: Table) -> RenderableType:
 
 
 def as_markdown(table: Table) -> str:
-    """Title, table and caption; a group's heading is part of each column's, or in the corner if all columns share it."""
+    """Return title, table and caption. Headings of groups precede the names of columns; a heading shared by all is in the corner."""
     shared = {(column.group, column.better) for column in table.columns}
     if len(shared) == 1 and table.columns[0].group:
         corner = replace(table.columns[0], name=table.columns[0].group).heading

@@ -102,8 +102,8 @@ def defocus_kernel(severity: int, table: Table = DEFOCUS) -> Floats:
     """A disk on a grid of 17 x 17 pixels, smoothed by a Gaussian of 3 x 3, without the empty rim.
 
     CIFAR-10-C: at severities 1 to 3 the disk is one pixel and the smoothing is all there is; at 4 it is a plus of 5 pixels, at 5
-    a square of 9, both smoothed by next to nothing. Disks that are larger than the grid, such as ImageNet-C's last, have a grid of
-    their own size and are smoothed by a Gaussian of 5 x 5.
+    a square of 9, both smoothed by next to nothing. Disks that are larger than the grid, such as ImageNet-C's last, have their own,
+    larger grid and are smoothed by a Gaussian of 5 x 5.
     """
     radius, sigma = table[severity - 1]
     half, beside = (DISK_REACH, 1) if radius <= DISK_REACH else (int(radius), 2)

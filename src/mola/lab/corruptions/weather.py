@@ -199,7 +199,7 @@ def frost(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 def synthetic_frost(index: int, side: int) -> Bytes:
     """Make a picture of frost (3, side, side): ridged noise of several octaves, each growing on the octave before.
 
-    A ridge is where a smooth random field crosses 0: a thin curve. Fields are stretched along a direction of their own,
+    A ridge is where a smooth random field crosses 0: a thin curve. Fields are stretched along their own direction,
     which makes needles. Every octave has twice the frequency, and shows where the octaves before it are bright, as
     crystals branch from crystals.
     """
@@ -284,7 +284,7 @@ def _water(liquid: Bytes) -> Floats:
 def equalised(layers: Bytes) -> Bytes:
     """Histogram equalisation of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
 
-    The lowest level present is left out of the count and becomes 0; a layer of one level stays as it is.
+    The lowest level present is left out of the count and becomes 0; a layer of one level is unchanged.
     """
     total = layers[0].size if len(layers) else 1
     levels = int(layers.max(initial=0)) + 1

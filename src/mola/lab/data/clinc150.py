@@ -54,7 +54,7 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
-        raise DataError(f"{path} is not CLINC150's file ({error}): download it again from {PAGE}.") from error
+        raise DataError(f"{path} is not the CLINC150 file ({error}): download it again from {PAGE}.") from error
     intents = tuple(sorted({intent for _, intent in pairs["train"]}))
     places = {intent: place for place, intent in enumerate(intents)}
     found = {}

@@ -6,7 +6,7 @@ subfolder, at any depth, in the order of their paths. Pillow decodes them.
 ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets; ImageNet-C in
 `imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class
 numbers follow the alphabetical order of the synsets, as for all published networks. If some of the 1000 are missing, a file
-`synsets.txt` beside `val`, with one name on each line, gives the numbers.
+`synsets.txt` next to `val`, with one name on each line, gives the numbers.
 """
 
 from __future__ import annotations

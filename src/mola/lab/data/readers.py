@@ -6,7 +6,7 @@ significant first), then the values with the last dimension running fastest. Oft
 **CIFAR binary**: a record is one label byte (CIFAR-100: the coarse and the fine label), then the red, the green and the blue plane
 of 32 x 32 pixels. The Python version of these sets is a pickle, and is not read.
 
-**Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, where there are classes, `labels` (n,); SVHN's .mat with X (32, 32, 3, n)
+**Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,); SVHN's .mat with X (32, 32, 3, n)
 and y (n, 1).
 """
 

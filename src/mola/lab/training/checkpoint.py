@@ -1,7 +1,7 @@
 """Checkpoints of a training under way: interrupted after an epoch, it continues to the same bits.
 
-One format for `mola train`, SWAG and MIMO: network and optimiser in a folder, with what identifies the training. A schedule is a
-function of the number of its steps: a fresh schedule is stepped as often.
+One format for `mola train`, SWAG and MIMO: network and optimiser in a folder, with what identifies the training. A schedule depends
+only on its number of steps: a fresh schedule is advanced by that number.
 """
 
 from __future__ import annotations

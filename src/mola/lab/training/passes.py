@@ -23,7 +23,7 @@ class WithGradients(nn.Module):
         super().__init__()
         self.network = network
 
-        @functools.wraps(network.forward)  # its signature tells how mappings are passed
+        @functools.wraps(network.forward)  # its signature determines how mappings are passed
         def forward(*arguments: Any, **keywords: Any) -> Any:
             with torch.enable_grad():
                 return network(*arguments, **keywords)

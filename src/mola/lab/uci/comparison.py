@@ -166,7 +166,7 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
-        raise StorageError(f"{folder} holds no records. Make some with: mola bench uci --data DIR")
+        raise StorageError(f"{folder} holds no records. Create them with: mola bench uci --data DIR")
     return found
 
 

@@ -42,7 +42,7 @@ class Split:
 
     Attributes:
         train: inputs (n, P) and targets (n, 1), standardised.
-        test: inputs (m, P), standardised alike, and targets (m, 1) in their own units.
+        test: inputs (m, P), standardised likewise, and targets (m, 1) in their own units.
         location: mean of the training targets.
         scale: their standard deviation.
     """
