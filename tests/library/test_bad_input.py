@@ -142,6 +142,7 @@ OPTIONS = {
     "evidence without labels": (lambda s: s.unlabelled.log_evidence(), r"needs training labels.*\(inputs, labels\)"),
     "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence()), r"training data alone"),
     "tune without data": (lambda s: s.posterior.tune(), r"needs validation data.*val_loader"),
+    "K-FAC": (lambda s: mola.fit(s.network, LOADER, structure="kfac"), r"structure must be one of.*Did you mean 'kron'"),
     "unknown rule": (lambda s: s.posterior.tune(LOADER, rule="accuracy"), r"rule must be one of threshold, nll.*'accuracy'"),
     "unknown score": (lambda s: mola.rules.Score("accuracy"), r"one of nll, brier, ece, crps; got 'accuracy'"),
     "regression rule": (lambda s: s.posterior.tune(LOADER, rule="crps"), r"'crps' does not apply to likelihood 'categorical'"),

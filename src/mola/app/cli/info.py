@@ -85,9 +85,9 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             one = validation[key]
             words = f"NLL {one['nll']:.4f}, "
             if found["likelihood"] == "gaussian":
-                words += f"RMSE {one['rmse']:.4g}, {one['coverage']:.1%} in 90 % intervals"
+                words += f"RMSE {one['rmse']:.4g}, {100 * one['coverage']:.1f} % in 90 % intervals"
             else:
-                words += f"ECE {one['ece']:.2%}, accuracy {one['accuracy']:.2%}"
+                words += f"ECE {100 * one['ece']:.2f} %, accuracy {100 * one['accuracy']:.2f} %"
             lines.append((name, f"{words} on the validation data"))
         rate = f"at most {100 * validation['false_alarm_rate']:.2g} % false alarms"
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))

@@ -215,7 +215,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
         panel.plot(target, mean, ".", color=colour, markersize=3.5)
         panel.set(xlabel="true", ylabel="predicted")
         name = f"output {output}: " if len(comparison.classes) > 1 else ""
-        panel.set_title(f"{name}{own}, {held.mean():.0%} of {len(held)} covered", fontsize=9)
+        panel.set_title(f"{name}{own}, {100 * held.mean():.0f} % of {len(held)} covered", fontsize=9)
     return figure
 
 

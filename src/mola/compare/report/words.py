@@ -54,7 +54,9 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
 
     def headline(title: str, quantity: On, form: str) -> Headline:
-        found = {name: f"{one.mean:{form}}" for name, one in numbers(quantity).items() if one is not None}
+        found = {
+            name: f"{one.mean:{form}}".replace("%", " %") for name, one in numbers(quantity).items() if one is not None
+        }
         before, *others, after = found
         return Headline(title, found[before], found[after], ", ".join(f"{one} {found[one]}" for one in others) + ".")
 
