@@ -52,14 +52,14 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def class_bounds(largest: Tensor) -> Tensor:
-    """Upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
+    """Return an upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
     # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with the 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
-    """The Lemma: upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
+    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
     weights, scaling = posterior.weights, posterior.scaling
     divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
@@ -81,7 +81,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """The Theorem: upper bound (n,) on the confidence in the predicted class, or (K, n) of each component; (..., C) for labels."""
+    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; (..., C) for labels."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
         check_finite(phi, outputs)  # the bound of a class would be finite although there is no prediction
@@ -97,7 +97,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
 
 
 def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
-    """Probabilities (n, C) infinitely far away in the direction of each input.
+    """Return probabilities (n, C) infinitely far away in the direction of each input.
 
     Args:
         posterior: whose networks' features scale with their inputs.

@@ -112,7 +112,7 @@ class Component(nn.Module):
         return self.layer
 
     def log_evidence(self, precision: Tensor) -> Tensor:
-        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
+        r"""Return the log marginal likelihood of the training labels at a prior precision; differentiable in it.
 
         .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
         """

@@ -69,7 +69,7 @@ class Team:
         return self.rank == 0
 
     def shard(self, data: Any) -> Any:
-        """This process's shard of a dataset, list or sequential DataLoader; see `mola.distributed.shard`."""
+        """Return this process's shard of a dataset, list or sequential DataLoader; see `mola.distributed.shard`."""
         return shard(data, self.rank, self.size)
 
     def collect(self, document: Any) -> list[Any]:
@@ -81,7 +81,7 @@ class Team:
         return documents
 
     def share(self, document: Any) -> Any:
-        """Rank 0's document, on every rank."""
+        """Return rank 0's document, on every rank."""
         return self.collect(document if self.first else None)[0]
 
     def agree(self, document: Mapping[str, Any], what: str) -> None:

@@ -118,7 +118,7 @@ def evaluate(
     progress: bool = False,
     team: Team | None = None,
 ) -> Evaluation:
-    """Metrics with standard errors of one predictor or several, on test data, shifted data and outliers.
+    """Evaluate one or several predictors on test data, shifted data and outliers: metrics with standard errors.
 
     Labelled data: accuracy, log loss (nll), Brier score, calibration error (ece), area under the risk-coverage curve
     (aurc) and mean confidence; for multi-label data these are means over all known labels. Regression: rmse, nll, crps,
@@ -328,7 +328,7 @@ def _regression_scores(mixture: NormalMixture, likelihood: Gaussian, labels: Ten
 
 
 def standard_error(values: Tensor, inputs: Tensor) -> float:
-    """Standard error of the mean of values (m,) that are independent between inputs (m,) only; nan for a single input."""
+    """Return the standard error of the mean of values (m,) that are independent between inputs (m,) only; nan for a single input."""
     totals = values.new_zeros(int(inputs.max()) + 1).index_add_(0, inputs, values - values.mean())
     count = int((torch.bincount(inputs) > 0).sum())
     if count < 2:
@@ -366,13 +366,13 @@ def _metrics(read: _Read) -> dict[str, Estimate]:
 
 
 def signed_gaps(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """Confidence minus correctness (n,), with the sign of the gap of each datum's bin: their mean is the calibration error."""
+    """Return confidence minus correctness (n,), with the sign of the gap of each datum's bin: their mean is the calibration error."""
     sums = metrics.bin_sums(confidence, correct, bins)
     return (confidence - correct) * (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
 
 
 def _risk_influence(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    r"""Influence (n,) of each datum on the AURC, plus the AURC.
+    r"""Return the influence (n,) of each datum on the AURC, plus the AURC.
 
     The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u the uncertainty
     and t is distributed as u. Adding a datum changes the thresholds, the errors and the shares F: :math:`R(u_i) + e_i
@@ -420,7 +420,7 @@ def placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def passing(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    """Influence (n,) of each inlier on FPR95, through the threshold, and which outliers (m,) pass."""
+    """Return the influence (n,) of each inlier on FPR95, through the threshold, and which outliers (m,) pass."""
     ends = [metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1)]
     threshold = metrics.passing_threshold(inliers, TPR)
     slope = (ends[1] - ends[0]) / (2 * WIDTH)

@@ -17,34 +17,34 @@ from mola.errors import DataError, OptionError
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
-    """Share of data whose most probable class is the label."""
+    """Return the share of data whose most probable class is the label."""
     return float((probs.argmax(1) == labels).double().mean())
 
 
 def mean_confidence(probs: Tensor) -> float:
-    """Mean of the largest probability (MMC)."""
+    """Return the mean of the largest probability (MMC)."""
     return float(probs.double().max(1).values.mean())
 
 
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
+    """Return the mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
     chosen = probs.gather(1, labels[:, None]).squeeze(1)
     return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
 
 
 def log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Mean of `log p(label)`: the paper's LL, higher is better."""
+    """Return the mean of `log p(label)`: the paper's LL, higher is better."""
     return -negative_log_likelihood(probs, labels)
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
-    """Mean over data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
+    """Return the mean over data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
     one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
     return float((probs.double() - one_hot).square().sum(1).mean())
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Sums over equal-width bins of the largest probability: (bins, 3) of count, confidence, and correct predictions.
+    """Return the sums over equal-width bins of the largest probability: (bins, 3) of count, confidence, and correct predictions.
 
     Bins are closed on the right; every prediction is counted, those with confidence 1 in the last bin.
     """
@@ -53,12 +53,12 @@ def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
 
 
 def bin_index(confidence: Tensor, bins: int) -> Tensor:
-    """Index of the equal-width bin, closed on the right, of each confidence."""
+    """Return the index of the equal-width bin, closed on the right, of each confidence."""
     return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
 
 
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """The same from confidences (..., n) in float64 and whether they were right: (..., bins, 3)."""
+    """Return the sums of `bin_confidences` (..., bins, 3) from confidences (..., n) in float64 and their correctness."""
     index = bin_index(confidence, bins)
     sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
     for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
@@ -67,22 +67,22 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
 
 
 def calibration_gap(binned: Tensor) -> float:
-    """Mean over predictions of |confidence - accuracy| within each bin, from `bin_confidences` sums."""
+    """Return the mean over predictions of |confidence - accuracy| within each bin, from `bin_confidences` sums."""
     return float(calibration_gaps(binned))
 
 
 def calibration_gaps(binned: Tensor) -> Tensor:
-    """The same of several: (...) from sums (..., bins, 3)."""
+    """Return calibration gaps (...) from sums (..., bins, 3)."""
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Expected calibration error of the largest probability (ECE), every prediction counted."""
+    """Return the expected calibration error of the largest probability (ECE), every prediction counted."""
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
 def largest_gap(binned: Tensor) -> float:
-    """Largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
+    """Return the largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
@@ -108,7 +108,7 @@ def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Error rate if only the least uncertain predictions are made, at every coverage.
+    """Return the error rate if only the least uncertain inputs are predicted, at every coverage.
 
     Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
 
@@ -130,12 +130,12 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
 
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """Mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random rejection gives the error rate."""
+    """Return the mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random rejection gives the error rate."""
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
 def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """AURC minus its lowest possible value, with all errors rejected first (E-AURC; Geifman et al., 2019).
+    """Return the AURC minus its lowest possible value, with all errors rejected first (E-AURC; Geifman et al., 2019).
 
     It depends on the order of the predictions and hardly on the accuracy: 0 is best.
     """
@@ -144,13 +144,13 @@ def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> flo
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """The lowest possible AURC of `count` predictions with this number of errors: all errors are rejected first."""
+    """Return the lowest possible AURC of `count` predictions with this number of errors: all errors are rejected first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
 
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores in float64."""
+    """Return the scores in float64."""
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
@@ -161,7 +161,7 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
 
 
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
+    """Return the probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
     scores = torch.cat(check_scores(inlier_scores, outlier_scores))
     _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     # Mean rank of tied values: those below, plus half of those tied.
@@ -195,7 +195,7 @@ def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Area under the ROC curve of each label: probability that a positive datum scores higher than a negative datum.
+    """Return area under the ROC curve of each label: probability that a positive datum scores higher than a negative datum.
 
     From probabilities (n, C) of yes and labels (n, C), 0 or 1, NaN or -100 where a label is missing. Returns (C,) in
     float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
@@ -207,7 +207,7 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Average precision of each label: the mean of the precision over the steps of recall, without interpolation.
+    """Return average precision of each label: the mean of the precision over the steps of recall, without interpolation.
 
     Arguments as for `auroc_of_labels`. NaN for a label that is never yes; it depends on how rare yes is.
     """
@@ -218,7 +218,7 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
+    """Return the calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
 
     Arguments as for `auroc_of_labels`. Bins are closed on the right; NaN where every label is missing.
     """
@@ -230,19 +230,19 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
+    """Return average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
+    """Return average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
 def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
+    """Return the share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
 
     The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
     inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take the outliers as
@@ -261,7 +261,7 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 
 
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Share of inliers taken for outliers when at least `tpr` of the outliers are found, the outliers being the positives.
+    """Return the share of inliers taken for outliers when at least `tpr` of the outliers are found, the outliers being the positives.
 
     OpenOOD's FPR@95: the threshold is the highest outlier's score at or above which that share of them lies, without
     interpolation.
@@ -284,7 +284,7 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
-    """The score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,)."""
+    """Return the score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,)."""
     if not 0 <= tpr <= 1:
         raise OptionError(f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)

@@ -30,12 +30,12 @@ def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, 
 
 
 def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    """Logarithm of one normal distribution's density."""
+    """Return the logarithm of one normal distribution's density."""
     return -0.5 * ((targets - mean).square() / variance + variance.log()) - HALF_LOG_TAU
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Logarithm (n, D) of the mixture's density at targets (n, D); with `joint`, (n,) of all D outputs together.
+    """Return the logarithm (n, D) of the mixture's density at targets (n, D); with `joint`, (n,) of all D outputs together.
 
     Outputs are independent within each component, not within the mixture.
     """
@@ -47,13 +47,13 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
-    """Probability (...) that a draw is at most `values`, which broadcast with (...)."""
+    """Return the probability (...) that a draw is at most `values`, which broadcast with (...)."""
     shares, means, deviations = _lifted(weights, means, variances)
     return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
-    """The value (...) that a draw stays below with probability `level`, to rounding in float64.
+    """Return the value (...) that a draw stays below with probability `level`, to rounding in float64.
 
     Newton's method, kept inside an interval that shrinks.
 
@@ -85,7 +85,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
 
 
 def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
-    r"""Continuous ranked probability score of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
+    r"""Return the continuous ranked probability score of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
 
     In the targets' units: lower is better, and for a point prediction it is the absolute error.
     """

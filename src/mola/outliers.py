@@ -18,7 +18,7 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 
 
 def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """One minus the largest probability (n,); for multi-label data, averaged over labels."""
+    """Return one minus the largest probability (n,); for multi-label data, averaged over labels."""
     score = 1 - likelihood.choices(probs).amax(-1)
     return score if likelihood.mutually_exclusive else score.mean(-1)
 
@@ -29,7 +29,7 @@ def max_logit_score(logits: Tensor) -> Tensor:
 
 
 def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""Free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
+    r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
 
     Unlike the probabilities it changes with a shift common to all logits, so members of an ensemble differ in its zero.
     """
@@ -39,7 +39,7 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def label_energy_score(logits: Tensor) -> Tensor:
-    r"""Free energy of multi-label logits, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021), over the last axis.
+    r"""Return the free energy of multi-label logits, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021), over the last axis.
 
     Where no label is found, an input is unlike the training data. For a single label a certain no is as good as a certain yes, so its
     energy is that of two classes with the logits :math:`(-f/2, f/2)`.
@@ -49,7 +49,7 @@ def label_energy_score(logits: Tensor) -> Tensor:
 
 
 def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    r"""The mixture's confidence in the limit of a vanishing prior, read as a score.
+    r"""Return the mixture's confidence in the limit of a vanishing prior, read as a score.
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
@@ -73,7 +73,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
 
 def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Energy (K, n) of each network's logits (K, n, C), divided by the square of the excess feature norm."""
+    """Return the energy (K, n) of each network's logits (K, n, C), divided by the square of the excess feature norm."""
     score = energy_score if likelihood.mutually_exclusive else label_energy_score
     return score(means * (-2 * log_excess).exp()[..., None])
 

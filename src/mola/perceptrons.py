@@ -22,7 +22,7 @@ Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) -> nn.Sequential:
-    """Linear layers with ReLU between them; inputs of any shape are flattened.
+    """Build linear layers with ReLU between them; inputs of any shape are flattened.
 
     Args:
         inputs: number of input values.

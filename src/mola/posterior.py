@@ -225,7 +225,7 @@ class MoLA(Mixture):
         return first.layout.restore(rows)
 
     def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
+        """Return the logarithms of distance (K, n) and norm (K, n) of each network's features."""
         pairs = []
         for component, phi in zip(self.components, rows.phi, strict=True):
             layer = component.on(phi.device)
@@ -322,7 +322,7 @@ class MoLA(Mixture):
         return prediction_type(self.likelihood)(fields, **shared)
 
     def logit_variance(self, rows: Rows) -> Tensor:
-        """Return variances (K, n, C) of the logits, unscaled."""
+        """Return the variances (K, n, C) of the logits, unscaled."""
         spreads = [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
         pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])

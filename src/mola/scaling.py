@@ -59,7 +59,7 @@ class Reference:
     """Mean energy of each network, from which the mean of the energy term follows for other weights."""
 
     def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
-        """Mean and standard deviation of each term of the outlier score for a mixture with these weights (K,)."""
+        """Return the mean and standard deviation of each term of the outlier score for a mixture with these weights (K,)."""
         if self.score is None or self.energies is None:
             return self.score
         far_field, (_, spread), distance = self.score
@@ -67,12 +67,12 @@ class Reference:
         return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the values as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """The inverse of `as_json`."""
+        """Return the inverse of `as_json`."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
@@ -101,7 +101,7 @@ class Candidates:
         return len(self.temperature)
 
     def split(self, size: int) -> Iterator[Candidates]:
-        """At most `size` candidates at a time."""
+        """Split into at most `size` candidates at a time."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             fields = (self.precision, self.temperature, self.pooling, self.exponent, self.onset)
@@ -135,11 +135,11 @@ class LogitScaling:
             object.__setattr__(self, field, float(value))
 
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
-        """Logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""
+        """Return the logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
 
     def log_excess(self, log_norm: Tensor) -> Tensor:
-        """`log nu` (K, n): logarithm of the excess feature norm; 0 for typical features."""
+        """Return `log nu` (K, n): logarithm of the excess feature norm; 0 for typical features."""
         return (log_norm - self._logs(1, log_norm)).clamp_min(0)
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class LogitScaling:
         norms: bool,
         candidates: Candidates | None = None,
     ) -> Tensor:
-        """`s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) without distance.
+        """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) without distance.
 
         Args:
             logs: logarithms of distance (K, n) and norm (K, n) of each network's features; None without distance.

@@ -156,7 +156,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """Outlier score (n,) of each row: higher = more outlying. It does not depend on the prior precision."""
+        """Return the outlier score (n,) of each row: higher = more outlying. It does not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
 
 

@@ -34,7 +34,7 @@ WIDE, FLAT = 9.0, 33.0
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Entropy in nats over the last axis, accurate to relative rounding even if nearly all mass is on one class."""
+    """Return the entropy in nats over the last axis, accurate to relative rounding even if nearly all mass is on one class."""
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
@@ -50,7 +50,7 @@ def _log1p(values: Tensor) -> Tensor:
 
 
 def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities over the last axis, and their entropy in nats to relative rounding."""
+    """Return probabilities over the last axis, and their entropy in nats to relative rounding."""
     below = logits - logits.amax(-1, keepdim=True)
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
@@ -61,7 +61,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Epistemic part of a mixture's entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, from (K, n, C): (n,), or (n, C) for labels."""
+    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, from (K, n, C): (n,), or (n, C) for labels."""
     between = entropy(likelihood.choices(torch.einsum("k,knc->nc", weights.to(member_probs), member_probs)))
     within = torch.einsum("k,k...->...", weights.to(member_probs), entropy(likelihood.choices(member_probs)))
     return (between - within).clamp_min(0)
@@ -74,7 +74,7 @@ def epistemic_share(
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
-    """Share of a mixture's entropy that is mutual information between label and weights: (n,), or (n, C) for labels.
+    """Return the share of a mixture's entropy that is mutual information between label and weights: (n,), or (n, C) for labels.
 
     Within a component it has no closed form for classes, so it is measured on Sobol draws. As a share of the draws'
     own entropy it lies between 0 and 1 whatever the link, and it is exact where components have no covariance.

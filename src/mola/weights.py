@@ -15,7 +15,7 @@ STACKING_GAP = 1e-10
 
 
 def uniform_weights(count: int) -> Tensor:
-    """`1 / K` each, as in all of the paper's experiments."""
+    """Return `1 / K` each, as in all of the paper's experiments."""
     return torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
 
 
@@ -49,12 +49,12 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Weights (K,) in proportion to the components' evidences. A difference of a few nats makes them one-hot."""
+    """Return weights (K,) in proportion to the components' evidences. A difference of a few nats makes them one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 
 def stacking_weights(likelihoods: Tensor) -> Tensor:
-    r"""Weights that maximise the mixture's log-likelihood on held-out data: a concave problem on the simplex.
+    r"""Return the weights that maximise the mixture's log-likelihood on held-out data: a concave problem on the simplex.
 
     .. math:: \max_\pi \tfrac1n \sum_n \log \sum_k \pi_k\, p_k(y_n) \quad \text{with } \pi \ge 0,\; 1^\top \pi = 1
 
@@ -83,7 +83,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Stacking where the components' predictions depend on the weights: predictions and weights are updated alternately.
+    """Stack components whose predictions depend on the weights: update predictions and weights in turn.
 
     A turn does not follow the gradient of the log-likelihood and may lower it, so turns are taken from each start while they raise it.
     The result is at least as good as every start.

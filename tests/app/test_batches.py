@@ -105,7 +105,7 @@ WRONG_USE = {
     "no columns are named": ({}, flat(), "name the columns"),
     "no batch": (NAMED, 3, "got int"),
     "nan": (NAMED, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch is not finite"),
-    "words": (NAMED, flat(x3="seven"), "cannot be made float32"),
+    "words": (NAMED, flat(x3="seven"), "cannot be converted to float32"),
     "none": ({"inputs": "x"}, {"x": CELLS}, "row 1 of the batch is None"),
     "a name twice": ({**NAMED, "keep": ["label"]}, flat(label=9), "keep: 'label'"),
     "nan as an integer": ({"dtype": "int64"}, np.array([[1.0], [np.nan]]), "int64 cannot hold"),

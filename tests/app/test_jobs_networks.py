@@ -100,7 +100,7 @@ def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
     with pytest.raises(StorageError, match=r"tensor\.pt holds a Tensor"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
     (tmp_path / "text.pt").write_text("not weights at all")
-    with pytest.raises(StorageError, match=r"text\.pt is neither safetensors nor"):
+    with pytest.raises(StorageError, match=r"text\.pt is neither a safetensors file nor"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
     with pytest.raises(StorageError, match="does not hold this network's weights"):
         build_networks([f"{desk.module}:wide"], [desk.weights()[0]])

@@ -237,7 +237,7 @@ def test_files_without_weights(tmp_path):
     refused(small(), tmp_path / "none.pt", "does not exist")
     refused(small(), tmp_path, "is a folder")
     path.write_bytes(b"just some text")
-    refused(small(), path, "neither safetensors nor made by torch.save")
+    refused(small(), path, "neither a safetensors file nor a torch.save file")
     for content, words in (
         (torch.ones(3), "holds a Tensor"),
         ({"epoch": 3, "optimizer": {}}, "holds no weights: epoch, optimizer.*entry="),

@@ -83,7 +83,7 @@ class Option:
         return self.default is MISSING
 
     def check(self, value: Any, where: str) -> Any:
-        """The value of a run file in the field's type; `OptionError` begins with `where`."""
+        """Return the value of a run file in the field's type; `OptionError` begins with `where`."""
         if self.parse is not None:
             return parsed(self.parse, value, where)
         expected, holds = KINDS[self.kind]
@@ -99,12 +99,12 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
-    """A field of a dataclass of options, with settings by the names of `Option`."""
+    """Return a field of a dataclass of options, with settings by the names of `Option`."""
     return field(default=default, metadata={"help": help, **settings})
 
 
 def options_of(kind: type) -> list[Option]:
-    """The declared options of a dataclass."""
+    """Return the declared options of a dataclass."""
     hints, found = get_type_hints(kind), []
     for one in fields(kind):
         declared = Option(one.name, one.default, _plain_type(hints[one.name]), **one.metadata)
@@ -123,7 +123,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """A value by the `parse` of its option; `OptionError` names what was expected."""
+    """Return a value by the `parse` of its option; `OptionError` names what was expected."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
 
 
 def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Names, as a list or separated by commas."""
+    """Parse names, from a list or separated by commas."""
     return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 
@@ -145,7 +145,7 @@ def _shortened(value: Any) -> str:
 
 
 def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
-    """The options as plain values, with paths as seen from the folder that will hold the file."""
+    """Return the options as plain values, with paths as seen from the folder that will hold the file."""
 
     def plain(value: Any, one: Option) -> Any:
         if isinstance(value, tuple):
@@ -159,7 +159,7 @@ def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
-    """The options in the document of a run file, checked, with paths as seen from the current folder."""
+    """Return the options in the document of a run file, checked, with paths as seen from the current folder."""
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(
@@ -186,7 +186,7 @@ def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
 
 
 def relative(value: str, folder: Path) -> str:
-    """A path as seen from a folder."""
+    """Return a path as seen from a folder."""
     path = Path(value).expanduser().resolve()
     try:
         return Path(os.path.relpath(path, folder.resolve())).as_posix()
@@ -199,7 +199,7 @@ def _located(value: str, names: Collection[str], folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work, a file or folder that cannot be made."""
+    """Refuse, before any work, a file or folder that cannot be created."""
     above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
     try:
         with tempfile.TemporaryFile(dir=above):  # os.access is no proof: root may write anywhere but in /proc
@@ -211,7 +211,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; `OptionError` if there is no such file or it is not TOML."""
+    """Return the tables of a TOML file; `OptionError` if there is no such file or it is not TOML."""
     if not path.is_file():
         raise OptionError(f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes.")
     try:
@@ -224,7 +224,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
-    """Nested tables as TOML, which `tomllib` reads back to the same values; entries that are None are left out."""
+    """Format nested tables as TOML, which `tomllib` reads back to the same values; entries that are None are left out."""
     return "\n".join(_table(document, "")).lstrip("\n") + "\n"
 
 

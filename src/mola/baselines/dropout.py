@@ -79,7 +79,7 @@ class McDropout(Mixture):
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
-        """Draws and seed."""
+        """Return draws and seed."""
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:

@@ -170,7 +170,7 @@ class Trunk(nn.Module):
         self.members: int = members
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Features (n, P) of one batch (n, channels, ...)."""
+        """Return features (n, P) of one batch (n, channels, ...)."""
         if not isinstance(inputs, Tensor):
             raise DataError(f"MIMO takes one tensor (n, channels, ...) as inputs, got {type(inputs).__name__}.")
         return self.network(stack_inputs([inputs] * self.members))

@@ -1,6 +1,6 @@
 r"""SWAG (Maddox et al., 2019): a Gaussian over weights, fitted to snapshots of SGD, and the average prediction of draws from it.
 
-From snapshots :math:`\theta_1, \dots, \theta_T` there are the mean, the variance of each weight, and the last K deviations
+From snapshots :math:`\theta_1, \dots, \theta_T` SWAG keeps the mean, the variance of each weight, and the last K deviations
 :math:`d_t = \theta_t - \bar\theta_t` from the mean of the snapshots so far. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
@@ -94,7 +94,7 @@ class Moments:
         return len(next(iter(self.columns.values())))
 
     def variance(self, name: str) -> Tensor:
-        """Variance of each weight over all snapshots."""
+        """Return the variance of each weight over all snapshots."""
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class Swag(Mixture):
         return self
 
     def extra_repr(self) -> str:
-        """Snapshots, rank and draws."""
+        """Return snapshots, rank and draws."""
         kept = f"snapshots={self.moments.count}, rank={self.moments.rank}"
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 

@@ -173,7 +173,7 @@ class TemperatureScaled(MoLA):
         return self.temperatures[0]
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """The temperature of each network; 1 for pooled probabilities."""
+        """Return the temperature of each network; 1 for pooled probabilities."""
         values = [1.0] * len(self.temperatures) if self.pooled else self.temperatures
         return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, values, strict=True)]
 
@@ -187,7 +187,7 @@ class TemperatureScaled(MoLA):
         return likelihood.distribution(likelihood.probabilities(logits))
 
     def with_parts(self, **changes: Any) -> Any:
-        """Refused: the temperatures belong to these networks and weights."""
+        """Raise an error: the temperatures belong to these networks and weights."""
         raise OptionError(
             "the temperatures were chosen for these networks and weights: call mola.baselines.temperature_scaled again, or use "
             "mola.ensemble(networks).with_temperature(...)."

@@ -35,7 +35,7 @@ WHOLE = ("weight", "bias")
 def written_rows(
     path: Path, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-    """Collect batches of rows and write them as one safetensors file; its folder is made.
+    """Collect batches of rows and write them as one safetensors file; its folder is created if missing.
 
     Args:
         path: of the file.
@@ -73,14 +73,14 @@ class TensorFile:
                 self.parts.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise StorageError(
-                    f"{path} is not a whole file of {content} ({error}). Delete it: it will be made again."
+                    f"{path} is not a whole file of {content} ({error}). Delete it: it will be recomputed."
                 ) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts[0].keys()  # noqa: SIM118  (not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor with a row for each datum."""
+        """Return the shape of a tensor with a row for each datum."""
         count = sum(part.get_slice(name).get_shape()[0] for part in self.parts)
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
@@ -101,7 +101,7 @@ class TensorFile:
         return torch.cat(found)
 
     def rows(self, name: str, places: Tensor) -> Tensor:
-        """Rows of a tensor at some places, in their order; neighbours are read at once."""
+        """Return some rows of a tensor, in the given order; neighbouring rows are read at once."""
         if len(places) == 0:
             return self.read(name, 0, 0)
         breaks = torch.nonzero(places[1:] != places[:-1] + 1).flatten().add(1).tolist()
@@ -122,12 +122,12 @@ class HeadOnly(nn.Module):
         self.index = index
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of this network."""
+        """Return logits of this network."""
         logits: Tensor = self.head(features[:, self.index, : self.head.in_features])
         return logits
 
     def scaled(self, temperature: float) -> HeadOnly:
-        """The head with its logits divided by a temperature."""
+        """Return the head with its logits divided by a temperature."""
         bias = None if self.head.bias is None else self.head.bias.detach() / temperature
         return HeadOnly(self.head.weight.detach() / temperature, bias, self.index).eval()
 
@@ -145,11 +145,11 @@ class Seen:
     """Features of each network."""
 
     def by_network(self) -> list[Tensor]:
-        """Features of each network alone."""
+        """Return the features of each network alone."""
         return [self.features[:, index, :width] for index, width in enumerate(self.widths)]
 
     def batches(self) -> list[Tensor]:
-        """Features in batches, for `HeadOnly`."""
+        """Return features in batches, for `HeadOnly`."""
         return list(torch.split(self.features, BATCH))
 
 
@@ -173,15 +173,15 @@ class Stored:
         return cls(files)
 
     def first(self, count: int | None) -> Stored:
-        """The first `count` networks alone; None is all of them."""
+        """Return the first `count` networks alone; None is all of them."""
         return Stored(self.files[:count], self.places)
 
     def only(self, network: int) -> Stored:
-        """A single network; its features still have shape (n, 1, P)."""
+        """Return a single network; its features still have shape (n, 1, P)."""
         return Stored(self.files[network : network + 1], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
-        """Some of the data, in this order."""
+        """Return some of the data, in this order."""
         return Stored(self.files, tuple(places))
 
     @cached_property
@@ -208,7 +208,7 @@ class Stored:
         return file.rows(name, torch.tensor(self.places[start:stop], dtype=torch.int64))
 
     def slices(self) -> Iterator[Seen]:
-        """All data, in slices of bounded size; all but the last are whole batches."""
+        """Yield all data, in slices of bounded size; all but the last are whole batches."""
         widths = tuple(file.shape("features")[1] for file in self.files)
         rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
         for start in range(0, self.count, rows):
@@ -224,5 +224,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """(K, n, C), of all data: for small sets such as validation data."""
+        """Return the logits (K, n, C) of all data, for small sets such as validation data."""
         return torch.stack([self._read(file, "logits", 0, self.count) for file in self.files])

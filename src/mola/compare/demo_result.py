@@ -92,7 +92,7 @@ class DemoResult:
     """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """Settings and results as plain JSON values, without curves and maps: `numbers.json`."""
+        """Return settings and results as plain JSON values, without curves and maps: `numbers.json`."""
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,

@@ -9,13 +9,13 @@ from mola.compare.record import Comparison
 
 
 def short(name: str, names: tuple[str, ...]) -> str:
-    """The last part of a set's path, if no other set shares it."""
+    """Return the last part of a set's path, if no other set shares it."""
     last = name.rstrip("/").split("/")[-1]
     return last if last and sum(other.rstrip("/").split("/")[-1] == last for other in names) == 1 else name
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """Sets, results of each method as in the records of suites, leads and decisions; empty entries are left out."""
+    """Return sets, results of each method as in the records of suites, leads and decisions; empty entries are left out."""
     document = asdict(comparison)
     records = {one["method"]: one for one in document["records"]}
     kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "noted", "made")

@@ -52,24 +52,24 @@ class Measurement:
         return None if math.isnan(total) else total
 
     def minus(self, other: Measurement) -> Measurement:
-        """The difference from a metric on the same data."""
+        """Return the difference from a metric on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
         return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
 
 
 def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
-    """A mean over data (n,)."""
+    """Return a mean over data (n,)."""
     return Measurement(float(values.mean()), (values,), (groups,))
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """The root of a mean of squares (n,)."""
+    """Return the root of a mean of squares (n,)."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int, groups: Tensor | None = None) -> Measurement:
-    """Expected calibration error from confidences (n,) in float64 and correctness (n,), 1 or 0."""
+    """Return the expected calibration error from confidences (n,) in float64 and correctness (n,), 1 or 0."""
     gap = metrics.calibration_gap(metrics.bin_sums(confidence, correct, bins))
     return Measurement(gap, (signed_gaps(confidence, correct, bins),), (groups,))
 
@@ -79,19 +79,19 @@ Groups = tuple[Tensor | None, Tensor | None]
 
 
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """AUROC of scores that are higher for outliers; see `mola.metrics.auroc`."""
+    """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`."""
     terms = placements(*metrics.check_scores(inlier_scores, outlier_scores))
     return Measurement(float(terms[1].mean()), terms, groups)
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Share of outliers that pass where 95 % of the inliers do; see `mola.metrics.fpr_at_tpr`."""
+    """Return the share of outliers that pass where 95 % of the inliers do; see `mola.metrics.fpr_at_tpr`."""
     pair = metrics.check_scores(inlier_scores, outlier_scores)
     return Measurement(metrics.fpr_at_tpr(*pair), passing(*pair), groups)
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Mean over labels of each label's AUROC, with DeLong's contributions; None if no label has both a yes and a no.
+    """Return the mean over labels of each label's AUROC, with DeLong's contributions; None if no label has both a yes and a no.
 
     Args:
         yes: probabilities of "yes" (n,) in float64, one row for each label of each input.
@@ -139,7 +139,7 @@ Better = Literal["low", "high"]
 
 
 def leads(measured: Mapping[str, Mapping[str, Measurement]], better: Mapping[str, Better]) -> dict[str, Lead]:
-    """Which method leads on the same data, by each metric that all methods have."""
+    """Return which method leads on the same data, by each metric that all methods have."""
     return {
         name: lead({(method,): found[name] for method, found in measured.items()}, end)
         for name, end in better.items()

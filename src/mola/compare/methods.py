@@ -79,7 +79,7 @@ class Method(Protocol[MaterialT]):
         """Number of networks; None uses all networks of the run."""
 
     def settings(self) -> dict[str, Any]:
-        """Settings as plain JSON values."""
+        """Return settings as plain JSON values."""
 
     def fit(self, material: MaterialT, /) -> Fitted:
         """Fit and tune."""
@@ -142,7 +142,7 @@ class LastLayer:
         one_of(self.weights, WEIGHTS, "weights")
 
     def settings(self) -> dict[str, Any]:
-        """Settings as plain JSON values."""
+        """Return settings as plain JSON values."""
         settings: dict[str, Any] = {"weights": self.weights}
         if self.structure is not None:
             settings |= {"structure": self.structure, "link": self.link, "rule": self.rule}
@@ -218,7 +218,7 @@ class LastLayer:
         threshold: float | None = None,
         sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None,
     ) -> mola.MoLA:
-        """The fitted and tuned predictor.
+        """Return the fitted and tuned predictor.
 
         Args:
             networks: of the mixture.
@@ -242,7 +242,7 @@ class LastLayer:
 
     @staticmethod
     def tuned(posterior: mola.MoLA) -> dict[str, Any]:
-        """Tuned values as plain JSON values."""
+        """Return tuned values as plain JSON values."""
         if posterior.structure is None:
             return {}
         chosen: dict[str, Any] = {

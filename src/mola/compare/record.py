@@ -169,7 +169,7 @@ class Record:
     files: it follows from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
+        """Return plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("labelled", "outliers"):
             document[name] = {
@@ -332,7 +332,7 @@ class Comparison:
     """Regression: by method and metric, the excess over `own`, and its standard error."""
 
     def of_role(self, role: Role) -> list[SetInfo]:
-        """The sets of a role."""
+        """Return the sets of a role."""
         return [one for one in self.sets.values() if one.role == role]
 
     @property

@@ -57,7 +57,7 @@ class RegressionAnswer:
     """(n,), input of each row, where rows are positions; None: each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Columns of a tally: "name[d]" of output d, "name[p]" of an interval of probability p.
+        """Return columns of a tally: "name[d]" of output d, "name[p]" of an interval of probability p.
 
         Args:
             labels: targets (n, D) in their own units, or (n,) where D is 1; None for unlabelled data.
@@ -126,7 +126,7 @@ def _scores(tally: Tally, place: int | str) -> dict[str, Measurement]:
 
 
 def regression_result(tally: Tally, outputs: Sequence[str]) -> LabelledResult:
-    """All metrics of a method on labelled data, with their errors over data, and the details of reports.
+    """Return all metrics of a method on labelled data, with their errors over data, and the details of reports.
 
     Args:
         tally: of `RegressionAnswer`.
@@ -184,13 +184,13 @@ def _examples(tally: Tally, place: int) -> list[list[float]]:
 
 
 def regression_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which method leads on the same data, by rmse, nll and crps."""
+    """Return which method leads on the same data, by rmse, nll and crps."""
     measured = {method: regression_measured(tally) for method, tally in tallies.items()}
     return leads(measured, dict.fromkeys(LOWER_IS_BETTER, "low"))
 
 
 def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """By method and by rmse, nll and crps: the excess over a method's own, datum by datum, and its standard error over data."""
+    """Return each method's excess rmse, nll and crps over one method, datum by datum, with standard errors over data."""
     mine = regression_measured(tallies[own])
     found: dict[str, dict[str, tuple[float, float | None]]] = {}
     for method, tally in tallies.items():

@@ -58,7 +58,7 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Every metric of a method on labelled data; a metric that is not defined there is left out.
+    """Return every metric of a method on labelled data; a metric that is not defined there is left out.
 
     Args:
         tally: the predictions.
@@ -168,7 +168,7 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors: bool = False) -> OutlierResult:
-    """Confidence of a method on outliers, and how well each score separates them from the test data.
+    """Return the confidence of a method on outliers, and how well each score separates them from the test data.
 
     Args:
         inside: predictions for the test data.
@@ -204,14 +204,14 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
 
 
 def risk_curve(tally: Tally) -> list[list[float]]:
-    """Pairs of coverage and error rate, the most confident predictions first: at most `CURVE_POINTS`, the last is all data."""
+    """Return pairs of coverage and error rate, the most confident predictions first: at most `CURVE_POINTS`, the last is all data."""
     coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
     places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
     return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
 
 
 def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResult:
-    """Coverage and size of prediction sets on labelled data."""
+    """Return the coverage and size of prediction sets on labelled data."""
     sizes, held, labels = tally["set size"], tally["held"], tally["label"].long()
     counts = torch.bincount(labels, minlength=len(classes))
     inside = torch.bincount(labels, held, len(classes))
@@ -228,13 +228,13 @@ def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResu
 
 
 def examples_of(tally: Tally) -> Examples:
-    """Confidence and class of the first few predictions."""
+    """Return the confidence and class of the first few predictions."""
     confidence, predicted = (tally[name][:EXAMPLES] for name in ("confidence", "predicted"))
     return Examples(confidence.tolist(), predicted.long().tolist())
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which method leads on labelled data, by accuracy, nll, brier and ece; for multi-label data also by auroc."""
+    """Return which method leads on labelled data, by accuracy, nll, brier and ece; for multi-label data also by auroc."""
     return leads({method: tally.measured() for method, tally in tallies.items()}, BETTER)
 
 
@@ -247,7 +247,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which method leads on outliers, by any score; for classifiers also by confidence. See `Comparison.leads`."""
+    """Return which method leads on outliers, by any score; for classifiers also by confidence. See `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

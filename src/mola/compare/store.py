@@ -29,7 +29,7 @@ class Store:
         self.directory = Path(directory)
 
     def suites(self) -> list[str]:
-        """Names of the suites that have results."""
+        """Return the names of the suites that have results."""
         found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
         if not found:
             raise StorageError(
@@ -38,7 +38,7 @@ class Store:
         return found
 
     def path(self, suite: str, method: str, run: int) -> Path:
-        """Path of a record."""
+        """Return the path of a record."""
         return self.directory / suite / _slug(method) / f"run-{run}.json"
 
     def write(self, record: Record) -> Path:
@@ -48,16 +48,16 @@ class Store:
         return path
 
     def read(self, suite: str, method: str, run: int) -> Record | None:
-        """The record, or None if there is none."""
+        """Return the record, or None if there is none."""
         path = self.path(suite, method, run)
         return read_record(path) if path.exists() else None
 
     def paths(self, suite: str) -> list[Path]:
-        """Paths of all records of a suite."""
+        """Return the paths of all records of a suite."""
         return sorted((self.directory / suite).glob("*/run-*.json"))
 
     def records(self, suite: str) -> list[Record]:
-        """All records of a suite, in the order of their files."""
+        """Return all records of a suite, in the order of their files."""
         return [read_record(path) for path in self.paths(suite)]
 
     def forget(self, suite: str) -> None:
@@ -72,7 +72,7 @@ class Store:
         return path
 
     def read_document(self, suite: str, name: str) -> dict[str, Any] | None:
-        """`suite.json` or `cost.json`, or None if there is none."""
+        """Return `suite.json` or `cost.json`, or None if there is none."""
         path = self.directory / suite / name
         return _read(path) if path.exists() else None
 

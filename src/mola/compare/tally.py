@@ -44,11 +44,11 @@ class TallyRows(Protocol):
     """Predictions for a batch, as rows of a tally."""
 
     def columns(self, labels: Tensor | None) -> dict[str, Tensor]:
-        """Numbers (rows,) by name, outlier scores among them; `INPUT` counts the inputs of the batch from 0."""
+        """Return numbers (rows,) by name, outlier scores among them; `INPUT` counts the inputs of the batch from 0."""
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
-    r"""GEN, the generalised entropy (Liu et al., 2023): higher for outliers.
+    r"""Return GEN, the generalised entropy (Liu et al., 2023): higher for outliers.
 
     .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
 
@@ -91,7 +91,7 @@ class Answer:
     """(n,), input of each row, where rows are positions; None: each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Columns of a tally.
+        """Return columns of a tally.
 
         Args:
             labels: class indices (n,), or 0 and 1 (n, C) for multi-label data; None for unlabelled data.
@@ -138,7 +138,7 @@ class Answer:
         return row | scored | {name: one.cpu()[:, None].expand_as(known)[known] for name, one in self.scores().items()}
 
     def scores(self) -> dict[str, Tensor]:
-        """Outlier scores (n,) in float64: the given ones, or all of `SCORES` that the predictions allow.
+        """Return outlier scores (n,) in float64: the given ones, or all of `SCORES` that the predictions allow.
 
         Energy and largest logit of several networks are the weighted means over them.
         """
@@ -183,11 +183,11 @@ class Tally:
         self.parts.append(torch.stack([column.detach().double().cpu() for column in row.values()], dim=1))
 
     def dealt(self, place: int, count: int) -> Tally:
-        """Rows place, place + count, place + 2 count, ..."""
+        """Return the rows place, place + count, place + 2 count, ..."""
         return Tally(self.columns, [torch.cat(self.parts)[place::count]])
 
     def together(self, team: Team) -> Tally:
-        """The rows of all processes, on each of them."""
+        """Return the rows of all processes, on each of them."""
         if team.size == 1:
             return self
         # A process without data has no columns.
@@ -223,7 +223,7 @@ class Tally:
         return bin_sums(self["confidence"], self["correct"], BINS)
 
     def measured(self) -> dict[str, Measurement]:
-        """Metrics of labelled data, with the contribution of each row."""
+        """Return metrics of labelled data, with the contribution of each row."""
         groups = self.groups
         area = None
         if "question" in self.columns:
@@ -238,7 +238,7 @@ class Tally:
         }
 
     def labelled(self) -> dict[str, float]:
-        """Metrics of labelled data."""
+        """Return metrics of labelled data."""
         return {name: one.value for name, one in self.measured().items()}
 
 

@@ -94,7 +94,7 @@ class AnswerThreshold(float):
         return self.answered / self.count
 
     def __call__(self, prediction: Prediction | Any) -> Tensor:
-        """Mask (n,) of the inputs to answer.
+        """Return a mask (n,) of the inputs to answer.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C); or scores (n,) of the kind that the threshold was
@@ -178,7 +178,7 @@ def _read_score(calibration: Calibration, score: str | Any) -> tuple[str, Tensor
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """`P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`, where it is at least one half."""
+    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`, where it is at least one half."""
     if errors >= count * rate:
         return 1.0
     log_last = (

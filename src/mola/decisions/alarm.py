@@ -56,7 +56,7 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
 
 
 def alarm_rank(count: int, false_alarm_rate: float) -> int:
-    """Rank, from 1, of the alarm threshold among the sorted scores of `count` validation data; see `alarm_threshold`."""
+    """Return the rank, from 1, of the alarm threshold among the sorted scores of `count` validation data; see `alarm_threshold`."""
     rate = _checked_rate(false_alarm_rate)
     rank = conformal_rank(count, rate)
     if rank > count:

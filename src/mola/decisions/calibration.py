@@ -85,7 +85,7 @@ class Calibration:
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Calibration data from a `mola.Prediction`, or probabilities (n, C), and labels (n,); a `Calibration` is kept."""
+        """Return calibration data from a `mola.Prediction`, or probabilities (n, C), and labels (n,); a `Calibration` is kept."""
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)

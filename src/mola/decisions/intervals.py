@@ -47,7 +47,7 @@ class RegressionLike(Protocol):
         """(n, D), of the targets: noise included."""
 
     def interval(self, level: float, /) -> tuple[Tensor, Tensor]:
-        """Return lower and upper end (n, D) of the central interval of that probability."""
+        """Return the lower and upper end (n, D) of the central interval of that probability."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PredictionIntervals:
     """q (D,) of each group, where intervals are by group."""
 
     def __call__(self, prediction: RegressionLike, *, groups: Any = None) -> tuple[Tensor, Tensor]:
-        """Lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
+        """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
 
         Args:
             prediction: from the predictor that was calibrated.
@@ -96,7 +96,7 @@ def prediction_intervals(
     joint: bool = False,
     groups: Any = None,
 ) -> PredictionIntervals:
-    """Intervals that contain the target with a given probability, calibrated on labelled data.
+    """Calibrate intervals that contain the target with a given probability, on labelled data.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with them. Methods and
     proof: `mola.decisions.intervals`.

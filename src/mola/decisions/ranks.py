@@ -1,7 +1,7 @@
 r"""Split-conformal ranks: which of n sorted scores a further score exceeds with at most a given probability.
 
 Let :math:`s_1, \dots, s_{n+1}` be exchangeable, ties allowed, and :math:`s_{(1)} \le \dots \le s_{(n)}` the first n of
-them, sorted. The last score is equally likely to take each of the n + 1 places among all, so
+them, sorted. The last score is equally likely to have each of the n + 1 ranks, so
 
 .. math:: P\left(s_{n+1} > s_{(k)}\right) \le 1 - \frac{k}{n + 1} \le \alpha \quad\text{for}\quad k = \lceil (n + 1)(1 - \alpha) \rceil
 
@@ -39,7 +39,7 @@ def check_share(value: Any, name: str, example: str) -> float:
 
 
 def conformal_rank(count: int, rate: float) -> int:
-    """`k = ceil((n + 1)(1 - alpha))`; n + 1 where n scores are too few for the rate."""
+    """Return `k = ceil((n + 1)(1 - alpha))`; n + 1 where n scores are too few for the rate."""
     return count + 1 - math.floor((count + 1) * rate * (1 + ROUNDING))
 
 

@@ -66,7 +66,7 @@ class PredictionSets:
 
     @property
     def least_probability(self) -> float:
-        """The probability from which on "lac" includes a class, the same for all inputs; 0 includes all."""
+        """Smallest probability of a class that "lac" includes, the same for all inputs; 0 includes all classes."""
         if self.method != "lac" or self.groups is not None or self.threshold.ndim:
             raise OptionError(
                 "only sets of the method 'lac' that are not by class or group have one least probability."
@@ -76,7 +76,7 @@ class PredictionSets:
     def __call__(
         self, prediction: Prediction | Any, *, groups: Any = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Mask (n, C) of the classes in the set of each input, on the CPU.
+        """Return a mask (n, C) of the classes in the set of each input, on the CPU.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
@@ -115,7 +115,7 @@ def prediction_sets(
     at_least_one: bool = False,
     generator: torch.Generator | None = None,
 ) -> PredictionSets:
-    """Sets of classes that contain the true class with a given probability, calibrated on labelled data.
+    """Calibrate sets of classes that contain the true class with a given probability, on labelled data.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with them. Methods and
     proof: `mola.decisions.sets`.

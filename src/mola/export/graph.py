@@ -97,7 +97,7 @@ class Signature:
         return values if self.kind == "mapping" else tuple(values[position] for position in sorted(values))
 
     def as_json(self) -> dict[str, Any]:
-        """Kind, names and places."""
+        """Return kind, names and places."""
         return {"kind": self.kind, "names": list(self.names), "places": list(self.places)}
 
     @staticmethod
@@ -133,11 +133,11 @@ class Pixels(nn.Module):
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels in float32."""
+        """Return normalised pixels in float32."""
         return (pixels.to(torch.float32) / 255 - self.get_buffer("mean")) / self.get_buffer("std")
 
     def extra_repr(self) -> str:
-        """Mean and standard deviation."""
+        """Return the mean and standard deviation."""
         mean, std = self.statistics
         return f"mean={mean}, std={std}"
 

@@ -49,7 +49,7 @@ class LoadedExport:
         return self.document["outputs"]
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Outputs of a batch by name, in main memory, in the shapes of the fields of a prediction.
+        """Return the outputs of a batch by name, in main memory, in the shapes of the fields of a prediction.
 
         Args:
             inputs: a tensor, tuple or mapping like the example of the export, also of NumPy arrays.

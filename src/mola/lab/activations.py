@@ -65,7 +65,7 @@ class Network:
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""
-    """The user's name of it, where networks are named one by one."""
+    """The user's name for the network, if networks are named individually."""
 
     @property
     def label(self) -> str:

@@ -77,7 +77,7 @@ def run_bench(config: BenchConfig, progress: Progress, team: Team | None = None)
             raise OptionError(
                 "--train makes networks in a folder: leave it out where --networks names trained networks."
             )
-        # Networks that are named one by one resize and normalise images themselves.
+        # Networks that are named individually resize and normalise images themselves.
         options = replace(config.options, normalisation=config.options.normalisation or "none")
         networks = open_named(config.networks, suite.outputs)
         name = ", ".join(network.label for network in networks)

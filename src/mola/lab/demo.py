@@ -36,7 +36,7 @@ SHOWN = (0, 45, 90)
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """One network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and MoLA by the default rule."""
+    """Return one network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and MoLA by the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {

@@ -289,7 +289,7 @@ BANK = 10_000
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
-    """Return outlier scores of bare logits and features by name, averaged over networks.
+    """Return the outlier scores of bare logits and features by name, averaged over networks.
 
     Energy and largest logit are in nats for every network; the other scores are standardised on the validation data first
     (`DetectorEnsemble`).

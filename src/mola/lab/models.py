@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
         self.padding = (outputs - inputs) // 2
 
     def forward(self, images: Tensor) -> Tensor:
-        """Feature maps of the block."""
+        """Return feature maps of the block."""
         hidden = functional.relu(self.bn1(self.conv1(images)))
         shortcut = images[:, :, :: self.stride, :: self.stride]
         shortcut = functional.pad(shortcut, (0, 0, 0, 0, self.padding, self.padding))
@@ -97,7 +97,7 @@ class CifarResNet(nn.Module):
         self.linear = nn.Linear(64, classes, bias=not homogeneous)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, classes) of images (n, 3, height, width)."""
+        """Return logits (n, classes) of images (n, 3, height, width)."""
         hidden = functional.relu(self.bn1(self.conv1(images)))
         hidden = self.layer3(self.layer2(self.layer1(hidden)))
         logits: Tensor = self.linear(torch.mean(hidden, dim=(2, 3)))
@@ -110,7 +110,7 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int, homogeneous: boo
 
 
 def resnet20(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """ResNet-20: 269,722 parameters for 10 classes."""
+    """Build a ResNet-20: 269,722 parameters for 10 classes."""
     return CifarResNet(20, classes, homogeneous=homogeneous)
 
 
@@ -127,7 +127,7 @@ class WideBlock(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if inputs != outputs else None
 
     def forward(self, images: Tensor) -> Tensor:
-        """Feature maps of the block."""
+        """Return feature maps of the block."""
         active = functional.relu(self.bn1(images))
         passed = images if self.shortcut is None else self.shortcut(active)
         hidden: Tensor = self.conv2(self.dropout(functional.relu(self.bn2(self.conv1(active)))))
@@ -181,7 +181,7 @@ class WideResNet(nn.Module):
             nn.init.zeros_(self.linear.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, classes) of images (n, channels, height, width)."""
+        """Return logits (n, classes) of images (n, channels, height, width)."""
         hidden = self.group3(self.group2(self.group1(self.conv1(images))))
         logits: Tensor = self.linear(torch.mean(functional.relu(self.bn(hidden)), dim=(2, 3)))
         return logits
@@ -193,7 +193,7 @@ def _group(inputs: int, outputs: int, blocks: int, stride: int, dropout: float, 
 
 
 def wrn16_4(classes: int = 10, *, channels: int = 3, dropout: float = 0.3, homogeneous: bool = False) -> WideResNet:
-    """The paper's network for CIFAR-10: 2,748,890 parameters, 256 features."""
+    """Return the paper's network for CIFAR-10: 2,748,890 parameters, 256 features."""
     return WideResNet(16, 4, classes, channels=channels, dropout=dropout, homogeneous=homogeneous)
 
 

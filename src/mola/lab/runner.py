@@ -341,7 +341,7 @@ def _jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
         try:
             record = None if fresh else store.read(plan.suite.name, job.method.name, job.run)
         except StorageError as error:
-            warn(f"{error} It is made again.")
+            warn(f"{error} It will be recomputed.")
             continue
         settings, networks, data = _identity(plan, job)
         titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
@@ -422,7 +422,7 @@ def _finite(value: Any) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions that numbers are made with."""
+    """Return the versions of the packages that affect results."""
     return {
         "mola": mola.__version__,
         "torch": torch.__version__,

@@ -32,5 +32,5 @@ STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, Kro
 
 
 def as_structure(structure: str | Structure) -> Structure:
-    """The structure of that name with its defaults, or the structure itself."""
+    """Return the structure of that name with its defaults, or the structure itself."""
     return resolve(structure, Structure, STRUCTURES, "structure")  # type: ignore[type-abstract]

@@ -66,7 +66,7 @@ class Structure(ABC):
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64.
+        """Return the sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64.
 
         Choose any names but one: "separate" holds the sums over the outputs' separate curvature (`OutputCurvature`), outputs first,
         and is present only where the likelihood has such curvature. Its absence marks a softmax (`hides_shift`), and a regression
@@ -84,10 +84,10 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, features: int, outputs: int) -> int:
-        """Memory that fitting one network takes at its peak."""
+        """Return the memory that fitting one network takes at its peak."""
 
     def settings(self) -> dict[str, Any]:
-        """Arguments that rebuild the structure, as JSON."""
+        """Return arguments that rebuild the structure, as JSON."""
         return {}
 
 
@@ -122,17 +122,17 @@ class Curvature(ABC):
     features: int
 
     def to(self, device: torch.device) -> Self:
-        """The same curvature on another device."""
+        """Return the same curvature on another device."""
         moved: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Variance (n, C) of each logit at features (n, P); (L, n, C) for L prior precisions."""
+        """Return the variance (n, C) of each logit at features (n, P); (L, n, C) for L prior precisions."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Covariance (n, C, C) of the logits."""
+        """Return the covariance (n, C, C) of the logits."""
 
     @property
     @abstractmethod
@@ -141,36 +141,36 @@ class Curvature(ABC):
 
     @abstractmethod
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size) shared by all data."""
+        """Return deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size) shared by all data."""
 
     @abstractmethod
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Deviations (count, C, P) of the weights from the trained ones."""
+        """Return deviations (count, C, P) of the weights from the trained ones."""
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Deviations (n, count, C) of the logits from draws of the weights."""
+        """Return deviations (n, count, C) of the logits from draws of the weights."""
         return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
 
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+        """Return the log determinant of the posterior precision matrix; differentiable in the prior precision."""
 
     @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Length (n,) of each feature vector relative to the training features."""
+        """Return the length (n,) of each feature vector relative to the training features."""
 
     @abstractmethod
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Marginal covariance (P, P) of one output's weights."""
+        """Return the marginal covariance (P, P) of one output's weights."""
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """Smallest eigenvalue (C,) of each output's marginal covariance."""
+        """Return the smallest eigenvalue (C,) of each output's marginal covariance."""
         blocks = (self.class_covariance(precision, output) for output in range(self.outputs))
         return torch.stack([torch.linalg.eigvalsh(block)[0] for block in blocks])
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number, as by a larger noise variance."""
+        """Return the curvature divided by a number, as by a larger noise variance."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Spread:
         return self.divisor[..., None] if isinstance(self.divisor, Tensor) else self.divisor
 
     def variance(self, *, centred: bool = False) -> Tensor:
-        """Variance (..., n, C) of each logit."""
+        """Return the variance (..., n, C) of each logit."""
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
         # A search tries many temperatures at each prior precision: with 1000 classes the variances take most of its time.
@@ -197,7 +197,7 @@ class Spread:
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Covariance (..., n, C, C) of the logits, at one prior precision."""
+        """Return the covariance (..., n, C, C) of the logits, at one prior precision."""
         return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
 
     @property
@@ -206,15 +206,15 @@ class Spread:
         return self.curvature.noise_size
 
     def perturb(self, noise: Tensor) -> Tensor:
-        """Deviations (..., n, S, C) of the logits up to a common shift, at one prior precision."""
+        """Return deviations (..., n, S, C) of the logits up to a common shift, at one prior precision."""
         return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Deviations (..., n, count, C) of the logits from draws of the weights, at one prior precision."""
+        """Return deviations (..., n, count, C) of the logits from draws of the weights, at one prior precision."""
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
+        """Return the spread of the logits divided by a positive number (..., n, 1) for each datum."""
         return replace(self, divisor=divisor * self.divisor)
 
 
@@ -222,7 +222,7 @@ class Spread:
 
 
 def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
-    """The prior precision as a tensor with `dims` trailing dimensions of size 1, to broadcast against tables."""
+    """Return the prior precision as a tensor with `dims` trailing dimensions of size 1, to broadcast against tables."""
     value = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
     return value.reshape(*value.shape, *[1] * dims)
 
@@ -233,7 +233,7 @@ def hides_shift(sums: Sums) -> bool:
 
 
 def contrasts(outputs: int) -> Tensor:
-    """Orthonormal basis (C, C - 1) of the vectors that sum to zero (Helmert's)."""
+    """Return an orthonormal basis (C, C - 1) of the vectors that sum to zero (Helmert's)."""
     size = torch.arange(1, outputs, dtype=torch.float64, device="cpu")
     upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64, device="cpu")) / (size * (size + 1)).sqrt()
     upper[1:].diagonal().copy_(-(size / (size + 1)).sqrt())
@@ -241,7 +241,7 @@ def contrasts(outputs: int) -> Tensor:
 
 
 def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of the output directions with curvature (C, R) and without (C, C - R)."""
+    """Return orthonormal bases of the output directions with curvature (C, R) and without (C, C - R)."""
     if not hidden:
         return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
             outputs, 0, dtype=torch.float64, device="cpu"
@@ -250,30 +250,30 @@ def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
 
 
 def laplacian(weights: Tensor) -> Tensor:
-    """Graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are never read."""
+    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are never read."""
     off_diagonal = weights - torch.diag(weights.diagonal())
     return torch.diag(off_diagonal.sum(1)) - off_diagonal
 
 
 def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix, on the CPU."""
+    """Return eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix, on the CPU."""
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.clamp_min(0), vectors
 
 
 def centred_variance(variance: Tensor) -> Tensor:
-    """Variances (..., C) of independent outputs less their mean: `v_c (1 - 2/C) + mean(v) / C`."""
+    """Return the variances (..., C) of independent outputs less their mean: `v_c (1 - 2/C) + mean(v) / C`."""
     outputs = variance.shape[-1]
     return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
 
 
 def centred_diagonal(variance: Tensor) -> Tensor:
-    """Covariance (..., C, C) of independent outputs less their mean, from their variances (..., C)."""
+    """Return the covariance (..., C, C) of independent outputs less their mean, from their variances (..., C)."""
     outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:
-    """`1 / (b + ridge)` for eigenvalues b (P,) of the mean outer product of the features; 1 where all are 0."""
+    """Return `1 / (b + ridge)` for eigenvalues b (P,) of the mean outer product of the features; 1 where all are 0."""
     largest = values.max()
     return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))

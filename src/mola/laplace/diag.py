@@ -30,7 +30,7 @@ class Diag(Structure):
     name = "diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """The Hessian's diagonal (C, P), of coupled and of separate curvature, and the squared features (P,)."""
+        """Return the Hessian's diagonal (C, P), of coupled and of separate curvature, and the squared features (P,)."""
         squares = phi.square()
         sums = {"squares": squares.sum(0)}
         if curvature.coupling is not None:
@@ -42,7 +42,7 @@ class Diag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """A diagonal matrix is its own eigensystem."""
+        """Return the diagonal, which is its own eigensystem."""
         diagonal = torch.stack(
             [sums.tensors[name].cpu() for name in ("coupled", "separate") if name in sums.tensors]
         ).sum(0)
@@ -51,7 +51,7 @@ class Diag(Structure):
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Sums and one table of their size."""
+        """Return the memory of the sums and of one table of their size."""
         return 8 * 3 * features * outputs
 
 
@@ -66,16 +66,16 @@ class DiagCurvature(Curvature):
     """True if a shift common to all outputs changes nothing."""
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Posterior variances (..., C, P) of the weights."""
+        """Return the posterior variances (..., C, P) of the weights."""
         return 1 / (self.diagonal + as_column(precision, self.diagonal, 2))
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """`sum_p phi_p^2 / (H_cp + lambda)`."""
+        """Return `sum_p phi_p^2 / (H_cp + lambda)`."""
         variance = phi.square() @ self.inverse(precision).mT
         return centred_variance(variance) if centred and self.hidden else variance
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """`diag(v)`, centred from both sides where a shift is hidden."""
+        """Return `diag(v)`, centred from both sides where a shift is hidden."""
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 
@@ -85,30 +85,30 @@ class DiagCurvature(Curvature):
         return self.outputs
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """`sqrt(v) * noise`."""
+        """Return `sqrt(v) * noise`."""
         return self.variance(phi, precision).sqrt()[:, None, :] * noise
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Independent normals with the posterior variances."""
+        """Draw independent normals with the posterior variances."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.diagonal.device)
         return noise * self.inverse(precision).sqrt()
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """`sum_cp log(H_cp + lambda)`."""
+        """Return `sum_cp log(H_cp + lambda)`."""
         return (self.diagonal + precision).log().sum()
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """`sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
+        """Return `sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
         return (phi.square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """The output's own variances on a diagonal."""
+        """Return the output's own variances on a diagonal."""
         return torch.diag(self.inverse(precision)[output])
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """`1 / (max_p H_cp + lambda)`."""
+        """Return `1 / (max_p H_cp + lambda)`."""
         return self.inverse(precision).amin(1)
 
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number."""
+        """Return the curvature divided by a number."""
         return replace(self, diagonal=self.diagonal / by)

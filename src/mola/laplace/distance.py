@@ -30,7 +30,7 @@ COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction
 
 
 def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicted: bool) -> dict[str, Tensor]:
-    """Sums over one batch of features (n, P), without the constant 1, in float64.
+    """Return the sums over one batch of features (n, P), without the constant 1, in float64.
 
     Args:
         features: of the data.
@@ -107,12 +107,12 @@ class ClassDistance:
         return len(self.root)
 
     def to(self, device: torch.device) -> ClassDistance:
-        """The same on another device."""
+        """Return the same on another device."""
         root, means, squares = (one.to(device) for one in (self.root, self.means, self.squares))
         return replace(self, root=root, means=means, squares=squares)
 
     def logs(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithms of the distance (n,) and of the norm (n,) of features (n, P), with or without the constant 1."""
+        """Return the logarithms of the distance (n,) and of the norm (n,) of features (n, P), with or without the constant 1."""
         tiny = torch.finfo(phi.dtype).tiny
         features = phi[:, : self.width]
         # Features of 1e200 have squares beyond float64: divide by the largest first.

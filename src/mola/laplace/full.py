@@ -37,7 +37,7 @@ class Full(Structure):
     smaller = "kron"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """`Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products of the features."""
+        """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products of the features."""
         sums, width = {"gram": phi.T @ phi}, phi.shape[1]
         if curvature.coupling is not None:
             outputs = curvature.coupling.shape[1]
@@ -70,7 +70,7 @@ class Full(Structure):
         return FullCurvature(outputs, width, values, rotated, unseen, *eigensystem(gram / sums.count))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """The sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
+        """Return the memory of the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
         return 8 * 6 * (features * outputs) ** 2
 
 
@@ -86,19 +86,19 @@ class FullCurvature(Curvature):
     feature_vectors: Tensor
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Eigenvalues (..., M) of the posterior covariance in the visible directions."""
+        """Return eigenvalues (..., M) of the posterior covariance in the visible directions."""
         return 1 / (self.values + as_column(precision, self.values, 1))
 
     def coordinates(self, phi: Tensor) -> Tensor:
-        """Coordinates (n, C, M) of each logit in the eigenbasis."""
+        """Return the coordinates (n, C, M) of each logit in the eigenbasis."""
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
     def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        """Variance (..., n) of the logits' shift, which the prior alone determines."""
+        """Return the variance (..., n) of the logits' shift, which the prior alone determines."""
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """`sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior's share in the hidden direction."""
+        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior's share in the hidden direction."""
         inverse = self.inverse(precision)
         variance = self.coordinates(phi).square() @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
@@ -107,7 +107,7 @@ class FullCurvature(Curvature):
         return variance + self._shift_variance(phi, precision)[..., None] * self.unseen.square().sum(1)
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """`(I x phi)' Sigma (I x phi)`."""
+        """Return `(I x phi)' Sigma (I x phi)`."""
         coordinates = self.coordinates(phi)
         covariance = (coordinates * self.inverse(precision)) @ coordinates.mT
         if centred:
@@ -120,28 +120,28 @@ class FullCurvature(Curvature):
         return len(self.values)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Coordinates times a draw of the weights in the eigenbasis."""
+        """Return the coordinates times a draw of the weights in the eigenbasis."""
         weights = torch.einsum("cpm,sm->pcs", self.vectors, noise * self.inverse(precision).sqrt())
         return torch.einsum("np,pcs->nsc", phi, weights)
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Independent normals in the eigenbasis, rotated back, and the prior's own in the hidden direction."""
+        """Draw independent normals in the eigenbasis, rotated back, with the prior's variance in the hidden direction."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
         seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
         hidden = standard_normals((count, self.unseen.shape[1], self.features), generator).to(self.values.device)
         return seen + self.unseen @ hidden / precision**0.5
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """`sum_m log(l_m + lambda)`, and `P log(lambda)` for the hidden direction."""
+        """Return `sum_m log(l_m + lambda)`, and `P log(lambda)` for the hidden direction."""
         hidden = self.unseen.shape[1] * self.features
         return (self.values + precision).log().sum() + hidden * precision.log()
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
+        """Return `sqrt(phi' B^-1 phi)`."""
         return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Diagonal block of the covariance."""
+        """Return the diagonal block of the covariance."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(
@@ -149,5 +149,5 @@ class FullCurvature(Curvature):
         )
 
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number."""
+        """Return the curvature divided by a number."""
         return replace(self, values=self.values / by)

@@ -60,7 +60,7 @@ class Kron(Structure):
         return self.running_average is None
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Outer products of the features and of the couplings, and the separate curvature of each output."""
+        """Return the outer products of the features and of the couplings, and the separate curvature of each output."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
             sums["coupling"] = curvature.coupling.T @ curvature.coupling
@@ -85,16 +85,16 @@ class Kron(Structure):
         return KronCurvature(**kron_eigensystem(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Sums, eigenvectors and workspace of both factors."""
+        """Return the memory of sums, eigenvectors and workspace of both factors."""
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:
-        """The running average, if there is one."""
+        """Return the running average, if there is one."""
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 
 def kron_eigensystem(sums: Sums) -> dict[str, Any]:
-    """Eigenvalues and eigenvectors of both Kronecker factors; the hidden output direction comes last, with eigenvalue 0."""
+    """Return eigenvalues and eigenvectors of both Kronecker factors; the hidden output direction comes last, with eigenvalue 0."""
     gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
     assert gram is not None
     output = gram.new_zeros(())
@@ -129,64 +129,64 @@ class FactoredCurvature(Curvature):
 
     @abstractmethod
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U, or of its centred part."""
 
     @abstractmethod
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """U (C, C), or its centred part."""
+        """Return U (C, C), or its centred part."""
 
     @abstractmethod
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """Draws (S, C) with covariance U up to a common shift, from standard normals (S, noise_size)."""
+        """Return draws (S, C) with covariance U up to a common shift, from standard normals (S, noise_size)."""
 
     @abstractmethod
     def class_log_determinant(self, precision: Tensor) -> Tensor:
-        """Log determinant of the inverse of U."""
+        """Return the log determinant of the inverse of U."""
 
     def feature_inverse(self, precision: Precision) -> Tensor:
-        """Eigenvalues (..., P) of V."""
+        """Return eigenvalues (..., P) of V."""
         return 1 / (self.count**0.5 * self.feature_values + as_column(precision, self.feature_values, 1) ** 0.5)
 
     def squares(self, phi: Tensor) -> Tensor:
-        """Squared coordinates (n, P) of the features in B's eigenbasis."""
+        """Return the squared coordinates (n, P) of the features in B's eigenbasis."""
         return (phi @ self.feature_vectors).square()
 
     def feature_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        """`phi' V phi` (..., n)."""
+        """Return `phi' V phi` (..., n)."""
         # No transposed features: onnxruntime before 1.25 cannot multiply them in float64.
         return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """`(phi' V phi) U_cc`."""
+        """Return `(phi' V phi) U_cc`."""
         return (
             self.feature_variance(phi, precision)[..., None]
             * self.class_variance(precision, centred=centred)[..., None, :]
         )
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """`(phi' V phi) U`."""
+        """Return `(phi' V phi) U`."""
         return self.feature_variance(phi, precision)[:, None, None] * self.class_matrix(precision, centred=centred)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """`sqrt(phi' V phi)` times draws of covariance U."""
+        """Return `sqrt(phi' V phi)` times draws of covariance U."""
         return self.feature_variance(phi, precision).sqrt()[:, None, None] * self.class_draws(precision, noise)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """`P log det U^-1 + C sum_j log(sqrt(N) b_j + sqrt(lambda))`."""
+        """Return `P log det U^-1 + C sum_j log(sqrt(N) b_j + sqrt(lambda))`."""
         features = -self.feature_inverse(precision).log().sum()
         return self.features * self.class_log_determinant(precision) + self.outputs * features
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
+        """Return `sqrt(phi' B^-1 phi)`."""
         return (self.squares(phi) @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """`U_cc V`."""
+        """Return `U_cc V`."""
         inverse = (self.feature_vectors * self.feature_inverse(precision)) @ self.feature_vectors.T
         return self.class_variance(precision)[output] * inverse
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """`U_cc / (sqrt(N) b_max + sqrt(lambda))`."""
+        """Return `U_cc / (sqrt(N) b_max + sqrt(lambda))`."""
         return self.class_variance(precision) * self.feature_inverse(precision).min()
 
 
@@ -202,7 +202,7 @@ class KronCurvature(FactoredCurvature):
     """Number of output directions with curvature."""
 
     def class_inverse(self, precision: Precision) -> Tensor:
-        """Eigenvalues (..., C) of U."""
+        """Return eigenvalues (..., C) of U."""
         return 1 / (self.count**0.5 * self.class_values + as_column(precision, self.class_values, 1) ** 0.5)
 
     def _visible(self, precision: Precision, *, centred: bool) -> tuple[Tensor, Tensor]:
@@ -210,12 +210,12 @@ class KronCurvature(FactoredCurvature):
         return self.class_vectors[:, :count], self.class_inverse(precision)[..., :count]
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U, or of its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return inverse @ vectors.square().T
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """U (C, C), or its centred part."""
+        """Return U (C, C), or its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return (vectors * inverse) @ vectors.T
 
@@ -225,21 +225,21 @@ class KronCurvature(FactoredCurvature):
         return self.visible
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """`U^1/2 noise` in the visible directions."""
+        """Return `U^1/2 noise` in the visible directions."""
         vectors, inverse = self._visible(precision, centred=True)
         return noise @ (vectors * inverse.sqrt()).T
 
     def class_log_determinant(self, precision: Tensor) -> Tensor:
-        """`sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
+        """Return `sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
         return -self.class_inverse(precision).log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """`U^1/2 E V^1/2` for standard normal E."""
+        """Return `U^1/2 E V^1/2` for standard normal E."""
         noise = standard_normals((count, self.outputs, self.features), generator)
         left = self.class_vectors * self.class_inverse(precision).sqrt()
         right = self.feature_vectors * self.feature_inverse(precision).sqrt()
         return left @ noise.to(left.device) @ right.T
 
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number."""
+        """Return the curvature divided by a number."""
         return replace(self, class_values=self.class_values / by)

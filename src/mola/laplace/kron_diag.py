@@ -68,7 +68,7 @@ class KronDiag(Structure):
     name = "kron-diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Diagonals (C,) of the coupled and of the separate curvature, and the outer products of the features."""
+        """Return the diagonals (C,) of the coupled and of the separate curvature, and the outer products of the features."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
             # The difference of two sums: u_c (sum(u) - u_c) loses as much to rounding by itself, and takes longer. No square (n, C)
@@ -90,7 +90,7 @@ class KronDiag(Structure):
         return KronDiagCurvature(len(given), len(values), sums.count, values, vectors, total, nodes, separate)
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Sums, eigenvectors and workspace of the features' side."""
+        """Return the memory of sums, eigenvectors and workspace of the feature factor."""
         return 8 * (4 * features**2 + 8 * outputs)
 
 
@@ -143,14 +143,14 @@ class KronDiagCurvature(FactoredCurvature):
     """Mean separate curvature (C,); None where a shift common to all outputs changes nothing."""
 
     def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
-        """The vector gamma (..., C), and its inverse without the graph, `sqrt(N) s + sqrt(lambda)` (..., C)."""
+        """Return the vector gamma (..., C), and its inverse without the graph, `sqrt(N) s + sqrt(lambda)` (..., C)."""
         root = self.count**0.5
         floor = torch.zeros_like(self.nodes) if self.separate is None else root * self.separate
         rest = floor + as_column(precision, self.nodes, 1) ** 0.5
         return 1 / (rest + root * self.total * self.nodes), rest
 
     def shared(self, precision: Precision) -> Tensor:
-        """The vector k (..., C) of the rank-one part: `U = diag(gamma) + k k'`, between two centrings where a shift is hidden."""
+        """Return k (..., C) of the rank-one part: `U = diag(gamma) + k k'`, between two centrings if a shift is hidden."""
         gamma, rest = self.own(precision)
         edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
         if self.separate is not None:
@@ -165,7 +165,7 @@ class KronDiagCurvature(FactoredCurvature):
         return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U, or of its centred part."""
         gamma, extra = self.own(precision)[0], self.shared(precision).square()
         if self.separate is not None:
             return gamma + extra
@@ -176,7 +176,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """U (C, C), or its centred part: only for links that need covariances."""
+        """Return U (C, C), or its centred part: only for links that need covariances."""
         gamma, shared = self.own(precision)[0], self.shared(precision)
         if self.separate is not None:
             return torch.diag(gamma) + shared[:, None] * shared
@@ -189,16 +189,16 @@ class KronDiagCurvature(FactoredCurvature):
         return self.outputs + 1
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """`sqrt(gamma) * noise + k * z`, with z a further normal."""
+        """Return `sqrt(gamma) * noise + k * z`, with z a further normal."""
         return noise[:, :-1] * self.own(precision)[0].sqrt() + noise[:, -1:] * self.shared(precision)
 
     def class_log_determinant(self, precision: Tensor) -> Tensor:
-        """`log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
+        """Return `log(sum_c q_c gamma_c (sqrt(N) s_c + sqrt(lambda))) - sum log(gamma)`, by the matrix determinant lemma."""
         gamma, rest = self.own(precision)
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Independent normals for each class and a common one, times a root of V."""
+        """Draw independent normals for each class and a common normal, times a root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
         drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]
@@ -208,6 +208,6 @@ class KronDiagCurvature(FactoredCurvature):
         return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] * self._shift(precision).sqrt()
 
     def divided(self, by: float) -> Self:
-        """The curvature divided by a number: the graph's and each output's own."""
+        """Return the curvature divided by a number: the graph's and each output's own."""
         separate = None if self.separate is None else self.separate / by
         return replace(self, total=self.total / by, separate=separate)

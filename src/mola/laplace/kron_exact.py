@@ -32,43 +32,43 @@ class KronExactCurvature(KronCurvature):
     """Precision eigenvalues `N a_i b_j + lambda`, in the eigenbases of both factors."""
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Eigenvalues (..., C, P) of the posterior covariance."""
+        """Return eigenvalues (..., C, P) of the posterior covariance."""
         values = self.count * self.class_values[:, None] * self.feature_values
         return 1 / (values + as_column(precision, values, 2))
 
     def class_table(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Weights (..., C, P) of the squared coordinates in each logit's variance."""
+        """Return the weights (..., C, P) of the squared coordinates in each logit's variance."""
         count = self.visible if centred else self.outputs
         return self.class_vectors[:, :count].square() @ self.inverse(precision)[..., :count, :]
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """`sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
+        """Return `sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
         return self.squares(phi) @ self.class_table(precision, centred=centred).mT
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """`Q_A diag(s(phi)) Q_A'`."""
+        """Return `Q_A diag(s(phi)) Q_A'`."""
         count = self.visible if centred else self.outputs
         spread, vectors = self.squares(phi) @ self.inverse(precision)[:count].T, self.class_vectors[:, :count]
         return (vectors * spread[:, None, :]) @ vectors.T
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """`Q_A (sqrt(s(phi)) * noise)`."""
+        """Return `Q_A (sqrt(s(phi)) * noise)`."""
         spread = (self.squares(phi) @ self.inverse(precision)[: self.visible].T).sqrt()
         return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.visible].T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Independent normals in the joint eigenbasis, rotated back."""
+        """Draw independent normals in the joint eigenbasis, rotated back."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.class_values.device)
         return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """`sum_ij log(N a_i b_j + lambda)`."""
+        """Return `sum_ij log(N a_i b_j + lambda)`."""
         return -self.inverse(precision).log().sum()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """`Q_B diag(table_c) Q_B'`."""
+        """Return `Q_B diag(table_c) Q_B'`."""
         return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """The smallest entry of each output's table: its covariance is diagonal in B's eigenbasis."""
+        """Return the smallest entry of each output's table: its covariance is diagonal in B's eigenbasis."""
         return self.class_table(precision).amin(1)

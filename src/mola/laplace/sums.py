@@ -43,11 +43,11 @@ class Sums:
         return Sums(tensors, self.count + other.count, log_likelihood)
 
     def scaled(self, share: float, count: int) -> Sums:
-        """The sums multiplied by `share`, as sums over `count` data."""
+        """Return the sums multiplied by `share`, as sums over `count` data."""
         tensors = {name: share * tensor for name, tensor in self.tensors.items()}
         return Sums(tensors, count, None if self.log_likelihood is None else share * self.log_likelihood)
 
     def to(self, device: torch.device | str) -> Sums:
-        """The same sums on another device."""
+        """Return the same sums on another device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return Sums(tensors, self.count, self.log_likelihood)

@@ -35,5 +35,5 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categor
 
 
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood of that name with its defaults, or the likelihood itself."""
+    """Return the likelihood of that name with its defaults, or the likelihood itself."""
     return resolve(likelihood, Likelihood, LIKELIHOODS, "likelihood")  # type: ignore[type-abstract]

@@ -65,7 +65,7 @@ class Members:
     """The noise of a regression may differ between members."""
 
     def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
-        """Means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
+        """Return means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
         means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
         pairs = zip(self.spreads, self.divisors, strict=True)
         spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
@@ -76,10 +76,10 @@ class Predictive(Protocol):
     """The predictive distribution of n data. Leading dimensions may be candidates of a search."""
 
     def point(self) -> Tensor:
-        """Probabilities (..., n, C), or means (..., n, D): the result of calling a posterior."""
+        """Return probabilities (..., n, C), or means (..., n, D): the result of calling a posterior."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Scores (..., m) of each datum, or of each known label of multi-label data."""
+        """Return scores (..., m) of each datum, or of each known label of multi-label data."""
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
@@ -98,12 +98,12 @@ class Likelihood(ABC):
     """Name of the tuning rule that is used where none is given."""
 
     def settings(self) -> dict[str, Any]:
-        """Arguments that rebuild the likelihood, as JSON."""
+        """Return arguments that rebuild the likelihood, as JSON."""
         return {}
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Outputs of a network as rows (n, C), or `HeadError` where they do not fit.
+        """Return the outputs of a network as rows (n, C), or `HeadError` where they do not fit.
 
         Args:
             outputs: as the network returned them.
@@ -113,50 +113,50 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Labels in canonical form on the device of the outputs (n, C); `DataError` naming `where` otherwise."""
+        """Return labels in canonical form on the device of the outputs (n, C); `DataError` naming `where` otherwise."""
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Mask (n,) of the data with at least one label, for checked labels; None where all must have one."""
+        """Return a mask (n,) of the data with at least one label, for checked labels; None where all must have one."""
         return None
 
     @abstractmethod
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Log-likelihood (n,) of each datum's labels."""
+        """Return the log-likelihood (n,) of each datum's labels."""
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Second derivative of the negative log-likelihood at outputs (n, C); labels mark missing outputs."""
+        """Return the second derivative of the negative log-likelihood at outputs (n, C); labels mark missing outputs."""
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
-        """The mixture's predictive distribution; `seed` is for links that draw."""
+        """Return the mixture's predictive distribution; `seed` is for links that draw."""
 
     # Groups of training data, from whose centres distances are measured.
 
     def num_groups(self, outputs: int) -> int:
-        """Number of groups: by default all data form one."""
+        """Return the number of groups: by default all data form one."""
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Group (n,) of each datum in int64: by its label, or by the predicted class if it has no label."""
+        """Return the group (n,) of each datum in int64: by its label, or by the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Regression: the noise is chosen after the sums, so these differ there.
 
     def num_uncertain(self, outputs: int) -> int:
-        """Number of a network's outputs that are uncertain."""
+        """Return the number of a network's outputs that are uncertain."""
         return outputs
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """The rows of a head's weights (C, P) whose outputs are uncertain."""
+        """Return the rows of a head's weights (C, P) whose outputs are uncertain."""
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Sums over labels, by name, from which the log-likelihood follows after the fit; empty where it is known at once."""
+        """Return sums over labels, by name, from which the log-likelihood follows after the fit; empty where it is known at once."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:
-        """The likelihood once the sums of all training data are known."""
+        """Return the likelihood once the sums of all training data are known."""
         return self
 
     def sums_at_noise(self, sums: Sums) -> Sums:
@@ -164,7 +164,7 @@ class Likelihood(ABC):
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
-        """Log-likelihood of all training labels."""
+        """Return the log-likelihood of all training labels."""
         return sums.log_likelihood
 
 
@@ -172,41 +172,41 @@ class ClassificationLikelihood(Likelihood):
     """Classification: one of C classes, or each of C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
-        """Probabilities (..., n, C) of each member, after scaling and pooling."""
+        """Return probabilities (..., n, C) of each member, after scaling and pooling."""
         means, spreads = members.scaled()
         return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
-        """`sum_k w_k link(m_k, S_k)`."""
+        """Return `sum_k w_k link(m_k, S_k)`."""
         return self.distribution(mixed(members.weights, self.member_probabilities(members, link, seed)))
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> Predictive:
-        """The predictive distribution with these probabilities (..., n, C)."""
+        """Return the predictive distribution with these probabilities (..., n, C)."""
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities (..., C) of logits (..., C)."""
+        """Return probabilities (..., C) of logits (..., C)."""
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Number of choices of each question: C for one of C classes, 2 for a binary label."""
+        """Return the number of choices of each question: C for one of C classes, 2 for a binary label."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:
-        """Probabilities of all choices: (..., C) of classes, (..., C, 2) of no and yes."""
+        """Return probabilities of all choices: (..., C) of classes, (..., C, 2) of no and yes."""
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """The right choices in int64, (n,) or (n, C); -1 where unknown."""
+        """Return the right choices in int64, (n,) or (n, C); -1 where unknown."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """The most probable choices, (n,) or (n, C), of outputs (n, C)."""
+        """Return the most probable choices, (n,) or (n, C), of outputs (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
-    """`sum_k w_k x_k`; a single member is returned unchanged."""
+    """Return `sum_k w_k x_k`; a single member is returned unchanged."""
     if len(members) == 1:
         return members[0]
     total = weights[0].to(members[0]) * members[0]
@@ -224,7 +224,7 @@ def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) 
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
-    """Return outputs that are a matrix, or raise `HeadError`."""
+    """Return the outputs if they are a matrix; raise `HeadError` otherwise."""
     if outputs.dim() != 2:
         last = (
             f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""

@@ -1,6 +1,6 @@
 r"""Yes or no for each of C labels (binary and multi-label classification), by one logit each: :math:`p(\text{yes}) = \sigma(f)`.
 
-Labels are independent given the logits, so the curvature has the separate part alone, :math:`p_c (1 - p_c)`, and no direction of
+Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and no direction of
 output space is hidden. A missing label contributes neither log-likelihood nor curvature.
 
 One logit z is the two-class softmax of the logits (0, z), whose first row of weights is fixed at 0.
@@ -31,11 +31,11 @@ class BernoulliPredictive:
     probs: Tensor
 
     def point(self) -> Tensor:
-        """The probabilities of "yes"."""
+        """Return the probabilities of "yes"."""
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Log loss, Brier score, confidence and correctness (..., m) of each known label."""
+        """Return the log loss, Brier score, confidence and correctness (..., m) of each known label."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
         # 1 - p is 0 long before p is: both answers are bounded alike, so that a loss does not depend on which of them is called yes.
@@ -56,7 +56,7 @@ class Bernoulli(ClassificationLikelihood):
     default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Logits (n, C), from (n,), (n, 1) or (n, C)."""
+        """Return logits (n, C), from (n,), (n, 1) or (n, C)."""
         if outputs.dim() == 1:
             outputs = outputs[:, None]
         matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
@@ -68,7 +68,7 @@ class Bernoulli(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Labels (n, C) as 0 and 1 in float64, NaN where missing; (n,) is accepted for one logit."""
+        """Return labels (n, C) as 0 and 1 in float64, NaN where missing; (n,) is accepted for one logit."""
         count, width = outputs.shape
         if labels.dim() == 1 and width == 1:
             labels = labels[:, None]
@@ -98,12 +98,12 @@ class Bernoulli(ClassificationLikelihood):
         return torch.where(missing, torch.nan, read)
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Data with at least one known label; None if all have one."""
+        """Return data with at least one known label; None if all have one."""
         some = ~labels.isnan().all(1)
         return None if bool(some.all()) else some
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Probability of "yes": the sigmoid of each logit."""
+        """Return the probability of "yes": the sigmoid of each logit."""
         return torch.sigmoid(logits)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -112,21 +112,21 @@ class Bernoulli(ClassificationLikelihood):
         return torch.where(labels.isnan(), 0.0, functional.logsigmoid(signed)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """`p (1 - p)` for each output; 0 where its label is missing."""
+        """Return `p (1 - p)` for each output; 0 where its label is missing."""
         # The product of both sigmoids keeps its digits where the network is almost certain; p (1 - p) does not.
         own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
-        """Probabilities as a predictive distribution."""
+        """Return probabilities as a predictive distribution."""
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """Yes and no for one logit; all data form one group for several labels."""
+        """Return 2 for one logit, negative and positive; several labels form one group."""
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Yes or no, given or, where missing, predicted; 0 for several labels."""
+        """Return the label, given or, if missing, predicted; 0 for several labels."""
         if outputs.shape[1] > 1:
             return super().group(outputs, labels)
         yes = outputs[:, 0] > 0
@@ -135,15 +135,15 @@ class Bernoulli(ClassificationLikelihood):
         return yes.long()
 
     def num_choices(self, outputs: int) -> int:
-        """Yes and no."""
+        """Return 2: no and yes."""
         return 2
 
     def choices(self, probs: Tensor) -> Tensor:
-        """Probabilities (..., C, 2) of no and yes."""
+        """Return probabilities (..., C, 2) of no and yes."""
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:
-        """0, 1, or -1 where missing (n, C)."""
+        """Return 0, 1, or -1 where missing (n, C)."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
 
 

@@ -23,11 +23,11 @@ class CategoricalPredictive:
     probs: Tensor
 
     def point(self) -> Tensor:
-        """The probabilities."""
+        """Return the probabilities."""
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Log loss, Brier score, confidence and correctness (..., n) of each datum."""
+        """Return the log loss, Brier score, confidence and correctness (..., n) of each datum."""
         index = labels.expand(self.probs.shape[:-1])[..., None]
         right = self.probs.gather(-1, index).squeeze(-1)
         confidence, predicted = self.probs.max(-1)
@@ -48,7 +48,7 @@ class Categorical(ClassificationLikelihood):
     default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Logits (n, C), or `HeadError`."""
+        """Return logits (n, C), or `HeadError`."""
         matrix_of(outputs, ran, "logits of shape (batch, classes)")
         if outputs.shape[1] < 2:
             raise HeadError(
@@ -62,7 +62,7 @@ class Categorical(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Class indices (n,) in int64, or `DataError`."""
+        """Return class indices (n,) in int64, or `DataError`."""
         count, classes = outputs.shape
         if labels.shape != (count,):
             remedy = ""
@@ -95,39 +95,39 @@ class Categorical(ClassificationLikelihood):
         return labels
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax over the last axis."""
+        """Return the softmax over the last axis."""
         return torch.softmax(logits, dim=-1)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Log-probability (n,) of each label."""
+        """Return the log-probability (n,) of each label."""
         return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """`diag(p) - p p'`, as the Laplacian of `p p'`."""
+        """Return `diag(p) - p p'`, as the Laplacian of `p p'`."""
         return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
-        """Probabilities as a predictive distribution."""
+        """Return probabilities as a predictive distribution."""
         return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """The classes."""
+        """Return the number of classes."""
         return outputs
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """The class, given or predicted."""
+        """Return the class, given or predicted."""
         return outputs.argmax(1) if labels is None else labels
 
     def num_choices(self, outputs: int) -> int:
-        """One question with C choices."""
+        """Return C: one question with C choices."""
         return outputs
 
     def choices(self, probs: Tensor) -> Tensor:
-        """The probabilities of the classes."""
+        """Return the probabilities of the classes."""
         return probs
 
     def targets(self, labels: Tensor) -> Tensor:
-        """The labels."""
+        """Return the labels."""
         return labels
 
 

@@ -60,11 +60,11 @@ class NormalMixture:
     """Variance (K, ..., n, D) of the noise, without scaling."""
 
     def point(self) -> Tensor:
-        """The mixture's mean (..., n, D)."""
+        """Return the mixture's mean (..., n, D)."""
         return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Log loss (..., n) of each datum, all outputs together, and CRPS (..., n) averaged over outputs."""
+        """Return the log loss (..., n) of each datum, all outputs together, and CRPS (..., n) averaged over outputs."""
         log_density = normal_mixtures.log_density(self.weights, self.means, self.variances, labels, joint=True)
         crps = normal_mixtures.crps(self.weights, self.means, self.variances, labels)
         return {"nll": -log_density, "crps": crps.mean(-1)}
@@ -110,7 +110,7 @@ class Gaussian(Likelihood):
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
     def settings(self) -> dict[str, Any]:
-        """Arguments that differ from their defaults, as JSON."""
+        """Return arguments that differ from their defaults, as JSON."""
         plain = Gaussian()
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -119,7 +119,7 @@ class Gaussian(Likelihood):
     # Outputs.
 
     def num_uncertain(self, outputs: int) -> int:
-        """Number of means, D."""
+        """Return the number of means, D."""
         return outputs // 2 if self.heteroscedastic else outputs
 
     def _means(self, outputs: int) -> slice:
@@ -128,15 +128,15 @@ class Gaussian(Likelihood):
         return slice(outputs // 2) if self.order == "stacked" else slice(0, outputs, 2)
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """The rows of a head's weights (C, P) that give means."""
+        """Return the rows of a head's weights (C, P) that give means."""
         return weights[self._means(len(weights))]
 
     def means(self, outputs: Tensor) -> Tensor:
-        """Means (..., D) among the outputs (..., C), in the network's units."""
+        """Return means (..., D) among the outputs (..., C), in the network's units."""
         return outputs[..., self._means(outputs.shape[-1])]
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Outputs (n, D) or (n, 2 D); (n,) is read as (n, 1)."""
+        """Return outputs (n, D) or (n, 2 D); (n,) is read as (n, 1)."""
         expected = "outputs of shape (batch, outputs)"
         matrix = outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, expected)
         width = matrix.shape[1]
@@ -157,7 +157,7 @@ class Gaussian(Likelihood):
         return matrix
 
     def predicted_variance(self, outputs: Tensor) -> Tensor:
-        """Variance (..., D) at unit noise, in the network's units: predicted by a heteroscedastic network, 1 otherwise."""
+        """Return the variance (..., D) at unit noise, in the network's units: predicted by a heteroscedastic network, 1 otherwise."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
@@ -166,12 +166,12 @@ class Gaussian(Likelihood):
         return (given if self.variance == "log-variance" else 2 * given).exp().clamp_min(VARIANCE_FLOOR)
 
     def noise_variance(self, outputs: Tensor) -> Tensor:
-        """Variance (..., D) of the noise at outputs (..., C), in the network's units."""
+        """Return the variance (..., D) of the noise at outputs (..., C), in the network's units."""
         predicted = self.predicted_variance(outputs)
         return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
 
     def deviation(self, width: int) -> Tensor:
-        """Noise (D,) in the network's units; a factor for heteroscedastic networks."""
+        """Return the noise (D,) in the network's units; a factor for heteroscedastic networks."""
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
@@ -183,22 +183,22 @@ class Gaussian(Likelihood):
         return noise if self.heteroscedastic else noise / self.units(width)[1]
 
     def units(self, width: int) -> tuple[Tensor, Tensor]:
-        """Location (D,) and scale (D,) of the targets, in float64."""
+        """Return the location (D,) and scale (D,) of the targets, in float64."""
         return _expanded(self.location, width, "location"), _expanded(self.scale, width, "scale")
 
     def in_units(self, means: Tensor) -> Tensor:
-        """Means (..., D) of the network in the targets' units."""
+        """Return means (..., D) of the network in the targets' units."""
         location, scale = (one.to(means) for one in self.units(means.shape[-1]))
         return location + scale * means
 
     def variance_in_units(self, variance: Tensor) -> Tensor:
-        """Variances (..., D) of the network in the targets' units."""
+        """Return the variances (..., D) of the network in the targets' units."""
         return variance * self.units(variance.shape[-1])[1].square().to(variance)
 
     # Labels, log-likelihood and curvature.
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Targets (n, D) in float64, in the units of the user; (n,) is accepted for D = 1."""
+        """Return targets (n, D) in float64, in the units of the user; (n,) is accepted for D = 1."""
         count, width = len(outputs), self.num_uncertain(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
@@ -222,18 +222,18 @@ class Gaussian(Likelihood):
         return (labels - location) / scale
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Log density (n,) of each datum's targets, in their own units, summed over outputs."""
+        """Return the log density (n,) of each datum's targets, in their own units, summed over outputs."""
         means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
         targets = self._standardised(labels.to(means))
         each = normal_mixtures.normal_log_density(means, variance, targets)
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """1 for each output, or one over the predicted variance: at unit noise, so that the noise can be chosen later."""
+        """Return 1 for each output, or one over the predicted variance: at unit noise, so that the noise can be chosen later."""
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Sums (4, D) from which the noise and the log-likelihood at any noise follow.
+        """Return sums (4, D) from which the noise and the log-likelihood at any noise follow.
 
         Squared residuals at unit noise, logarithms of predicted variances, targets and their squares, in the network's units.
         """
@@ -243,7 +243,7 @@ class Gaussian(Likelihood):
         return {"targets": torch.stack([one.sum(0) for one in summed])}
 
     def fitted(self, sums: Sums) -> Gaussian:
-        """The likelihood with its noise known: as given, or estimated from the residuals of the training data."""
+        """Return the likelihood with its noise known: as given, or estimated from the residuals of the training data."""
         if self.noise is not None:
             return self
         if self.heteroscedastic:
@@ -270,18 +270,18 @@ class Gaussian(Likelihood):
         return replace(self, noise=tuple(noise.tolist()), estimated=True)
 
     def noise_scaled(self, factor: float, width: int) -> Gaussian:
-        """The likelihood with its noise multiplied by a factor, clamped to the usable range."""
+        """Return the likelihood with its noise multiplied by a factor, clamped to the usable range."""
         noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
         return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
 
     def sums_at_noise(self, sums: Sums) -> Sums:
-        """The sums with the curvature of each output divided by its noise variance."""
+        """Return the sums with the curvature of each output divided by its noise variance."""
         unit = sums.tensors["separate"]  # (D, ...)
         variance = self.deviation(len(unit)).square().to(unit).view(-1, *[1] * (unit.dim() - 1))
         return replace(sums, tensors=sums.tensors | {"separate": unit / variance})
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
-        """Log-likelihood of all training targets at this noise."""
+        """Return the log-likelihood of all training targets at this noise."""
         if "targets" not in sums.tensors:
             return None
         squares, logs, *_ = sums.tensors["targets"].cpu()
@@ -292,7 +292,7 @@ class Gaussian(Likelihood):
     # Prediction.
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
-        """`sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, with the noise of each member."""
+        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, with the noise of each member."""
         means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
         pairs = zip(members.likelihoods, members.outputs, strict=True)
         noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]

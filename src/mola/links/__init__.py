@@ -20,7 +20,7 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 
 
 def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
-    """The link of that name with its defaults, or the link itself; `OptionError` if it does not apply to the likelihood."""
+    """Return the link of that name with its defaults, or the link itself; `OptionError` if it does not apply to the likelihood."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
     # A regression has no links: the default is not used there.
     if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.classification):

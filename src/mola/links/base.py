@@ -30,26 +30,26 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
+        """Return probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Test whether the link is defined for a likelihood."""
         return likelihood.classification and (likelihood.mutually_exclusive or not self.classes_only)
 
     def row_size(self, outputs: int) -> int:
-        """Numbers per datum that are held at once."""
+        """Return how many numbers are held at once for each datum."""
         return outputs
 
     def settings(self) -> dict[str, Any]:
-        """Arguments that rebuild the link, as JSON."""
+        """Return arguments that rebuild the link, as JSON."""
         return asdict(self)  # type: ignore[call-overload]
 
 
 def probit_scaled(mean: Tensor, variance: Tensor) -> Tensor:
-    """`m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation."""
+    """Return `m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation."""
     return mean * torch.rsqrt(1 + math.pi / 8 * variance)
 
 
 def centred(mean: Tensor) -> Tensor:
-    """Logits less their mean over the classes."""
+    """Return logits less their mean over the classes."""
     return mean - mean.mean(-1, keepdim=True)

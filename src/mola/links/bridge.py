@@ -36,7 +36,7 @@ class Bridge(Link):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (..., n, C)."""
+        """Return probabilities (..., n, C)."""
         if spread is None:
             raise OptionError(
                 "link 'bridge' needs a covariance, and a plain ensemble has none. Use link='probit', or mola.fit."

@@ -29,13 +29,13 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Several matrices of all pairs of classes; in chunks that leave the processor's cache they take twice as long."""
+        """Return the size of several matrices of all pairs of classes, which take twice as long outside the processor's cache."""
         return 16 * outputs**2
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (n, C)."""
+        """Return probabilities (n, C)."""
         # A binary logit z competes only with the constant 0, which leaves the probit.
         if spread is None or not likelihood.mutually_exclusive:
             return Probit()(mean, spread, likelihood, seed)

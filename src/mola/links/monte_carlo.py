@@ -44,13 +44,13 @@ class MonteCarlo(Link):
         check_seed(self.seed)
 
     def row_size(self, outputs: int) -> int:
-        """The draws."""
+        """Return the number of values in the draws."""
         return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (..., n, C)."""
+        """Return probabilities (..., n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
         # By NumPy: a trace takes the draws as constants.

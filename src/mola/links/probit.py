@@ -20,7 +20,7 @@ class Probit(Link):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (..., n, C)."""
+        """Return probabilities (..., n, C)."""
         return likelihood.probabilities(mean if spread is None else probit_scaled(mean, spread.variance()))
 
 
@@ -34,7 +34,7 @@ class CentredProbit(Link):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Probabilities (..., n, C)."""
+        """Return probabilities (..., n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
         return likelihood.probabilities(probit_scaled(centred(mean), spread.variance(centred=True)))

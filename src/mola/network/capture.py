@@ -312,7 +312,7 @@ def _rows_in_use(
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
-                # Bernoulli labels may be missing one by one; a Gaussian refuses NaN.
+                # Individual Bernoulli labels may be missing; a Gaussian refuses NaN.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
         labels = labels[used]

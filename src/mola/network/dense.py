@@ -59,7 +59,7 @@ class Layout:
         return math.prod(self.sizes)
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Shape of outputs with `width` classes."""
+        """Return the shape of outputs with `width` classes."""
         return (self.inputs, width, *self.sizes) if self.axis == 1 else (self.inputs, *self.sizes, width)
 
     def by_position(self, values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Checkpoints of a fit under way: the sums so far, and what they belong to.
 
-Sums are additive, so an interrupted fit goes on from its last checkpoint, bit for bit. The identity of the fit (networks, heads,
+Sums are additive, so an interrupted fit resumes from its last checkpoint, bit for bit. The identity of the fit (networks, heads,
 structure, likelihood) keeps sums of different fits apart, and a running checksum of the batches recognises changed data.
 """
 
@@ -136,7 +136,7 @@ class FitCheckpoint:
 
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Counts and log-likelihoods as JSON, and all tensors with the index of their component before the name."""
+    """Return the counts and log-likelihoods as JSON, and all tensors with the index of their component before the name."""
     entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
     return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
 

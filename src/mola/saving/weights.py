@@ -30,7 +30,7 @@ SHOWN = 3  # names listed for each kind of mismatch
 
 
 def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write a network's parameters and buffers as safetensors, in one step; its folder is made if missing.
+    """Write a network's parameters and buffers as safetensors, in one step; its folder is created if missing.
 
     Args:
         network: anything with a `state_dict` of tensors.
@@ -133,7 +133,7 @@ def _is_safetensors(path: Path) -> bool:
     if start[8:9] == b"{":  # eight bytes of length, then JSON
         return True
     if not start.startswith((b"PK", b"\x80")):  # a zip archive; before PyTorch 1.6, bare pickle records
-        raise StorageError(f"{path} is neither safetensors nor made by torch.save: it starts with {start!r}.")
+        raise StorageError(f"{path} is neither a safetensors file nor a torch.save file: it starts with {start!r}.")
     return False
 
 

@@ -29,7 +29,7 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
-    """The rule of that name, or the rule itself; None is the likelihood's default. Checks that it applies and has its data."""
+    """Return the rule of that name, or the rule itself; None is the likelihood's default. Checks that it applies and has its data."""
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):
         chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]

@@ -20,7 +20,7 @@ CHANCE = 1e-4
 """Probability with which predictions that are independent of the labels may look like another order of them."""
 
 ENOUGH_DATA = 50
-"""Data from which on columns of labels are compared with columns of predictions."""
+"""Smallest number of data for comparing columns of labels with columns of predictions."""
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:

@@ -33,7 +33,7 @@ REGRESSION_PRICE = 0.01
 """Log loss per output, in nats, that the distance may cost a regression by default."""
 
 FAR = 3.0
-"""Ratio of the distances of validation and training data from which on a note warns."""
+"""Ratio of the distances of validation and training data above which a note warns."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Distance(Rule):
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """True: logits are divided, and standard deviations of a regression multiplied."""
+        """Return True: the rule divides logits and multiplies standard deviations of a regression."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -136,7 +136,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """The largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
+    """Return the largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:

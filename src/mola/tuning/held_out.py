@@ -54,7 +54,7 @@ class HeldOut:
         return len(self.outputs[0])
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """At most `size` rows at a time: features and outputs of every network, and labels."""
+        """Yield at most `size` rows at a time: features and outputs of every network, and labels."""
         size = max(1, size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
@@ -62,7 +62,7 @@ class HeldOut:
             yield Rows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Rows of all processes, in the order of their ranks."""
+        """Return the rows of all processes, in the order of their ranks."""
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
@@ -93,7 +93,7 @@ class HeldOut:
             )
 
     def score_groups(self) -> Tensor:
-        """Index (m,) of the input that each score belongs to: multi-label data have a score for each known question."""
+        """Return the index (m,) of the input that each score belongs to: multi-label data have a score for each known question."""
         own = torch.arange(len(self), device="cpu")
         if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
@@ -103,7 +103,7 @@ class HeldOut:
         return found
 
     def accuracy(self) -> tuple[float, float]:
-        """Mean accuracy of the single networks, and its standard error over the data, which the networks share."""
+        """Return the mean accuracy of the single networks, and its standard error over the data, which the networks share."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
@@ -122,7 +122,7 @@ class HeldOut:
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
-        """The median distance and the 99 % quantile of the norms of each network's features."""
+        """Return the median distance and the 99 % quantile of the norms of each network's features."""
         scales = []
         for distance, phi in zip(distances, self.phi, strict=True):
             assert distance is not None
@@ -134,7 +134,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """The reference with mean and spread of the terms of the outlier score, and the mean energies, from rows (n, 3 + K)."""
+        """Return the reference with mean and spread of the terms of the outlier score, and the mean energies, from rows (n, 3 + K)."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)

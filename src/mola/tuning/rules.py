@@ -84,7 +84,7 @@ class Threshold(Rule):
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """The mean confidence to meet, where it comes from, and notes."""
+        """Return the mean confidence to meet, where it comes from, and notes."""
         if self.confidence is not None:
             return self.confidence, f"{self.confidence:.2%} as given", ()
         accuracy, error = data.accuracy()

@@ -25,13 +25,13 @@ ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
 
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
-    """Scores of predictions with labels: log loss, and more by likelihood."""
+    """Return scores of predictions with labels: log loss, and more by likelihood."""
     assert labels is not None
     return predictive.scores(labels)
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Scores that need no labels: confidence, and the cross-entropy of the uniform distribution to the prediction."""
+    """Return scores that need no labels: confidence, and the cross-entropy of the uniform distribution to the prediction."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Scores (L, m) of L candidates for each datum, or for each known question of multi-label data, over all processes.
+    """Return scores (L, m) of L candidates for each datum, or for each known question of multi-label data, over all processes.
 
     Settings are broadcast against each other.
 
@@ -93,7 +93,7 @@ def scores(
 def mean_scores(
     posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
 ) -> dict[str, Tensor]:
-    """Mean (L,) of each of the `scores`, and the calibration error "ece" of confidences with labels."""
+    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" of confidences with labels."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
     if "correct" in scored:
@@ -102,7 +102,7 @@ def mean_scores(
 
 
 def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
-    """Mean difference of two scores (m,) of the same data, and its standard error over inputs, which is at least `least`."""
+    """Return the mean difference of two scores (m,) of the same data, and its standard error over inputs, at least `least`."""
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
     # The questions of one input are not independent: their differences are added up first.
@@ -114,5 +114,5 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
 
 
 def share_error(data: HeldOut) -> float:
-    """Smallest standard error of a share: where all data are alike, a few are still a few."""
+    """Return the smallest standard error of a share, which is not 0 even if a few data all agree."""
     return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)

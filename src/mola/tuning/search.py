@@ -39,13 +39,13 @@ def warned(note: str) -> str:
 
 
 def points(share: float, digits: str = "g") -> str:
-    """A difference of shares in percentage points: "1 point" or "2.6 points"."""
+    """Return a difference of shares in percentage points: "1 point" or "2.6 points"."""
     text = f"{100 * share:{digits}}"
     return f"{text} point{'' if text == '1' else 's'}"
 
 
 def grid_value(index: int) -> float:
-    """The prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
+    """Return the prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
     if index < LOW:
         return float(1e-4 * 10 ** (index / 14))
     return float(10 ** (-4 + 7 * index / HIGH) if index <= HIGH else 1e3 * 10 ** ((index - HIGH) / 14))
@@ -64,7 +64,7 @@ class PrecisionSearch:
             self.try_at(range(len(self.given)))
 
     def value(self, index: int) -> float:
-        """The prior precision at an index."""
+        """Return the prior precision at an index."""
         return grid_value(index) if self.given is None else self.given[index]
 
     def try_at(self, indices: Iterable[int]) -> None:
@@ -76,7 +76,7 @@ class PrecisionSearch:
                 self.tried[index] = {name: float(values[place]) for name, values in found.items()}
 
     def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Index of the smallest score; without `smooth`, every value of the grid is tried."""
+        """Return the index of the smallest score; without `smooth`, every value of the grid is tried."""
 
         def best() -> int:
             return min(sorted(self.tried), key=lambda index: self.tried[index][score])
@@ -92,7 +92,7 @@ class PrecisionSearch:
         return best()
 
     def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
-        """Index of the smallest prior precision that meets a condition, assuming that larger ones do, too; None if none does."""
+        """Return the index of the smallest prior precision that meets a condition, which all larger values meet, or None."""
 
         def first() -> int | None:
             return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
@@ -120,14 +120,14 @@ class PrecisionSearch:
                 break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
-        """All that was tried, by increasing prior precision."""
+        """Return all values tried, by increasing prior precision."""
         order = sorted(self.tried)
         names = self.tried[order[0]]
         table = {name: tuple(self.tried[index][name] for index in order) for name in names}
         return {"prior_precision": tuple(self.value(index) for index in order)} | table
 
     def note(self, index: int) -> tuple[str, ...]:
-        """A warning if the chosen value is outside the paper's grid."""
+        """Return a warning if the chosen value is outside the paper's grid."""
         if self.given is not None or LOW <= index <= HIGH:
             return ()
         meaning = (
@@ -171,5 +171,5 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 
 
 def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
-    """Mean scores of a mixture on held-out data, as a function of the prior precision."""
+    """Return the mean scores of a mixture on held-out data, as a function of the prior precision."""
     return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)

@@ -35,12 +35,12 @@ class Tuning:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the tuning as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """The inverse of `as_json`."""
+        """Return the inverse of `as_json`."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))

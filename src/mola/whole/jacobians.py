@@ -54,7 +54,7 @@ class Block:
         return self.rows * self.columns
 
     def matrix(self, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
-        """Tensors by name, with some leading dimensions, as matrices (..., rows, columns)."""
+        """Return tensors by name, with some leading dimensions, as matrices (..., rows, columns)."""
         parts = [tensors[name].detach() for name in self.names]
         parts = [part.reshape(*part.shape[:leading], self.rows, -1) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -200,7 +200,7 @@ class Factors(NamedTuple):
     """a (n, I, T)"""
 
     def product(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
-        """`left' (sum_t g_t a_t') right` (n, R, O, I); None is the identity."""
+        """Return `left' (sum_t g_t a_t') right` (n, R, O, I); None is the identity."""
         gradients = self.gradients if left is None else left.T @ self.gradients
         inputs = self.inputs if right is None else right.T @ self.inputs
         return gradients @ inputs[:, None].mT

@@ -157,7 +157,7 @@ class WholeMoLA(MoLA):
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def why_no_distances(self) -> str:
-        """Why there are no distances, for messages."""
+        """Explain why there are no distances."""
         return "a posterior over whole networks has no distances from the training data: mola.fit has them."
 
     # --- predict ----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class WholeMoLA(MoLA):
         return MAX_PROBABILITY
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
-        """The prediction from captured passes: all fields at once, since Jacobians are the cost."""
+        """Return the prediction from captured passes: all fields at once, since Jacobians are the cost."""
         found = [self._fields(rows, seed) for rows in self.chunks(captured)]
         outputs = captured[0].outputs
         kind, device = torch.promote_types(outputs.dtype, torch.float32), outputs.device
@@ -211,7 +211,7 @@ class WholeMoLA(MoLA):
         }
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Not defined: the paper's limit holds for last layers."""
+        """Raise an error: the paper's limit holds for last layers only."""
         raise OptionError(
             "the far-field limit holds for last layers, and this posterior is over whole networks. Use mola.fit."
         )

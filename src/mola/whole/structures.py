@@ -68,7 +68,7 @@ class WholeDiag(WholeStructure):
         return DenseCurvature(self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), None)
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Memory of sums and eigenvalues."""
+        """Return the memory of sums and eigenvalues."""
         return 8 * 4 * features
 
 
@@ -90,7 +90,7 @@ class WholeFull(WholeStructure):
         return DenseCurvature(self.outputs, self.layout.size, *eigensystem(sums.tensors["matrix"]))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Memory of the sum, its eigenvectors and the eigensolver."""
+        """Return the memory of the sum, its eigenvectors and the eigensolver."""
         return 8 * 4 * features**2
 
 
@@ -123,7 +123,7 @@ class WholeKron(WholeStructure):
         return outputs, KronRows(known, rest)
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest."""
+        """Return B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest."""
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
             by_output, by_input = gradients.transpose(0, 2).flatten(1), inputs.transpose(0, 1).flatten(1)
@@ -144,7 +144,7 @@ class WholeKron(WholeStructure):
         )
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Memory of sums and eigenbases."""
+        """Return the memory of sums and eigenbases."""
         sizes = (one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
         return 8 * 4 * (features + sum(sizes))
 
@@ -183,18 +183,18 @@ class WholeCurvature(Curvature):
         return found - found.mean(1, keepdim=True) if centred else found
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Eigenvalues (..., D) of the posterior covariance."""
+        """Return eigenvalues (..., D) of the posterior covariance."""
         return 1 / (self.values + as_column(precision, self.values, 1))
 
     def variance(self, phi: Any, precision: Precision, *, centred: bool = False) -> Tensor:
-        """`sum_d z_cd^2 / (h_d + lambda)`."""
+        """Return `sum_d z_cd^2 / (h_d + lambda)`."""
         inverse = self.inverse(precision)
         squares = self._coordinates(phi, centred=centred).square()
         variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
 
     def covariance(self, phi: Any, precision: float, *, centred: bool = False) -> Tensor:
-        """`z diag(1 / (h + lambda)) z'`."""
+        """Return `z diag(1 / (h + lambda)) z'`."""
         coordinates = self._coordinates(phi, centred=centred)
         return (coordinates * self.inverse(precision)) @ coordinates.mT
 
@@ -225,7 +225,7 @@ class WholeCurvature(Curvature):
         return torch.stack([phi.perturbed(one) for one in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """`sum_d log(h_d + lambda)`."""
+        """Return `sum_d log(h_d + lambda)`."""
         return (self.values + precision).log().sum()
 
     def divided(self, by: float) -> Self:
@@ -252,11 +252,11 @@ class DenseCurvature(WholeCurvature):
     vectors: Tensor | None
 
     def coordinates(self, rows: Tensor) -> Tensor:
-        """Rows times eigenvectors."""
+        """Return rows times eigenvectors."""
         return rows if self.vectors is None else rows @ self.vectors
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Eigenvectors times coordinates."""
+        """Return eigenvectors times coordinates."""
         return coordinates if self.vectors is None else self.vectors @ coordinates
 
 
@@ -267,12 +267,12 @@ class KronCurvature(WholeCurvature):
     bases: tuple[tuple[Tensor, Tensor], ...]
 
     def coordinates(self, rows: KronRows) -> Tensor:
-        """Factors are rotated, then multiplied."""
+        """Rotate the factors, then multiply them."""
         pairs = zip(rows.layers, self.bases, strict=True)
         return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Each layer's matrix from both sides."""
+        """Rotate each layer's matrix from both sides."""
         sizes = [len(left) * len(right) for left, right in self.bases]
         *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
         pairs = zip(self.bases, parts, strict=True)

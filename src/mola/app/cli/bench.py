@@ -89,7 +89,7 @@ def bench(options: BenchOptions) -> None:
     """Run a suite of experiments on trained networks.
 
     Activations of the networks are computed once and kept; every method, prior and ablation reads them. Each record is
-    written as soon as it is made, and the same command continues after the last. `mola report` shows the results.
+    written as soon as it is complete, and the same command resumes after the last record. `mola report` shows the results.
     """
     from mola.distributed import join
     from mola.lab.bench import BenchConfig, run_bench

@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""Seconds for one picture from which on the curve over all angles is left out."""
+"""If one picture takes at least this many seconds, the curve over all angles is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
@@ -44,7 +44,7 @@ PAD, PEN = 280, 1.15
 
 
 def percent(share: float) -> str:
-    """A probability in percent, rounded to certainty only where it is certain."""
+    """Return a probability in percent, rounded to certainty only where it is certain."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -78,7 +78,7 @@ class Explorer:
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """The HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, `invert` and `seed`."""
+        """Return the HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, `invert` and `seed`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
@@ -133,7 +133,7 @@ class Explorer:
 
 
 def controls(subject: Subject) -> str:
-    """The HTML of the page, without an answer."""
+    """Return the HTML of the page, without an answer."""
     return TEMPLATES.get_template("page.html").render(
         title=subject.title,
         notes=subject.notes,

@@ -52,7 +52,7 @@ SLIDERS = {
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `change` from a request of the page; a value outside a slider's range becomes the nearest end."""
+    """Return arguments of `change` from a request of the page; a value outside a slider's range becomes the nearest end."""
     values = {
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
@@ -110,7 +110,7 @@ class Sight:
             )
 
     def read(self, text: str) -> Image.Image:
-        """A picture from the page, `data:image/png;base64,...`, as the networks take it."""
+        """Return a picture from the page, `data:image/png;base64,...`, as the networks take it."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
             raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
         try:
@@ -145,20 +145,20 @@ class Sight:
         low, high = float(values.min()), float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
-                f"the inputs range from {low:.3g} to {high:.3g}, expected pixels from 0 to 1: a picture cannot be made into an "
-                f"input. Fit on images or bytes, with --normalise or --mean and --std."
+                f"the inputs range from {low:.3g} to {high:.3g}, expected pixels from 0 to 1: a picture cannot be converted to "
+                f"an input. Fit on images or bytes, with --normalise or --mean and --std."
             )
         return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Bytes (channels, height, width) as a picture."""
+    """Convert bytes (channels, height, width) to a picture."""
     array = pixels.cpu().numpy()
     return Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
 
 
 def to_url(image: Image.Image) -> str:
-    """A picture as `data:image/png;base64,...`."""
+    """Return a picture as `data:image/png;base64,...`."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return PREFIX + base64.b64encode(buffer.getvalue()).decode()

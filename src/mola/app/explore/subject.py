@@ -51,7 +51,7 @@ class Reference:
     """Number of validation data."""
 
     def share_below(self, score: float) -> float:
-        """Share of the data with a lower score."""
+        """Return the share of the data with a lower score."""
         return float((self.scores < score).double().mean())
 
 
@@ -74,13 +74,13 @@ class Subject:
 
 
 def make_reference(scores: Tensor) -> Reference:
-    """A reference from the scores (n,) of all data."""
+    """Return a reference from the scores (n,) of all data."""
     values = scores.double().cpu()
     return Reference(values, usual_alarm(values.numpy())[0], len(values))
 
 
 def ood_examples(sight: Sight) -> list[tuple[str, Image.Image]]:
-    """Pictures of no class: noise, a checkerboard and, with scikit-learn, a photograph."""
+    """Return pictures of no class: noise, a checkerboard and, with scikit-learn, a photograph."""
     channels, height, width = sight.shape
     noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     side = max(1, min(height, width) // 4)

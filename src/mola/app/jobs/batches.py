@@ -73,7 +73,7 @@ class BatchPredictor:
             raise OptionError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}.")
 
     def __call__(self, batch: Any) -> Any:
-        """The predictions of a batch.
+        """Return the predictions of a batch.
 
         Args:
             batch: a pandas frame, an Arrow table, a mapping of arrays, or an array of inputs (n, ...). It may be empty.
@@ -99,11 +99,11 @@ class BatchPredictor:
         )
 
     def over(self, frames: Iterable[Any]) -> Iterator[Any]:
-        """The predictions of batches one after the other: what Spark's `mapInPandas` takes."""
+        """Yield the predictions of successive batches, as Spark's `mapInPandas` expects."""
         return map(self, frames)
 
     def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
-        """Spark's schema of the columns, such as "id long, label long, confidence double".
+        """Return Spark's schema of the columns, such as "id long, label long, confidence double".
 
         Args:
             keep: Spark's types of the columns of `keep`, by name.
@@ -155,7 +155,7 @@ class BatchPredictor:
             rows = rows[:, None] if rows.ndim == 1 else rows
             rows = rows.astype("float64") if rows.dtype == object else rows
         except (ValueError, TypeError) as error:
-            raise DataError(f"{listed} cannot be made {self.dtype} inputs of one shape: {error}") from error
+            raise DataError(f"{listed} cannot be converted to {self.dtype} inputs of one shape: {error}") from error
         found = self._predict(rows)
         clash = [name for name in self.keep if name in found]
         if clash:
@@ -174,7 +174,8 @@ class BatchPredictor:
                 made = np.array(rows, dtype=self.dtype)
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"inputs of shape {rows.shape} and type {rows.dtype} cannot be made {self.dtype} of shape {self.shape}: {error}"
+                f"inputs of shape {rows.shape} and type {rows.dtype} cannot be converted to {self.dtype} of shape {self.shape}: "
+                f"{error}"
             ) from error
         good = np.isfinite(made) if made.dtype.kind == "f" else made == rows
         if not good.all():

@@ -44,7 +44,7 @@ class Columns:
     probabilities: bool = False
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
-        """Fields of a prediction and decisions by name, without fields that are unknown."""
+        """Return the fields of a prediction and decisions by name, without fields that are unknown."""
         found: dict[str, Tensor | None] = {}
         if self.likelihood.classification:
             found |= {name: getattr(prediction, name) for name in FIELDS}
@@ -59,13 +59,13 @@ class Columns:
         return {name: values for name, values in found.items() if values is not None}
 
     def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
-        """Fields as arrays: labels as integers of 32 bits, yes and no as 1 and 0 in 8 bits."""
+        """Return the fields as arrays: labels as integers of 32 bits, yes and no as 1 and 0 in 8 bits."""
         arrays = {name: np.ascontiguousarray(values.cpu().numpy()) for name, values in fields.items()}
         kinds = {"label": np.int32, "outlying": np.int8, "answer": np.int8, "set": np.int8}
         return {name: values.astype(kinds.get(name, values.dtype), copy=False) for name, values in arrays.items()}
 
     def table(self, prediction: Any, fields: dict[str, Tensor]) -> Any:
-        """A data frame with a row for each input."""
+        """Return a data frame with a row for each input."""
         if fields["ood_score"].dim() > 1:
             return self._means_over_positions(fields, prediction.axis)
         frame = prediction.to_frame()
@@ -117,7 +117,7 @@ class Columns:
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
 
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
-        """Sums over all inputs and positions; of several labels or targets, of their mean.
+        """Return sums over all inputs and positions; several labels or targets are averaged first.
 
         Also the number of inputs ("count") and of positions, and of predictions of each class or of "yes" for each label ("labels").
         """
@@ -146,7 +146,7 @@ def _field(column: str) -> str:
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Names of the classes, labels or targets; numbers where they have none."""
+    """Return the names of the classes, labels or targets; numbers where they have none."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.num_uncertain(count)  # variances are not targets

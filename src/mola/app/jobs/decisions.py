@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def decision_columns(prediction: Any, labels: Tensor) -> dict[str, Tensor]:
-    """Numbers to keep of labelled data, by name.
+    """Return the numbers of labelled data to keep, by name.
 
     Classification: a number (n,) of each datum. Regression: means and variances (n, K, D) of the components, and targets (n, D).
     """
@@ -77,7 +77,7 @@ class Decisions:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the decisions as plain values."""
         found: dict[str, Any] = {}
         if self.answer is not None:
             found["answer"] = {
@@ -102,7 +102,7 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Numbers that were kept of each validation datum, and outlier scores (n,); messages name the option that needs them."""
+    """Return the stored numbers of each validation datum, and outlier scores (n,); messages name the option that needs them."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
         others = (
@@ -124,7 +124,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Predictions that were kept of the validation data of a regression, and targets (n, D) in their own units."""
+    """Return the stored predictions of a regression's validation data, and targets (n, D) in their own units."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
     known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
     if len(known) < 3 or not _are_predictions(known, len(weights)):
@@ -163,7 +163,7 @@ def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
 def gated_threshold(
     known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
 ) -> AnswerThreshold:
-    """Confidence, from 0, above which inputs that do not raise the alarm are answered.
+    """Return the confidence, from 0, above which inputs that do not raise the alarm are answered.
 
     Raises:
         DataError: no threshold guarantees the error rate.
@@ -186,9 +186,9 @@ def make_decisions(
 ) -> Decisions:
     """Thresholds for the options of `mola.app.jobs.groups.Deciding`; the alarm is always there, by default at a rate of 0.05."""
     if certainty is not None and error_rate is None:
-        raise OptionError("--certainty goes with --error-rate: give both, or neither.")
+        raise OptionError("--certainty requires --error-rate: give both, or neither.")
     if by_class and coverage is None:
-        raise OptionError("--by-class goes with --coverage: give both, or neither.")
+        raise OptionError("--by-class requires --coverage: give both, or neither.")
     regression = not fitted.posterior.likelihood.classification
     for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
         if regression and given and not fitted.posterior.is_dense:
@@ -220,7 +220,7 @@ def _naming(option: str) -> Iterator[None]:
 
 
 def decide(decisions: Decisions, confidence: float, score: float) -> str:
-    """The decision for one input: "strange" if it raises the alarm, "answer", or "hand over"; "answer" without an error rate."""
+    """Decide for one input: "strange" if it raises the alarm, "answer", or "hand over"; "answer" without an error rate."""
     if decisions.alarm is not None and score > decisions.alarm:
         return "strange"
     return "answer" if decisions.answer is None or confidence > decisions.answer else "hand over"

@@ -37,7 +37,7 @@ class DrawnRows:
         return self.rows // self.layout.count
 
     def of(self, values: Tensor) -> Tensor:
-        """A map (n, H, W) or (n, T) as (m,); in the layout of the outputs as (m, C), and of K networks as (K, m, C)."""
+        """Return a map (n, H, W) or (n, T) as (m,); in the layout of the outputs as (m, C), and of K networks as (K, m, C)."""
         further = values.dim() - len(self.layout.sizes) - 1
         if further == 2:
             return torch.stack([self.of(one) for one in values])
@@ -45,7 +45,7 @@ class DrawnRows:
         return rows[self.rows.to(values.device)]
 
     def of_prediction(self, prediction: Any) -> Any:
-        """A prediction of these positions, as rows."""
+        """Return a prediction of these positions, as rows."""
         values = {name: getattr(prediction, name) for name in COMPARED_FIELDS[type(prediction)]}
         fields: dict[str, Field] = {name: None if one is None else self.of(one) for name, one in values.items()}
         shared = {name: getattr(prediction, name) for name in ("ood_score_name", "likelihood")}

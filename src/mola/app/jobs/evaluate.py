@@ -101,7 +101,7 @@ class _Methods:
     """By coverage, for regression: calibrated on the validation data, where the folder has enough."""
 
     def chosen(self, method: str) -> dict[str, Any]:
-        """The tuned numbers of a method."""
+        """Return the tuned numbers of a method."""
         discrete = self.posterior.likelihood.classification
         own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
         if own is None:
@@ -121,7 +121,7 @@ class _Methods:
         return found
 
     def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, TallyRows], Tensor | None, int]:
-        """Answers of every method to a batch, the labels of their rows, and the number of inputs; `start` inputs come before."""
+        """Return every method's answers to a batch, the labels of their rows, and the number of inputs, after `start` others."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, inputs = len(whole), None
@@ -297,13 +297,13 @@ def _tuned(
         notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
     if posterior.is_dense:
         notes.append(
-            f"Every number is over positions, at most {COMPARED} of each input, drawn at random. Standard errors count inputs, since "
-            f"the positions of one input are correlated."
+            f"Every number is computed over positions, at most {COMPARED} of each input, drawn at random. Standard errors count "
+            f"inputs, since the positions of one input are correlated."
         )
     elif discrete and not posterior.likelihood.mutually_exclusive:
         notes.append(
-            "Every number is over labels: each known label of an input counts as one. Standard errors count inputs, whose labels may "
-            "depend on each other."
+            "Every number is computed over labels: each known label of an input counts once. Standard errors count inputs, whose "
+            "labels may depend on each other."
         )
     shares = posterior.weights.tolist()
     if max(shares) - min(shares) > 1e-9:

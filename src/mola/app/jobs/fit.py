@@ -75,7 +75,7 @@ class FitResult:
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """The rule that a job names, with its settings; None keeps the prior precision."""
+    """Return the rule that a job names, with its settings; None keeps the prior precision."""
     name = one_of(job.rule_name, RULE_NAMES, "rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
     given = {field: value for field, (_, value) in settings.items() if value is not None}
@@ -393,7 +393,7 @@ class Material:
         )
 
     def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """A set as a loader that reports progress between two shares of the whole work."""
+        """Return a set as a loader that reports progress between two shares of the whole work."""
         self.progress(doing, start)
         return Loader(
             divided(source, self.team),

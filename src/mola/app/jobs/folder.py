@@ -102,7 +102,7 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> UserSet:
-        """Data by name, prepared as the training data were; code that the folder names, and not the user, is checked."""
+        """Open data by name, prepared as the training data were; code that the folder names, and not the user, is checked."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which are not there (any more): {absent}")
@@ -122,7 +122,7 @@ class PosteriorFolder:
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """The job of a posterior's folder, checked, without building networks."""
+    """Return the job of a posterior's folder, checked, without building networks."""
     if not (path / files.DOCUMENT).is_file():
         raise StorageError(f"{path} holds no posterior: expected a folder that `mola fit --output` wrote.")
     document = files.read_document(path).get("job")
@@ -222,7 +222,7 @@ def _require_files(job: Job, path: Path) -> None:
 
 
 def move(module: Moved, device: str) -> Moved:
-    """A network, or a posterior with its networks, on a device and in evaluation mode."""
+    """Return a network, or a posterior with its networks, on a device and in evaluation mode."""
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
@@ -232,7 +232,7 @@ def move(module: Moved, device: str) -> Moved:
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:
-    """Form, shapes and types of the inputs of a batch, as plain values."""
+    """Return the form, shapes and types of the inputs of a batch, as plain values."""
     if isinstance(inputs, Tensor):
         form, named = "tensor", {"": inputs}
     elif isinstance(inputs, dict):
@@ -247,7 +247,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """A batch of 2 inputs of zeros; masks are of ones, since a fully masked input gives NaN."""
+    """Return a batch of 2 inputs of zeros; masks are of ones, since a fully masked input gives NaN."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])
@@ -293,7 +293,7 @@ def _has_bias(width: int, directions: Tensor | None) -> bool | None:
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """Content and history of a folder, with its files checked."""
+    """Return the content and history of a folder, with its files checked."""
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
     likelihood = dict(parts[0]["likelihood"])
@@ -356,7 +356,7 @@ def _state(path: Path, expected: str) -> str:
 
 
 def kept_scores(scores: NDArray[np.float64], columns: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """OOD scores of validation data and the columns that decisions need, as tensors to save with the posterior."""
+    """Return OOD scores of validation data and the columns that decisions need, as tensors to save with the posterior."""
     count = len(scores)
     ranks = np.arange(1, count + 1)
     if count > MOST_SCORES:
@@ -372,13 +372,13 @@ def kept_scores(scores: NDArray[np.float64], columns: Mapping[str, Tensor] | Non
 
 
 def usual_alarm(scores: NDArray[np.float64]) -> tuple[float, float]:
-    """The threshold at the usual false-alarm rate, and that rate: of fewer than 19 scores, the smallest that they allow."""
+    """Return the threshold at the usual false-alarm rate, and that rate: of fewer than 19 scores, the smallest that they allow."""
     rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
     return alarm_threshold(scores, rate), rate
 
 
 def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
-    """The outlier score above which inputs are called outlying."""
+    """Return the outlier score above which inputs are called outlying."""
     validation = fitted.document["result"].get("validation")
     if validation is None:
         if false_alarm_rate is None:
@@ -399,7 +399,7 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
 
 
 def read_scores(folder: Path) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Scores and ranks of the validation data of a folder, and the columns that decisions need."""
+    """Return the scores and ranks of the validation data of a folder, and the columns that decisions need."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
     kept = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
     scores, ranks = kept.get("scores", torch.zeros(0)), kept.get("ranks", torch.zeros(0))

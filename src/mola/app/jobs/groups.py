@@ -87,6 +87,6 @@ class Deciding:
     )
 
     def rates(self) -> dict[str, Any]:
-        """The arguments of `mola.app.jobs.decisions.make_decisions`."""
+        """Return the arguments of `mola.app.jobs.decisions.make_decisions`."""
         names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
         return {name: getattr(self, name) for name in names}

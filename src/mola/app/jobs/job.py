@@ -40,7 +40,7 @@ PREPARATION, METHOD, OTHER, RUN = (
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
-    """Numbers, as a list or separated by commas."""
+    """Parse numbers, from a list or separated by commas."""
     try:
         parts = value.split(",") if isinstance(value, str) else value
         if any(isinstance(one, bool) for one in parts):
@@ -51,7 +51,7 @@ def parse_numbers(value: Any) -> tuple[float, ...]:
 
 
 def parse_price(value: Any) -> float | Literal["loss"]:
-    """A number, or the word "loss"."""
+    """Return a number, or the word "loss"."""
     if value == "loss":
         return "loss"
     try:
@@ -63,7 +63,7 @@ def parse_price(value: Any) -> float | Literal["loss"]:
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
-    """A length in pixels, or height and width: a list, or separated by an x."""
+    """Return a length in pixels, or height and width: a list, or separated by an x."""
     parts = value.lower().split("x") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
         if len(parts) not in (1, 2) or any(isinstance(one, (bool, float)) for one in parts):
@@ -77,7 +77,7 @@ def parse_size(value: Any) -> int | tuple[int, int]:
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:
-    """A number of classes, or their names: a list, separated by commas, or on the lines of a file."""
+    """Return a number of classes, or their names: a list, separated by commas, or on the lines of a file."""
     expected = "a number, two or more different names separated by commas, or a FILE with a name on each line"
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
         return int(value)
@@ -198,7 +198,7 @@ class Job:
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
     def meaning(self) -> Likelihood:
-        """The likelihood with its settings."""
+        """Return the likelihood with its settings."""
         likelihood = as_likelihood(self.likelihood)
         given = {name: getattr(self, name) for name in ("noise", "location", "scale", "heteroscedastic")}
         given = {name: value for name, value in given.items() if value not in (None, False)}
@@ -215,12 +215,12 @@ class Job:
 
 
 def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
-    """A job from its file, or from the folder that holds it, and the whole document."""
+    """Return a job from its file, or from the folder that holds it, and the whole document."""
     path = path / NAME if path.is_dir() else path
     document = read_toml(path)
     return job_of(document, path), document
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:
-    """The job of a document; paths are relative to the folder of the file `path`."""
+    """Return the job of a document; paths are relative to the folder of the file `path`."""
     return Job(**read_options(document, Job, "fit", path))

@@ -69,7 +69,7 @@ class Built:
 
 
 def weight_files(names: Sequence[str]) -> list[Path]:
-    """The files that were named, those of a folder in the order of their names."""
+    """Return the files that were named, those of a folder in the order of their names."""
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
@@ -90,7 +90,7 @@ def weight_files(names: Sequence[str]) -> list[Path]:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 sum of a file."""
+    """Return the SHA-256 sum of a file."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -235,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
-    """A classifier from a Hugging Face folder, and the files of its weights."""
+    """Return a classifier from a Hugging Face folder, and the files of its weights."""
     if not (folder / CONFIG).is_file():
         raise OptionError(
             f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
@@ -283,7 +283,7 @@ def _hugging_face_files(folder: Path) -> list[Path]:
 
 
 def folder_hints(folder: Path) -> Hints:
-    """Class names and the preparation of images, as far as a Hugging Face folder has them."""
+    """Return class names and the preparation of images, as far as a Hugging Face folder has them."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
@@ -322,7 +322,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Hints:
-    """Inputs by timm's configuration of a network."""
+    """Return the inputs described by timm's configuration of a network."""
     found = getattr(network, "pretrained_cfg", None) or {}
     mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("mean", "std"))
     shape = found.get("input_size")
@@ -348,7 +348,7 @@ class ExportedNetwork(nn.Module):
             self.head.bias = nn.Parameter(bias.detach().clone())
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """Logits."""
+        """Return logits."""
         logits: Tensor = self.head(self.body(*inputs, **named))
         return logits
 
@@ -360,7 +360,7 @@ class ExportedNetwork(nn.Module):
 
 
 def load_exported(path: Path, *, trust: bool) -> nn.Module:
-    """A network from a file of `torch.export.save`, which only a trusted file may run."""
+    """Return a network from a file of `torch.export.save`, which only a trusted file may run."""
     if not path.is_file():
         raise OptionError(f"{path} does not exist: expected a file made by torch.export.save.")
     if not trust:

@@ -97,7 +97,7 @@ class Pictures:
 
 
 def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
-    """The pixels of one file and a remark on them, or None and the reason."""
+    """Return the pixels of one file and a remark on them, or None and the reason."""
     from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
@@ -161,7 +161,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
 
 
 def list_file(path: Path, intake: Intake) -> Pictures:
-    """One image, without a label."""
+    """Return one image, without a label."""
     require_pillow()
     return Pictures(str(path), (path,), (path.name,), None, None, {}, intake)
 
@@ -278,7 +278,7 @@ def _is_whole(text: str) -> bool:
 
 
 def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
-    """Mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
+    """Return the mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()

@@ -74,7 +74,7 @@ class PredictResult:
     seconds: float
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, without entries that do not apply."""
+        """Return plain values, without entries that do not apply."""
         optional = {"positions": self.positions, "labels": self.labels or None, "decisions": self.decisions or None}
         return {
             "output": str(self.output),
@@ -87,7 +87,7 @@ class PredictResult:
         }
 
     def sentence(self) -> str:
-        """The summary for a person, in a sentence."""
+        """Return the summary for a person, in a sentence."""
         means = self.means
         if "std" in means:
             words = f"mean standard deviation {means['std']:.4g}, {means['epistemic_share']:.1%} of the variance epistemic, "

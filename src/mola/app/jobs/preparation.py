@@ -71,7 +71,7 @@ class Intake:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """As plain values: what a job's file holds."""
+        """Return plain values, as in a job's file."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -93,7 +93,7 @@ class Intake:
 
 
 def settle(job: Job, hints: Hints, dtype: str) -> Intake:
-    """The intake by the options and the network's configuration; the training data determine what is None in both."""
+    """Return the intake by the options and the network's configuration; the training data determine what is None in both."""
     if job.mode is not None:
         one_of(job.mode, MODES, "mode")
     for name in ("batch_size", "resize", "crop"):

@@ -17,7 +17,7 @@ from mola.tuning.held_out import HeldOut
 
 
 def untuned_noise(posterior: MoLA) -> Tensor:
-    """Noise variance of each network before tuning, divided by its noise variance now: factors (K, D) in float64.
+    """Return the noise variance of each network before tuning, divided by its noise variance now: factors (K, D) in float64.
 
     Before tuning it is the variance of the residuals of the training data, or the given noise; heteroscedastic networks return
     their own.
@@ -36,7 +36,7 @@ def untuned_noise(posterior: MoLA) -> Tensor:
 def networks_alone(
     posterior: MoLA, prediction: RegressionPrediction, count: int, factors: Tensor | None = None
 ) -> RegressionPrediction:
-    """Prediction of the first `count` networks of a posterior without Laplace approximations.
+    """Return the prediction of the first `count` networks of a posterior without Laplace approximations.
 
     The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) where it is scaled.
     """
@@ -51,7 +51,7 @@ def networks_alone(
 def regression_prediction(
     means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Gaussian = GAUSSIAN
 ) -> RegressionPrediction:
-    """A prediction from means, variances and noise variances (K, n, D) of its components; it has no outlier score."""
+    """Return a prediction from means, variances and noise variances (K, n, D) of its components; it has no outlier score."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
     # Networks alone have no outlier score: their variance is one, and every method has that.
     fields["ood_score"] = means.new_zeros(means.shape[1])
@@ -59,7 +59,7 @@ def regression_prediction(
 
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Factors (D,) of the noise of the first `count` networks at which the validation data of all processes are most likely."""
+    """Return the noise factors (D,) of the first `count` networks at which the validation data of all processes are most likely."""
     given, targets = [], None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
@@ -70,7 +70,7 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """RMSE, NLL, CRPS, coverage of 90 % intervals and mean standard deviation, for a folder's document."""
+    """Return RMSE, NLL, CRPS, coverage of 90 % intervals and mean standard deviation, for a folder's document."""
     found = regression_measured(tally)
     names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
     return {name: found[metric].value for name, metric in names.items()}

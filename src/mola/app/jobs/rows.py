@@ -79,7 +79,7 @@ class Account:
             raise DataError(f"{where} holds no input that can be used.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """A line for each input, the first few of each set, and a count of the others."""
+        """Return a line for each input, the first few of each set, and a count of the others."""
         lines = []
         for found, verb in ((self.left_out, "left out"), (self.noted, "noted")):
             for where, entries in found.items():
@@ -90,7 +90,7 @@ class Account:
         return lines
 
     def together(self, team: Team) -> Account:
-        """The records of all processes."""
+        """Return the records of all processes."""
         whole = Account()
         for one in team.collect(self):
             for mine, theirs in ((whole.left_out, one.left_out), (whole.noted, one.noted)):
@@ -99,7 +99,7 @@ class Account:
         return whole
 
     def plain(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the record as plain values."""
         return {"left_out": self.left_out, "noted": self.noted}
 
 
@@ -138,19 +138,19 @@ class Loader:
 
 
 def share_read(seen: int, count: int | None) -> float:
-    """Share of a set that has been read; a set of unknown size counts as half read."""
+    """Return the share of a set that has been read; a set of unknown size counts as half read."""
     return min(1.0, seen / (count or 2 * seen))
 
 
 def as_loaded(rows: Rows) -> Any:
-    """Inputs and labels as a loader yields them: a mapping holds its labels itself."""
+    """Return inputs and labels as a loader yields them: a mapping holds its labels itself."""
     if isinstance(rows.inputs, Mapping):
         return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
     return (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Rows of tensors in the given floating-point type, without inputs that are not finite. The library checks the labels."""
+    """Return rows of tensors in the given floating-point type, without inputs that are not finite. The library checks the labels."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():

@@ -237,7 +237,7 @@ def divided(source: Set, team: Team) -> Set:
 
 
 def some_of(source: Pictures, places: Sequence[int]) -> Pictures:
-    """Some of the pictures, in this order."""
+    """Return some of the pictures, in this order."""
     now = {place: index for index, place in enumerate(places)}
     return replace(
         source,

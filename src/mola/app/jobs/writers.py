@@ -54,7 +54,7 @@ class Portion(NamedTuple):
     """Sums over the usable inputs; None if there are none."""
 
     def frame(self, columns: Any) -> Any:
-        """A data frame with a row for each input: "name", `columns`, and "error"; unusable inputs have empty cells."""
+        """Return a data frame with a row for each input: "name", `columns`, and "error"; unusable inputs have empty cells."""
         import pandas
 
         usable = [place for place, error in enumerate(self.rows.errors) if error is None]

@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 
 def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]]) -> Figure:
-    """Accuracy over confidence, all runs together.
+    """Draw accuracy over confidence, all runs together.
 
     Args:
         comparison: the records.

@@ -77,7 +77,7 @@ def _curve(panel: Axes, points: Points, label: str, stroke: Stroke) -> None:
 def draw_against_level(
     comparison: Comparison, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], axis: str
 ) -> Figure:
-    """Metrics of some methods against the level of shift."""
+    """Draw metrics of some methods against the level of shift."""
     levels, drawn, numbers = levels_of(comparison), strokes(methods), Numbers(methods)
     panels: dict[str, dict[str, tuple[Points, Stroke]]] = {}
     for metric in metrics:
@@ -90,7 +90,7 @@ def draw_against_level(
 
 
 def component_sweep(suite: SuiteResults) -> dict[str, dict[int, str]]:
-    """Methods by family ("DE", "MoLA") and number of components."""
+    """Return methods by family ("DE", "MoLA") and number of components."""
     families: dict[str, dict[int, str]] = {}
     for method, records in suite.groups.get("components", {}).items():
         count = records[0].settings.get("components", len(records[0].networks))
@@ -101,7 +101,7 @@ def component_sweep(suite: SuiteResults) -> dict[str, dict[int, str]]:
 
 
 def suite_components(suite: SuiteResults) -> Figure:
-    """Metrics of each family against the number of components: on test data, shifted data and outliers."""
+    """Draw metrics of each family against the number of components: on test data, shifted data and outliers."""
     methods = suite.groups["components"]
     numbers, sweep = Numbers(methods), component_sweep(suite)
     quantities: dict[str, On] = {}
@@ -128,7 +128,7 @@ def suite_components(suite: SuiteResults) -> Figure:
 
 
 def evaluation_decisions(comparison: Comparison) -> Figure:
-    """Risk against coverage of every method, and the points chosen on validation data."""
+    """Draw risk against coverage for every method, and the points chosen on validation data."""
     found = comparison.decisions
     assert found is not None  # drawn only if there are decisions
     figure, (panel,) = canvas(1, 1, 3.4)
@@ -163,7 +163,7 @@ def _diagonal(panel: Axes, low: float, high: float) -> None:
 
 
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
-    """Observed against nominal coverage of central intervals; a panel for each title, with its methods."""
+    """Draw observed against nominal coverage of central intervals; a panel for each title, with its methods."""
     figure, axes = canvas(1, len(panels), 3.4)
     details, drawn = _details(comparison), strokes(comparison.methods)
     for panel, (title, methods) in zip(axes, panels.items(), strict=True):
@@ -178,7 +178,7 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
 
 
 def draw_spread(comparison: Comparison) -> Figure:
-    """Root mean squared error against predicted standard deviation, for the first outputs."""
+    """Draw root mean squared error against predicted standard deviation, for the first outputs."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     outputs = list(next(iter(details.values())).spread)[:MOST_PANELS]
     figure, axes = canvas(1, len(outputs), 3.4)
@@ -201,7 +201,7 @@ def draw_spread(comparison: Comparison) -> Figure:
 
 
 def draw_predicted(comparison: Comparison) -> Figure:
-    """Predictions of the posterior with their 90 % intervals, against the targets."""
+    """Draw predictions of the posterior with their 90 % intervals, against the targets."""
     own = comparison.own
     examples, colour = _details(comparison)[own].examples, colours(comparison.methods)[own]
     outputs = list(examples)[:MOST_PANELS]
@@ -223,7 +223,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 def demo_distance(result: DemoResult) -> Figure:
-    """Confidence against distance with limit and bound, and both against the prior precision."""
+    """Draw confidence against distance with limit and bound, and both against the prior precision."""
     kinds = list(result.distance.curves)
     figure, panels = canvas(-(-(len(kinds) + 1) // 2), 2, 3.0)
     for panel, kind in zip(panels, kinds, strict=False):

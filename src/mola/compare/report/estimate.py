@@ -33,14 +33,14 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Mapping[int, float], overlap: float = 0.0) -> Estimate | None:
-        """Mean m and standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)) of values by run; None without values."""
+        """Return the mean m and standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)) of runs; None without values."""
         if not values:
             return None
         mean = math.fsum(values.values()) / len(values)
         return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
 
     def minus(self, other: Estimate) -> Estimate:
-        """The difference over common runs; the difference of the means if fewer than two runs are common.
+        """Return the difference over common runs; the difference of the means if fewer than two runs are common.
 
         A method with one run is then assumed to spread as the other does; if both have one run, the error is unknown.
         """
@@ -59,7 +59,7 @@ class Estimate:
         return other.error * math.sqrt(other.runs / self.runs)
 
     def scaled(self, factor: float) -> Estimate:
-        """The estimate in another unit."""
+        """Return the estimate in another unit."""
         error = None if self.error is None else abs(factor) * self.error
         by_run = {run: factor * value for run, value in self.by_run.items()}
         return replace(self, mean=factor * self.mean, error=error, by_run=by_run)
@@ -79,7 +79,7 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 
 
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Methods that lead every other one by more than chance: the best, and those that equal it in every run.
+    """Return the methods that are better than all others by more than chance: the best, and its equals in every run.
 
     The lead must be as certain as `mola.compare.measured.CLEAR` standard errors of many data: by Student's t, 2.9 errors of five
     runs and 14 of two.

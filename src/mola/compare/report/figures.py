@@ -35,7 +35,7 @@ BANDS = "Lines are means over runs, bands one standard error."
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
-    """Figures of the demo by name, in the order of the page."""
+    """Return the figures of the demo by name, in the order of the page."""
     comparison = result.comparison
     shown = {0: "test digits", 15: "rotated by 15°", 30: "rotated by 30°"}
     panels = {title: (float(angle), list(comparison.methods)) for angle, title in shown.items()}
@@ -71,7 +71,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
-    """Figures of a comparison on a user's data by name, in the order of the page."""
+    """Return the figures of a comparison on a user's data by name, in the order of the page."""
     outliers = comparison.of_role("outlier")[:MOST_SETS]
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
@@ -113,7 +113,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Figures that the records can fill by name, in the order of the page."""
+    """Return the figures that the records can fill by name, in the order of the page."""
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:

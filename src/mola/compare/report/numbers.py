@@ -75,7 +75,7 @@ class Numbers:
         }
 
     def __call__(self, quantity: On, factor: float = 1.0) -> dict[str, Estimate | None]:
-        """Estimates by method, times a factor; None where a method has no such number."""
+        """Return estimates by method, times a factor; None where a method has no such number."""
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
         keys = [replace(quantity, sets=name) for name in sets]
         estimates: dict[str, Estimate | None] = {}
@@ -94,11 +94,11 @@ class Numbers:
         return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
-        """A metric at a level of shift: the mean over the sets of that level."""
+        """Return a metric at a level of shift: the mean over the sets of that level."""
         return On(self._sets.get(level, ()), metric, kind=kind)
 
     def shifted(self, metric: str) -> On:
-        """A metric on shifted data: the mean over all shifted sets."""
+        """Return a metric on shifted data: the mean over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
 
 
@@ -124,7 +124,7 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Methods by numbers of their records.
+    """Return a table of methods and numbers of their records.
 
     Args:
         title: of the table.
@@ -154,12 +154,12 @@ def records_table(
 
 
 def levels_of(comparison: Comparison) -> list[float]:
-    """Levels of shift, 0 (the test set) among them."""
+    """Return the levels of shift, 0 (the test set) among them."""
     return sorted({one.level for one in comparison.sets.values() if one.role in ("test", "shift")})
 
 
 def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
-    """Sets of outliers that all records have: means over different sets could not be compared."""
+    """Return sets of outliers that all records have: means over different sets could not be compared."""
     records = [record for found in methods.values() for record in found]
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
@@ -169,7 +169,7 @@ LEADS = "Bold: leads every other method, run by run, by more than chance (Studen
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """The caption's sentence about the number of runs: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
+    """Return the caption's sentence about the number of runs: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
         return "One run: the spread is unknown and nothing is bold."

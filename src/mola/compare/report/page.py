@@ -29,12 +29,12 @@ class SuiteReport:
     figures: dict[str, Drawn]
 
     def named(self, beginning: str) -> list[Table]:
-        """Tables whose names begin so."""
+        """Return the tables whose names have this prefix."""
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 
 
 def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
-    """The page of the demo."""
+    """Return the page of the demo."""
     return _render(
         "demo",
         result=result,
@@ -47,7 +47,7 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
-    """The page of a comparison on a user's data."""
+    """Return the page of a comparison on a user's data."""
     return _render(
         "evaluation",
         comparison=comparison,
@@ -62,7 +62,7 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
 
 
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
-    """The page of several suites; `made_by` is its footer."""
+    """Return the page of several suites; `made_by` is its footer."""
     return _render("suites", reports=reports, made_by=made_by)
 
 

@@ -29,7 +29,7 @@ MOST_SHIFTED = 2
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
-    """Sets with images and with the confidence of at least one method."""
+    """Return sets with images and with the confidence of at least one method."""
     shown = {name for records in comparison.runs.values() for record in records[:1] for name in record.examples}
     known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
@@ -38,7 +38,7 @@ def example_sets(comparison: Comparison) -> list[SetInfo]:
 
 
 def draw_examples(comparison: Comparison) -> Figure:
-    """The first images of each set in the first run, with a bar for each method's confidence."""
+    """Draw the first images of each set in the first run, with a bar for each method's confidence."""
     sets, drawn = example_sets(comparison), strokes(comparison.runs)
     height = 1.12 + len(drawn) * (BAR + GAP)
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
@@ -89,7 +89,7 @@ def _opacity(stroke: Mapping[str, Any]) -> float:
 
 
 def demo_moons(result: DemoResult) -> Figure:
-    """Confidence maps of the methods around two moons, on one colour scale."""
+    """Draw confidence maps of the methods around two moons, on one colour scale."""
     moons, drawn = result.moons, colours(METHODS)
     figure, panels = canvas(-(-len(METHODS) // 3), 3, 2.6)
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
@@ -116,7 +116,7 @@ ROW = 0.25
 
 
 def suite_types(suite: SuiteResults) -> Figure:
-    """Differences between the compared method and the paper's rule, by type of shift and level."""
+    """Draw differences between the compared method and the paper's rule, by type of shift and level."""
     panels = {metric: type_differences(suite, metric) for metric in BY_TYPE}
     height = 1.1 + ROW * max(len(found) for found in panels.values())
     figure, axes = canvas(1, len(panels), height, sharey=True)

@@ -109,7 +109,7 @@ class SuiteResults(Comparison):
 
 
 def known_scores(suite: SuiteResults) -> list[str]:
-    """Outlier scores of the records: the known ones in order, then others."""
+    """Return the outlier scores of the records: the known ones in order, then others."""
     results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
     found = {score for result in results for score in result.scores}
     return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
@@ -241,7 +241,7 @@ OWN_WEIGHTS = ("SWAG", "MIMO")
 
 
 def disagreements(suite: str, records: Sequence[Record]) -> list[str]:
-    """Warnings about records of a suite that cannot be compared with the others."""
+    """Return warnings about records of a suite that cannot be compared with the others."""
     strangers = sorted({record.method for record in records if record.suite != suite})
     words = [f"This folder contains records of another suite: {', '.join(strangers)}."] if strangers else []
     for run in sorted({record.run for record in records}):
@@ -297,6 +297,6 @@ def _different_work(records: Sequence[Record]) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first few names, and the number of others."""
+    """Return the first few names, and the number of others."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -32,7 +32,7 @@ BOLD = f"bold leads every other method{{}} except ties by more than {CLEAR:g} st
 
 
 def set_words(one: SetInfo) -> str:
-    """Size and name of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
+    """Return the size and name of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
     if one.inputs is None:
         return f"{counted(one.count, 'input')} of {one.name}"
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
@@ -60,7 +60,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Results by output of a regression, or by class, the `most` worst classes first."""
+    """Return results by output for a regression, otherwise by class, with the `most` worst classes first."""
     return _output_table(comparison) if comparison.regression else class_table(comparison, most)
 
 
@@ -96,7 +96,7 @@ def _by_score(numbers: Numbers, name: str, metric: str, like: Column) -> list[Sh
 
 
 def decision_tables(comparison: Comparison) -> list[Table]:
-    """Promises made on the validation data, and what became of them on the test data."""
+    """Compare the guarantees made on the validation data with the rates on the test data."""
     found = comparison.decisions
     if found is None:
         return []
@@ -139,7 +139,7 @@ CLASS_COLUMNS = {
 
 
 def class_table(comparison: Comparison, most: int | None = None) -> Table:
-    """Every class, or the `most` worst of them: count, accuracy and confidence, worst classes first."""
+    """Tabulate every class, or the `most` worst classes: count, accuracy and confidence, worst classes first."""
     methods = [comparison.baseline, comparison.own]
     # A label is counted once for each input where it is known, a class once for each position.
     unit = "position" if comparison.test.parts == "position" else "input"
@@ -183,7 +183,7 @@ def _digits(errors: Sequence[float | None], values: Sequence[float]) -> int:
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
-    """Decimals of a metric on the test data: targets may have any unit."""
+    """Return the number of decimals of a metric on the test data: targets may have any unit."""
     found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
     return _digits([one.errors.get(metric) for one in found], [one.metrics[metric] for one in found])
 
@@ -275,7 +275,7 @@ TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
-    """In distribution, under rotation, and against each set of outliers by every score."""
+    """Return tables in distribution, under rotation, and against each set of outliers by every score."""
     numbers, leads = Numbers(comparison.runs), comparison.leads
     rotated = [
         replace(shown, column=replace(shown.column, group=f"{one.level:g}°"))

@@ -85,7 +85,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and line style of each method."""
+    """Return the colour and line style of each method."""
     methods = list(methods)
     taken = [KNOWN[method] for method in methods if method in KNOWN]
     free = (pair for pattern in PATTERNS for colour in OTHERS if (pair := (colour, pattern)) not in taken)
@@ -95,7 +95,7 @@ def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def colours(methods: Iterable[str]) -> dict[str, str]:
-    """The colour of each method."""
+    """Return the colour of each method."""
     return {method: stroke["color"] for method, stroke in strokes(methods).items()}
 
 
@@ -109,20 +109,20 @@ def drawing() -> Iterator[None]:
 def canvas(
     rows: int, columns: int, row_height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a grid of panels, row by row. It belongs to no window, so it need not be closed."""
+    """Return a figure with a grid of panels, row by row. It belongs to no window, so it need not be closed."""
     figure = Figure(figsize=(width, rows * row_height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.flat)
 
 
 def quiet_axes(panel: Axes) -> None:
-    """Faint grid lines."""
+    """Draw faint grid lines."""
     panel.grid(True)
     panel.tick_params(length=3)
 
 
 def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
-    """One legend for all panels: in place of the first unused panel if it has room, below the figure otherwise."""
+    """Draw one legend for all panels: in place of the first unused panel if it has room, below the figure otherwise."""
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
@@ -183,14 +183,14 @@ def render(name: str, planned: Planned) -> Drawn:
 
 
 def as_png(figure: Figure) -> bytes:
-    """On white, for documents."""
+    """Return the figure as a PNG on white, for documents."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
     return buffer.getvalue()
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """The bare `<svg>` element on a transparent ground; the same figure gives the same text.
+    """Return the bare `<svg>` element on a transparent ground; the same figure gives the same text.
 
     Args:
         figure: to draw.

@@ -48,7 +48,7 @@ GROUP_TITLES = {
 
 
 def suite_tables(suite: SuiteResults) -> dict[str, Table]:
-    """All tables by name, in order."""
+    """Return all tables by name, in order."""
     tables: dict[str, Table | None] = {}
     if suite.runs:
         numbers = Numbers(suite.runs)
@@ -204,7 +204,7 @@ COMPARED = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
 
 
 def compared_by_type(suite: SuiteResults) -> str | None:
-    """The method that is compared with the paper's rule by type of shift, if both have results by type."""
+    """Return the method that is compared with the paper's rule by type of shift, if both have results by type."""
 
     def typed(method: str) -> bool:
         return any(one.types for record in suite.runs.get(method, ()) for one in record.labelled.values())
@@ -213,7 +213,7 @@ def compared_by_type(suite: SuiteResults) -> str | None:
 
 
 def type_differences(suite: SuiteResults, metric: str) -> dict[str, dict[float, Estimate | None]]:
-    """By type of shift and level: a metric of the compared method minus that of the paper's rule, in its unit."""
+    """Return a metric of the compared method minus that of the paper's rule, by type of shift and level."""
     other = compared_by_type(suite)
     if other is None:
         return {}
@@ -386,7 +386,7 @@ def _estimated_accuracy(suite: SuiteResults) -> Table | None:
 
 
 def ablation_groups(suite: SuiteResults) -> list[str]:
-    """Ablations of a suite: the known ones in order, then others."""
+    """Return ablations of a suite: the known ones in order, then others."""
     found = [group for group in suite.groups if group != MAIN]
     return [group for group in GROUP_TITLES if group in found] + [group for group in found if group not in GROUP_TITLES]
 

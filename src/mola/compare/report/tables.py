@@ -142,7 +142,7 @@ BETWEEN = 2
 
 
 def fitting(table: Table, width: int) -> list[Table]:
-    """The table in parts that fit the width in characters; the last part has the caption."""
+    """Return the table in parts that fit the width in characters; the last part has the caption."""
     parts: list[list[int]] = [[]]
     room = width - BETWEEN - table.name_width
     left = room
@@ -233,7 +233,7 @@ def as_markdown(table: Table) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Rows of text as a Markdown table: the first columns are left-aligned, the others right-aligned."""
+    """Return rows of text as a Markdown table: the first columns are left-aligned, the others right-aligned."""
     aligned = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
@@ -256,12 +256,12 @@ SPECIAL = str.maketrans(
 
 
 def escape_latex(text: str) -> str:
-    """The text with everything that LaTeX reads as a command made harmless; the sign of a negative number becomes a minus."""
+    """Return the text with everything that LaTeX reads as a command made harmless; the sign of a negative number becomes a minus."""
     return re.sub(r"^-(?=\d)", "$-$", text.translate(SPECIAL))
 
 
 def to_frame(table: Table) -> pd.DataFrame:
-    """The cells as a data frame of texts, its columns by group and name."""
+    """Return the cells as a data frame of texts, its columns by group and name."""
     pairs = [(column.group, column.heading) for column in table.columns]
     columns = pd.MultiIndex.from_tuples(pairs) if any(group for group, _ in pairs) else [name for _, name in pairs]
     return pd.DataFrame(
@@ -270,7 +270,7 @@ def to_frame(table: Table) -> pd.DataFrame:
 
 
 def as_latex(table: Table) -> str:
-    """A booktabs table with its caption: a float, or a longtable that breaks over pages."""
+    """Return a booktabs table with its caption: a float, or a longtable that breaks over pages."""
     long = len(table.rows) > LONG
     bold = [["textbf:--rwrap;" if cell.best else "" for cell in row.cells] for row in table.rows]
     style = to_frame(table).style.format(escape_latex).apply(lambda _: np.array(bold), axis=None)
@@ -296,7 +296,7 @@ def as_latex(table: Table) -> str:
 
 
 def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str = "") -> str:
-    """A complete document that compiles, from words at its beginning and the title and tables of each section."""
+    """Return a complete document that compiles, from words at its beginning and the title and tables of each section."""
     lines = [
         r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
         r"\documentclass{article}",

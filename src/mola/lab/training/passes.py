@@ -48,7 +48,7 @@ def seeded(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def check_inputs(inputs: Inputs, place: str) -> None:
-    """Raise `DataError` if inputs are NaN or infinite: then the data, and not the learning rate, spoil the loss."""
+    """Raise `DataError` if inputs are NaN or infinite: then the data, not the learning rate, make the loss NaN."""
     if any(isinstance(one, Tensor) and not bool(torch.isfinite(one).all()) for one in tree_leaves(inputs)):
         raise DataError(f"{place}: the inputs hold NaN or infinite values. Clean or leave out those data.")
 

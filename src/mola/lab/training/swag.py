@@ -98,7 +98,7 @@ def fit_multi_swag(
     checkpoint: str | Path | None = None,
     **options: Any,
 ) -> MultiSwag:
-    """MultiSWAG: the uniform mixture of one SWAG from each trained network.
+    """Fit MultiSWAG: the uniform mixture of one SWAG from each trained network.
 
     Args:
         networks: K trained networks; they are not modified.
