@@ -129,7 +129,7 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     """Set up the process group of torchrun and yield its team; without torchrun, a team of one.
 
     Args:
-        backend: of torch.distributed; None is gloo, plus NCCL with GPUs, with the process's own GPU as current device.
+        backend: backend of torch.distributed; None is gloo, plus NCCL with GPUs, with the process's own GPU as current device.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():
@@ -160,7 +160,7 @@ def shard(data: Any, rank: int, size: int) -> Any:
     Args:
         data: a dataset with `len` and indices, a list (of data or of batches), a tensor or array, or a DataLoader that reads
             such a dataset from start to end.
-        rank: of this process, from 0.
+        rank: rank of this process, from 0.
         size: number of processes.
 
     Returns:

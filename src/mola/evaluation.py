@@ -131,8 +131,8 @@ def evaluate(
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers by name; labels are ignored.
         shifted: loaders of labelled data by name, such as corrupted images.
-        likelihood: of callables that are not objects of this library; None is "categorical".
-        positions: of dense outputs, a number to draw from each input; "all" uses every position.
+        likelihood: likelihood of callables that are not objects of this library; None is "categorical".
+        positions: for dense outputs, the number of positions to draw from each input; "all" uses every position.
         ignore_index: label of ignored positions.
         progress: show a progress bar on stderr, if that is a terminal.
         team: processes that evaluate together, each with its own shard.

@@ -73,7 +73,7 @@ def save(
         posterior: from `mola.fit` or `mola.ensemble`.
         folder: to write to; made if missing. The folder name is the model's name.
         classes: names of the outputs; None uses the names of a transformers configuration, or numbers.
-        evaluation: of this posterior alone, from `mola.evaluate(posterior, ...)`; its data sets and metrics go into the
+        evaluation: results of this posterior alone, from `mola.evaluate(posterior, ...)`; its data sets and metrics go into the
             card.
         license: identifier of a license, such as "mit".
         tags: further tags for the hub.

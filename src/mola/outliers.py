@@ -62,7 +62,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
         means: logits (K, n, C).
         norms: (K, n), each feature vector's length relative to the training features.
         weights: (K,).
-        likelihood: of the mixture.
+        likelihood: likelihood of the mixture.
     """
     # A feature vector of norm 0 has all its logits at the bias: nothing is known there.
     factors = torch.where(norms > 0, weights[:, None] / norms, 0)

@@ -23,7 +23,7 @@ from mola.options import counted, is_real
 from mola.uncertainty import entropy
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
-"""A tensor, a function that computes it when it is first read, or None where it is unknown."""
+"""A tensor, a function that computes it when it is first read, or None if it is unknown."""
 
 
 class _Fields:
@@ -228,7 +228,7 @@ class Prediction(_Fields):
     def distance(self) -> Tensor | None:
         """Distance (n,) of the features from the training classes: 1 is the median of the validation data.
 
-        A geometric mean over networks. Before tuning, 1 is the training data's root mean square. None where it is unknown.
+        A geometric mean over networks. Before tuning, 1 is the training data's root mean square. None if it is unknown.
         """
         return self._read("distance")
 
@@ -363,7 +363,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training data: 1 is the median of the validation data. None where unknown."""
+        """Distance (n,) of the features from the training data: 1 is the median of the validation data. None if unknown."""
         return self._read("distance")
 
     # Moments. In float64: squares leave the range of float32 where their roots do not.

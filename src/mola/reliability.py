@@ -16,7 +16,7 @@ MIN_COUNT, MIN_SHARE = 5, 0.001
 calibration error."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Number of predictions, sum of confidences and correct predictions of each bin (bins, 3); and matplotlib's options for the line."""
+"""Sums over bins (bins, 3): count, confidence and correct predictions; and matplotlib's options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:

@@ -80,11 +80,11 @@ def epistemic_share(
     own entropy it lies between 0 and 1 whatever the link, and it is exact where components have no covariance.
 
     Args:
-        likelihood: of the mixture.
+        likelihood: likelihood of the mixture.
         means: logits (n, C) of each component.
-        spreads: of each component; None without covariance.
+        spreads: spread of each component; None without covariance.
         weights: (K,).
-        seed: of the draws, the same for every component.
+        seed: seed of the draws, the same for every component.
     """
     if not likelihood.mutually_exclusive:
         return _label_share(means, spreads, weights)

@@ -149,7 +149,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
         None,
         "has the label 'wolf', which is not one of the 3 classes",
         "has no label",
-        "row 6 names no file",
+        "row 6 has no file name",
     ]
     unlabelled = Account()
     assert (
@@ -161,7 +161,10 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
         )
         == 4
     )
-    assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
+    assert unlabelled.left_out[str(tmp_path / "list.csv")] == {
+        "": "row 6 has no file name",
+        "gone.png": "does not exist",
+    }
 
 
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):

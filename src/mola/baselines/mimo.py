@@ -143,7 +143,7 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
         mimo: the trained network; it is not modified.
         train_loader: training data.
         val_loader: validation data; if given, the posterior is tuned on them.
-        **options: of `mola.fit`.
+        **options: options of `mola.fit`.
 
     Returns:
         The posterior; load it with `mola.load(directory, mimo.networks)`.

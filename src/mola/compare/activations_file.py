@@ -38,7 +38,7 @@ def written_rows(
     """Collect batches of rows and write them as one safetensors file; its folder is created if missing.
 
     Args:
-        path: of the file.
+        path: the file to write.
         count: rows of all batches together; another number is a `DataError`, and nothing is written.
         whole: tensors without rows.
         metadata: short texts by name.
@@ -62,8 +62,8 @@ class TensorFile:
     """One or several safetensors files with the rows of one set, read by rows.
 
     Args:
-        paths: of the file, or of several files in the order of their rows.
-        content: of the files, for messages.
+        paths: the file, or several files in the order of their rows.
+        content: description of the files, for messages.
     """
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:

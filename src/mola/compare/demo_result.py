@@ -47,11 +47,11 @@ class DistanceResult:
 
     scales: Array
     curves: dict[str, dict[str, Array]]
-    """By kind of input and method: mean confidence at each scale."""
+    """Mean confidence at each scale, by kind of input and method."""
     limits: dict[str, dict[str, float]]
-    """By kind of input and method with a Laplace approximation: mean of the exact limit."""
+    """Mean of the exact limit, by kind of input and method, for methods with a Laplace approximation."""
     bounds: dict[str, dict[str, float]]
-    """By kind of input and method without a distance exponent: mean of the Theorem's bound."""
+    """Mean of the Theorem's bound, by kind of input and method, for methods without a distance exponent."""
     precisions: Array
     """Prior precisions of MoLA by the paper's rule in the next three curves."""
     test_confidence: Array

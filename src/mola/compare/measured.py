@@ -36,13 +36,13 @@ class Measurement:
 
     value: float
     contributions: tuple[Tensor, ...]
-    """(n,) of each sample, in float64 and in the order of the data; constants do not matter."""
+    """Contributions (n,) of each sample, in float64, in the order of the data, up to a constant."""
     groups: tuple[Tensor | None, ...] = ()
-    """Group (n,) of each datum of each sample; None where data are independent."""
+    """Group (n,) of each datum of each sample; None if data are independent."""
 
     @property
     def error(self) -> float | None:
-        """Standard error; None where a sample is a single datum or a single group."""
+        """Standard error; None if a sample is a single datum or a single group."""
         groups = self.groups or (None,) * len(self.contributions)
         parts = [
             standard_error(own, torch.arange(len(own)) if group is None else group.long())

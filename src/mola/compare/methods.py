@@ -221,7 +221,7 @@ class LastLayer:
         """Return the fitted and tuned predictor.
 
         Args:
-            networks: of the mixture.
+            networks: networks of the mixture.
             train: batches to fit on.
             validation: batches to tune on.
             threshold: target confidence of the paper's rule; None is 0.01 below the networks' accuracy.

@@ -37,9 +37,9 @@ class SetInfo:
     level: float = 0.0
     """Shift of the data (degrees, severity); 0 for the test set."""
     parts: str = ""
-    """Unit of `count` where it is not the input: "label" or "position"."""
+    """Unit of `count` if it is not the input: "label" or "position"."""
     inputs: int | None = None
-    """Number of inputs, where the unit is another."""
+    """Number of inputs, if the unit is not the input."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class RegressionAnswer:
     prediction: RegressionPrediction
     """n rows of D outputs, in the targets' units."""
     ood_score: Tensor | None = None
-    """(n,), where the method has its own score."""
+    """Outlier scores (n,), if the method has its own."""
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
     """By coverage: ends (n, D) of calibrated intervals."""
     inputs: Tensor | None = None
@@ -129,7 +129,7 @@ def regression_result(tally: Tally, outputs: Sequence[str]) -> LabelledResult:
     """Return all metrics of a method on labelled data, with their errors over data, and the details of reports.
 
     Args:
-        tally: of `RegressionAnswer`.
+        tally: tally of `RegressionAnswer` rows.
         outputs: names of the outputs.
     """
     measured, shown = regression_measured(tally), dict(enumerate(outputs[:MOST_OUTPUTS]))

@@ -77,13 +77,13 @@ class Answer:
     probs: Tensor
     """(n, C)"""
     logits: Tensor | None = None
-    """(K, n, C), of the networks, where the method has logits."""
+    """Logits (K, n, C) of the networks, if the method has logits."""
     weights: Tensor | None = None
-    """(K,) of these networks; None is 1 / K each."""
+    """Weights (K,) of these networks; None is 1 / K each."""
     ood_score: Tensor | None = None
-    """(n,), where the method has its own score."""
+    """Outlier scores (n,), if the method has its own."""
     sets: Tensor | None = None
-    """(n, C), the classes of each prediction set."""
+    """Classes (n, C) in each prediction set."""
     given: Mapping[str, Tensor] | None = None
     """Outlier scores (n,) by name, computed by the method; None derives `SCORES`."""
     likelihood: ClassificationLikelihood = CATEGORICAL
@@ -200,7 +200,7 @@ class Tally:
 
     @property
     def groups(self) -> Tensor | None:
-        """Input (n,) of each row; None where each row is an input."""
+        """Input (n,) of each row; None if each row is an input."""
         return self[INPUT].long() if INPUT in self.columns else None
 
     @property

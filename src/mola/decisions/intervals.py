@@ -40,11 +40,11 @@ class RegressionLike(Protocol):
 
     @property
     def mean(self) -> Tensor:
-        """(n, D)."""
+        """Mean (n, D) of the targets."""
 
     @property
     def variance(self) -> Tensor:
-        """(n, D), of the targets: noise included."""
+        """Variance (n, D) of the targets, including noise."""
 
     def interval(self, level: float, /) -> tuple[Tensor, Tensor]:
         """Return the lower and upper end (n, D) of the central interval of that probability."""
@@ -102,7 +102,7 @@ def prediction_intervals(
     proof: `mola.decisions.intervals`.
 
     Args:
-        prediction: of labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
+        prediction: prediction for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
         targets: (n, D), or (n,) where D is 1.
         coverage: such as 0.9.
         method: "quantile" or "normalised".

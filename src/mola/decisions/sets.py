@@ -121,7 +121,7 @@ def prediction_sets(
     proof: `mola.decisions.sets`.
 
     Args:
-        prediction: of labelled data; a `mola.Prediction`, or probabilities (n, C). Or a `mola.decisions.Calibration`,
+        prediction: prediction for labelled data; a `mola.Prediction`, or probabilities (n, C). Or a `mola.decisions.Calibration`,
             which has its labels.
         labels: (n,); None for a `Calibration`.
         coverage: such as 0.9.

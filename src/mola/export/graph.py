@@ -17,7 +17,7 @@ from mola.options import did_you_mean
 from mola.posterior import MoLA
 
 OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.Prediction` that a file gives by default, "distance" only where it is known."""
+"""Fields of `mola.Prediction` that a file gives by default, "distance" only if it is known."""
 
 REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
 """Fields of `mola.RegressionPrediction` that a file gives by default."""

@@ -68,7 +68,7 @@ class LoadedExport:
         """Decide by the thresholds of the file; change `document` to use others.
 
         Args:
-            outputs: of a call: "ood_score", "confidence" and "probs", as far as thresholds exist for them.
+            outputs: outputs of a call: "ood_score", "confidence" and "probs", as far as thresholds exist for them.
 
         Returns:
             Booleans by name, for each threshold that the file has: "outlying" (n,), "answer" (n,), which is false for outliers, and

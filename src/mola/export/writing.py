@@ -78,7 +78,7 @@ class Written:
     inputs: tuple[NamedTensor, ...]
     outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
-    """Largest difference of each output from PyTorch's, relative to values above 1; None where it was not checked."""
+    """Largest difference of each output from PyTorch's, relative to values above 1; None if it was not checked."""
     document: dict[str, Any]
     """The description that the file contains."""
 

@@ -61,7 +61,7 @@ class Network:
     """A trained network, built on demand."""
 
     path: Path | None
-    """File of its weights; None where `build` returns a trained network."""
+    """File of its weights; None if `build` returns a trained network."""
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""

@@ -141,7 +141,7 @@ class WideResNet(nn.Module):
         depth: number of layers with weights.
         width: how many times wider than a plain residual network, which is 1.
         classes: number of outputs.
-        channels: of the images; several images may come stacked.
+        channels: number of channels; several images may be stacked.
         dropout: probability inside each block.
         homogeneous: without BatchNorm and bias, for the paper's far-field theory.
 

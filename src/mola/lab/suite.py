@@ -89,7 +89,7 @@ class Source:
     open: Callable[[], Batches]
     """Returns batches of (inputs, labels), in the same order every time."""
     show: Callable[[int], Tensor] | None
-    """Returns the first images as bytes (n, channels, height, width); None where the data are not images."""
+    """Returns the first images as bytes (n, channels, height, width); None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
     labels: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class Source:
     types: tuple[str, ...] = ()
     """Types of shift, assigned to the data in turn: datum i has type i modulo their number."""
     open_part: Callable[[int, int], Batches] | None = None
-    """Returns batches of the data from one place up to another; None where the data can only be read from the start."""
+    """Returns batches of the data from one place up to another; None if the data can only be read from the start."""
     whole: Source | None = None
     """The set that this set is a part of, if their activations are shared."""
     places: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ class DataOptions:
     image_size: int | None = None
     """Pixels of the side of images from folders; None is the suite's."""
     types: tuple[str, ...] = ()
-    """Corruptions to shift test sets by, where there is a choice; none is the suite's."""
+    """Corruptions that shift test sets, if there is a choice; empty means the suite's default."""
     cross_fit: bool = False
     """Divide the labelled images into folds instead of reading training data."""
 
@@ -194,10 +194,10 @@ class Suite:
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """Returns all sets by name, "train", "validation" and "test" among them."""
     make_folds: Callable[[DataOptions], Folds] | None = None
-    """Returns the folds of a cross-fit; None where the suite has training data."""
+    """Returns the folds of a cross-fit; None if the suite has training data."""
     components: int = 5
     class_count: int = 0
-    """Number of classes, where they have no names here."""
+    """Number of classes, if they have no names here."""
     notes: tuple[str, ...] = ()
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Returns the data of `mola train`."""

@@ -104,7 +104,7 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
 
 
 def _free_memory() -> int | None:
-    # Available memory on Linux, all memory elsewhere, and None where it is unknown.
+    # Available memory on Linux, all memory elsewhere, and None if it is unknown.
     with suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
         if found is not None:

@@ -33,7 +33,7 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
     """Return the sums over one batch of features (n, P), without the constant 1, in float64.
 
     Args:
-        features: of the data.
+        features: features of the data.
         groups: class (n,) of each datum.
         num_groups: number of classes.
         predicted: whether the classes are the network's predictions, for lack of labels.

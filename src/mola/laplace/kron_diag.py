@@ -140,7 +140,7 @@ class KronDiagCurvature(FactoredCurvature):
     nodes: Tensor
     """q (C,)"""
     separate: Tensor | None
-    """Mean separate curvature (C,); None where a shift common to all outputs changes nothing."""
+    """Mean separate curvature (C,); None if a shift common to all outputs changes nothing."""
 
     def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
         """Return the vector gamma (..., C), and its inverse without the graph, `sqrt(N) s + sqrt(lambda)` (..., C)."""

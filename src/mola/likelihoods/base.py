@@ -41,7 +41,7 @@ class OutputCurvature:
     separate: Tensor | None = None
     """(n, C), or None if outputs have no curvature of their own."""
     coupling: Tensor | None = None
-    """(n, C), or None where outputs do not interact."""
+    """(n, C), or None if outputs do not interact."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Members:
     """
 
     outputs: Sequence[Tensor]
-    """(n, C) of each network."""
+    """Outputs (n, C) of each network."""
     spreads: Sequence[Spread | None]
     """Covariance of the outputs; None for a plain ensemble."""
     weights: Tensor
@@ -83,7 +83,7 @@ class Predictive(Protocol):
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
-"""From mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
+"""Maps mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
 
 
 class Likelihood(ABC):
@@ -103,7 +103,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return the outputs of a network as rows (n, C), or `HeadError` where they do not fit.
+        """Return the outputs of a network as rows (n, C), or raise `HeadError` if they do not fit.
 
         Args:
             outputs: as the network returned them.
@@ -116,7 +116,7 @@ class Likelihood(ABC):
         """Return labels in canonical form on the device of the outputs (n, C); `DataError` naming `where` otherwise."""
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Return a mask (n,) of the data with at least one label, for checked labels; None where all must have one."""
+        """Return a mask (n,) of the data with at least one label, for checked labels; None if all must have one."""
         return None
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, by name, from which the log-likelihood follows after the fit; empty where it is known at once."""
+        """Return sums over labels, by name, from which the log-likelihood follows after the fit; empty if it is known at once."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:

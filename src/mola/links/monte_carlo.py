@@ -29,7 +29,7 @@ class MonteCarlo(Link):
     Args:
         samples: number of draws.
         over: draw logits, or weights of the last layer: the same distribution for every datum.
-        seed: of the draws, unless a generator is passed with the call.
+        seed: seed of the draws, unless a generator is passed with the call.
     """
 
     samples: int = 100

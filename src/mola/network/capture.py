@@ -38,8 +38,8 @@ class Captured:
     Args:
         features: (n, positions, P'), without the constant 1; P' is 0 without a head. Outputs (n, C) have one position.
         outputs: (n, positions, C).
-        layout: of the network's output.
-        head: the network's head; None where only outputs are needed.
+        layout: layout of the network's output.
+        head: the network's head; None if only outputs are needed.
     """
 
     features: Tensor
@@ -195,8 +195,8 @@ class CapturedBatch:
     Args:
         networks: one `Captured` for each network.
         in_use: indices of the rows in use, on the CPU; None for all.
-        labels: of the rows in use, as the likelihood reads them; None if the loader yields none.
-        place: of the batch, for messages.
+        labels: labels of the rows in use, as the likelihood reads them; None if the loader yields none.
+        place: name of the batch, for messages.
     """
 
     networks: Sequence[Captured]
@@ -254,14 +254,14 @@ def stream(
 
     Args:
         networks: the trained networks.
-        heads: their heads; None where only outputs are needed.
+        heads: their heads; None if only outputs are needed.
         loader: any iterable of batches.
         where: the loader's name in messages and on the progress bar, such as "training loader".
         likelihood: reads outputs and labels.
         labelled: True demands labels in every batch, False ignores them; None accepts labels in all batches or in none.
         progress: show a progress bar on stderr, if that is a terminal.
         total: number of batches, for the progress bar.
-        positions: of dense outputs, a number to draw from each input; "all" and "average" use every position.
+        positions: for dense outputs, the number of positions to draw from each input; "all" and "average" use every position.
         ignore_index: label of positions that are left out.
         first_batch: number of batches read before, which continues their numbering.
         first_input: number of inputs in these batches, which continues the random draws of positions.

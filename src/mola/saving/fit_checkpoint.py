@@ -49,9 +49,9 @@ class FitCheckpoint:
     """Keeps the progress of a fit in a folder; without a folder, nowhere.
 
     Args:
-        folder: of the whole fit, or None.
+        folder: folder of the whole fit, or None.
         every: batches between two checkpoints.
-        rank: of this process, which keeps the sums of its own shard.
+        rank: rank of this process, which keeps the sums of its own shard.
         size: number of processes.
     """
 

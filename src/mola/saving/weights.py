@@ -34,7 +34,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
     Args:
         network: anything with a `state_dict` of tensors.
-        path: of the file.
+        path: the file to write.
         metadata: short texts to keep with the weights, such as the network's name.
     """
     texts = dict(metadata or {})

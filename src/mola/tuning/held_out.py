@@ -39,9 +39,9 @@ class HeldOut:
     """Features, outputs and labels of held-out data, in float64 on the CPU."""
 
     phi: Sequence[Tensor]
-    """(n, P) of each network, the constant 1 included."""
+    """Features (n, P) of each network, including the constant 1."""
     outputs: Sequence[Tensor]
-    """(n, C) of each network."""
+    """Outputs (n, C) of each network."""
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
@@ -157,7 +157,7 @@ def read_held_out(
 
     Args:
         networks: the trained networks.
-        heads: their last layers; None where only outputs are needed.
+        heads: their last layers; None if only outputs are needed.
         loader: any iterable of batches.
         likelihood: what the outputs mean.
         where: name of the loader in messages.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
 TEMPERATURES = (*(0.1 * 9.5 ** (step / 31) for step in range(32)), 1.0)
-"""Tried where networks may be underconfident; the best is refined."""
+"""Temperatures to try if networks may be underconfident; the search then refines the best."""
 
 DOUBTLESS = 2.0
 """Standard errors by which accuracy must exceed confidence before logits are sharpened."""
@@ -213,7 +213,7 @@ class Outliers(Rule):
 
     Args:
         loader: batches of outliers; labels are not read.
-        weight: of the penalty.
+        weight: weight of the penalty.
         grid: prior precisions to choose from; None is the paper's, which grows past an end that wins.
     """
 

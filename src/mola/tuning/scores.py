@@ -62,7 +62,7 @@ def scores(
         data: to score on.
         score: from a predictive distribution and labels to scores (L, m) by name.
         precision: prior precisions, each one number, or one for each component; None is the posterior's.
-        temperature: of each candidate, as all below.
+        temperature: temperature of each candidate, like all arguments below.
         pooling: c.
         exponent: distance exponent gamma.
         onset: distance from which it counts.

@@ -1,4 +1,4 @@
-"""From a dataclass of options to a command: flags, help, the run file, and what is common to all commands."""
+"""Turn a dataclass of options into a command: flags, help, the run file, and the options common to all commands."""
 
 from __future__ import annotations
 

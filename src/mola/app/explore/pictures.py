@@ -123,7 +123,7 @@ class Sight:
         return self.fit(image)
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize and crop a picture like the training data; crop the middle where the size still differs."""
+        """Resize and crop a picture like the training data; crop the centre if the size still differs."""
         mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
         prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):

@@ -68,7 +68,7 @@ class Subject:
     reference: Reference | None
     """None without scores of validation data."""
     decisions: Decisions | None
-    """None where no error rate can be guaranteed."""
+    """None if no error rate can be guaranteed."""
     notes: tuple[str, ...] = ()
     """Reasons for what is missing."""
 

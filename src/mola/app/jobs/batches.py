@@ -43,8 +43,8 @@ class BatchPredictor:
         inputs: the input columns: one column of arrays, or several columns of numbers in the order of the networks' inputs. Not
             needed for batches that are arrays.
         keep: columns to copy to the output, such as a key.
-        shape: of one input; None uses the shape of the cells, or of a row of the columns.
-        dtype: of the inputs.
+        shape: shape of one input; None uses the shape of the cells, or of a row of the columns.
+        dtype: type of the inputs.
         probabilities: add a column "probs" with a list of one number for each class.
         build: for a folder of a hub, a function that makes a network: see `mola.hub.load`. It is pickled by its name.
         trust: True if you trust the author of the source: for files of `mola.export.torch_export`, and for a folder that names
@@ -220,7 +220,7 @@ class BatchPredictor:
 class _Loaded:
     # A source that this process has read.
     predict: Callable[[Tensor], dict[str, Tensor]]
-    """From inputs to "probs" (n, C), "label" and other fields (n,)."""
+    """Maps inputs to "probs" (n, C), "label" and other fields (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
     """Names of the other fields."""

@@ -35,7 +35,7 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class Columns:
-    """From the predictions of a posterior to tables, arrays and a summary."""
+    """Convert the predictions of a posterior to tables, arrays and a summary."""
 
     names: tuple[str, ...]
     """Names of the classes, labels or targets."""
@@ -146,7 +146,7 @@ def _field(column: str) -> str:
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets; numbers where they have none."""
+    """Return the names of the classes, labels or targets; numbers if they have no names."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.num_uncertain(count)  # variances are not targets

@@ -98,7 +98,7 @@ class _Methods:
     sets: PredictionSets | None = None
     """Conformal sets of the posterior for classes, if its folder has enough validation data."""
     intervals: Mapping[float, PredictionIntervals] | None = None
-    """By coverage, for regression: calibrated on the validation data, where the folder has enough."""
+    """Intervals of a regression by coverage, if the folder has enough validation data to calibrate them."""
 
     def chosen(self, method: str) -> dict[str, Any]:
         """Return the tuned numbers of a method."""
@@ -389,7 +389,7 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
 
 
 def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
-    # Sets at the usual coverage, where the validation data are enough.
+    # Sets at the usual coverage, if there are enough validation data.
     try:
         return prediction_sets(kept_calibration(fitted, "decisions")[0], None, COVERAGE)
     except (OptionError, DataError):

@@ -131,7 +131,7 @@ def require_pillow() -> None:
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List a folder of images, whose labels are its subfolders, by default in alphabetical order; none is decoded yet."""
+    """List a folder of images without decoding them; subfolders are the labels, by default in alphabetical order."""
     require_pillow()
     subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = [path for path in image_files(root) if path.parent == root] if subfolders else image_files(root)
@@ -184,7 +184,7 @@ def list_csv(
     outputs: int | None = None,
     likelihood: Likelihood = CATEGORICAL,
 ) -> Pictures:
-    """List the images that a CSV file names, with their labels; none is decoded yet.
+    """List the images named in a CSV file, with their labels, without decoding them.
 
     The file has a heading and a column of paths, relative to its folder. Classes have one column of names or indices; names are
     numbered alphabetically unless `classes` gives their order. Multi-label and regression data have a column of numbers, or yes
@@ -201,7 +201,7 @@ def list_csv(
         raise DataError(f"{path} has a heading but no rows.")
     where = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
     texts = [(row.get(where) or "").strip() for row in rows]
-    problems = {place: f"row {place + 2} names no file" for place, text in enumerate(texts) if not text}
+    problems = {place: f"row {place + 2} has no file name" for place, text in enumerate(texts) if not text}
     labels = order = None
     if labelled and likelihood.mutually_exclusive:
         what = _column(heading, LABEL_COLUMNS, f"{path} has no column of labels")

@@ -22,7 +22,7 @@ MODES = ("RGB", "L")
 
 @dataclass(frozen=True)
 class Hints:
-    """Inputs and classes by a network's configuration; None where it has no entry."""
+    """Inputs and classes by a network's configuration; None if it has no entry."""
 
     shape: tuple[int, int, int] | None = None
     """Channels, height and width."""
@@ -35,7 +35,7 @@ class Hints:
 
 @dataclass(frozen=True)
 class Intake:
-    """From files and arrays to network inputs."""
+    """Convert files and arrays to network inputs."""
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
@@ -56,7 +56,7 @@ class Intake:
 
     @property
     def prepare(self) -> Preparation:
-        """From a decoded image to bytes."""
+        """The conversion of a decoded image to bytes."""
         return Preparation(self.resize, self.crop, self.mode or "RGB")
 
     @property

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     inputs: Inputs
     """Inputs without an error; None if there are none."""
     labels: Tensor | None
-    """Labels of these inputs, where the set has labels."""
+    """Labels of these inputs, if the set has labels."""
     notes: tuple[tuple[str, str], ...] = ()
     """Names of inputs that were used with a remark, and the remark."""
 
@@ -49,7 +49,7 @@ class Set(Protocol):
 
     @property
     def count(self) -> int | None:
-        """Number of inputs, where it is known."""
+        """Number of inputs, if known."""
 
     def __iter__(self) -> Iterator[Rows]: ...
 

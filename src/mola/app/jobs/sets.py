@@ -119,7 +119,7 @@ def open_set(
 ) -> UserSet:
     """Open data by name, as in the table above; images are not decoded yet.
 
-    `classes` and `outputs` are the names and the number of the networks' outputs, where they are known.
+    `classes` and `outputs` are the names and the number of the networks' outputs, if known.
     """
     path = Path(name).expanduser()
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()

@@ -75,7 +75,7 @@ class Numbers:
         }
 
     def __call__(self, quantity: On, factor: float = 1.0) -> dict[str, Estimate | None]:
-        """Return estimates by method, times a factor; None where a method has no such number."""
+        """Return estimates by method, times a factor; None if a method has no such number."""
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
         keys = [replace(quantity, sets=name) for name in sets]
         estimates: dict[str, Estimate | None] = {}
@@ -127,9 +127,9 @@ def records_table(
     """Return a table of methods and numbers of their records.
 
     Args:
-        title: of the table.
+        title: title of the table.
         caption: how to read it.
-        numbers: of the methods.
+        numbers: numbers of the methods.
         shown: the columns. A column without numbers is omitted, unless there are further rows.
         aside: further rows, which do not compete.
         leads: by set and metric, which method leads in a comparison of one run; see `Comparison.leads`.

@@ -444,7 +444,7 @@ def _plain(value: Any) -> str:
 
 
 def _range(given: Iterable[Any]) -> str:
-    # Numbers, lists of numbers or None: the smallest and the largest number.
+    # Return the range of numbers, some of which may be lists or None.
     numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))

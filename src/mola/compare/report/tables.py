@@ -102,7 +102,7 @@ def make_table(
     """Format numbers and mark the best of each column.
 
     Args:
-        title: of the table.
+        title: title of the table.
         caption: how to read it.
         columns: its metrics.
         values: a number, an estimate or None for each column, by row.

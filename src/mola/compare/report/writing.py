@@ -89,7 +89,7 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
 
     Args:
         suites: to show.
-        directory: of the report; files of an earlier report are replaced.
+        directory: folder of the report; files of an earlier report are replaced.
         progress: called with the current step and the share of the work that is done.
 
     Returns:

@@ -25,13 +25,13 @@ from mola.lab.corruptions.filters import (
 
 
 def half_gaussian(radius: int, sigma: float) -> Floats:
-    """Weights proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius: the blur trails to one side."""
+    """Return weights proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius: the blur trails to one side."""
     weights = np.exp(-(np.arange(2 * radius + 1) ** 2) / (2 * sigma**2))
     return weights / weights.sum()
 
 
 def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
-    """Each image (n, channels, side, side) blurred along its own angle, edges repeated.
+    """Blur each image (n, channels, side, side) along its own angle, with edges repeated.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel.
     The kernel has 2 radius + 1 taps; degrees hold the angle of each image, y pointing down. The result is not rounded.
@@ -71,7 +71,7 @@ DISK_REACH = 8
 
 
 def gaussian_blur(pixels: Bytes, severity: int, streams: Streams, table: Table = GAUSSIAN_SIGMA) -> Bytes:
-    """Gaussian blur, edges repeated, cut off at 4 standard deviations."""
+    """Apply a Gaussian blur with edges repeated, cut off at 4 standard deviations."""
     return truncated(gaussian(unit(pixels), table[severity - 1]))
 
 
@@ -99,7 +99,7 @@ def glass_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def defocus_kernel(severity: int, table: Table = DEFOCUS) -> Floats:
-    """A disk on a grid of 17 x 17 pixels, smoothed by a Gaussian of 3 x 3, without the empty rim.
+    """Return a disk on a grid of 17 x 17 pixels, smoothed by a Gaussian of 3 x 3, without the empty rim.
 
     CIFAR-10-C: at severities 1 to 3 the disk is one pixel and the smoothing is all there is; at 4 it is a plus of 5 pixels, at 5
     a square of 9, both smoothed by next to nothing. Disks that are larger than the grid, such as ImageNet-C's last, have their own,
@@ -116,19 +116,19 @@ def defocus_kernel(severity: int, table: Table = DEFOCUS) -> Floats:
 
 
 def defocus_blur(pixels: Bytes, severity: int, streams: Streams, table: Table = DEFOCUS) -> Bytes:
-    """Each point of light becomes a disk."""
+    """Blur each point of light to a disk."""
     return truncated(correlate(unit(pixels), defocus_kernel(severity, table), "mirror"))
 
 
 def motion_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Moved along a line between -45 and 45 degrees; rounded to the nearest level, as ImageMagick writes it."""
+    """Blur along a line between -45 and 45 degrees; values are rounded to the nearest level, as ImageMagick writes it."""
     radius, sigma = MOTION[severity - 1]
     angles = streams.draw(lambda generator: generator.uniform(-45, 45, size=1))[:, 0]
     return rounded(moved(pixels.astype(np.float64), radius, sigma, angles))
 
 
 def zoom_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Mean of the image and of its centre enlarged by 1.00, 1.01, ... (so the image itself counts twice)."""
+    """Return the mean of the image and of its centre enlarged by 1.00, 1.01, ... (so the image itself counts twice)."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, ZOOM_END[severity - 1]) @ flat).T.reshape(pixels.shape))

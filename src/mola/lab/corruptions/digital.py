@@ -20,14 +20,14 @@ SATURATION = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))
 
 
 def contrast(pixels: Bytes, severity: int, streams: Streams, table: Table = CONTRAST) -> Bytes:
-    """Each channel drawn towards its mean over the image."""
+    """Draw each channel towards its mean over the image."""
     values = unit(pixels)
     mean = values.mean(axis=(2, 3), keepdims=True)
     return truncated((values - mean) * table[severity - 1] + mean)
 
 
 def brightness(pixels: Bytes, severity: int, streams: Streams, table: Table = BRIGHTNESS) -> Bytes:
-    """V + c, at most 1; black becomes grey."""
+    """Add c to V, up to 1; black becomes grey."""
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     raised = np.clip(largest + table[severity - 1], 0, 1)
@@ -36,7 +36,7 @@ def brightness(pixels: Bytes, severity: int, streams: Streams, table: Table = BR
 
 
 def saturate(pixels: Bytes, severity: int, streams: Streams, table: Table = SATURATION) -> Bytes:
-    """S times a factor plus a summand, from 0 to 1; grey counts as red without saturation, as in the original."""
+    """Multiply S by a factor and add a summand, within 0 and 1; grey counts as red without saturation, as in the original."""
     factor, summand = table[severity - 1]
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
@@ -54,7 +54,7 @@ PIXELATE_SHARE = (0.95, 0.9, 0.85, 0.75, 0.65)
 
 
 def jpeg_compression(pixels: Bytes, severity: int, streams: Streams, table: Table = JPEG_QUALITY) -> Bytes:
-    """Through JPEG and back, by Pillow, with its chroma subsampling of 4:2:0."""
+    """Convert to JPEG and back with Pillow, with its chroma subsampling of 4:2:0."""
     with importing("the corruption jpeg_compression", "pillow", "bench"):
         from PIL import Image
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
@@ -67,7 +67,7 @@ def jpeg_compression(pixels: Bytes, severity: int, streams: Streams, table: Tabl
 
 
 def pixelate(pixels: Bytes, severity: int, streams: Streams, table: Table = PIXELATE_SHARE) -> Bytes:
-    """Down to int(c side) pixels and up again, by Pillow's box filter."""
+    """Shrink to int(c side) pixels and enlarge again, with Pillow's box filter."""
     side = pixels.shape[-1]
     small = int(side * table[severity - 1])
     return _resized(_resized(pixels, _box(side, small)), _box(small, side))
@@ -95,7 +95,7 @@ SIDE = 32
 
 
 def elastic_transform(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Three points about the centre are jittered, and the image follows; then each pixel is displaced on its own.
+    """Jitter three points about the centre and warp the image to match; then displace each pixel separately.
 
     The lengths grow with the side. The OpenCV of the published images rounds the affine map's places to 1/32 of a
     pixel; here they are exact.
@@ -129,7 +129,7 @@ def _sources(jitter: Floats, columns: Floats, rows: Floats) -> tuple[Floats, Flo
 
 
 def bilinear(images: Floats, rows: Floats, columns: Floats, border: Border) -> Floats:
-    """Images (n, channels, side, side) read between pixels, at places (n, side, side)."""
+    """Interpolate images (n, channels, side, side) at positions (n, side, side) between pixels."""
     side = images.shape[-1]
     top, left = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     below, beside = (rows - top)[:, None], (columns - left)[:, None]

@@ -27,17 +27,17 @@ Table = Sequence[Any]
 
 
 def unit(pixels: Bytes) -> Floats:
-    """Bytes as values from 0 to 1."""
+    """Convert bytes to values from 0 to 1."""
     return pixels / 255.0
 
 
 def truncated(values: Floats) -> Bytes:
-    """Values from 0 to 1 as bytes, rounded down: the published arrays were made so."""
+    """Convert values from 0 to 1 to bytes, rounded down as in the published arrays."""
     return (np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
 def rounded(values: Floats) -> Bytes:
-    """Values from 0 to 255 as the nearest bytes: what an image program writes."""
+    """Round values from 0 to 255 to the nearest bytes, as an image program does."""
     return np.clip(np.floor(values + 0.5), 0, 255).astype(np.uint8)
 
 
@@ -59,7 +59,7 @@ class Streams:
 
     @classmethod
     def of(cls, seed: int, corruption: str, severity: int, *, first: int, count: int) -> Streams:
-        """The streams of one corruption at one severity."""
+        """Return the streams of one corruption at one severity."""
         digest = hashlib.sha256(f"{seed}/{corruption}/{severity}".encode()).digest()
         return cls(key=int.from_bytes(digest[:16], "little"), first=first, count=count)
 
@@ -77,7 +77,7 @@ Border = Literal["nearest", "reflect", "mirror"]
 
 
 def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:
-    """The places inside the image that stand for `positions`, which may lie outside."""
+    """Map `positions`, which may be outside the image, to pixels inside it."""
     if border == "nearest":
         return np.clip(positions, 0, side - 1)
     if border == "reflect":
@@ -88,7 +88,7 @@ def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.
 
 
 def band(side: int, taps: Floats, border: Border) -> Floats:
-    """The matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps."""
+    """Return the matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps."""
     radius = len(taps) // 2
     matrix = np.zeros((side, side))
     rows = np.arange(side)
@@ -98,7 +98,7 @@ def band(side: int, taps: Floats, border: Border) -> Floats:
 
 
 def gaussian_taps(sigma: float, radius: int) -> Floats:
-    """Weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, with sum 1."""
+    """Return weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, with sum 1."""
     if radius == 0:
         return np.ones(1)
     taps = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
@@ -106,25 +106,25 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 
 
 def separable(images: Floats, matrix: Floats) -> Floats:
-    """The same filter along the rows and along the columns of images (..., side, side)."""
+    """Apply the same filter along the rows and along the columns of images (..., side, side)."""
     return matrix @ images @ matrix.T
 
 
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
-    """Gaussian blur, cut off at `truncate` standard deviations; sigma 0 does not change the images."""
+    """Apply a Gaussian blur, cut off at `truncate` standard deviations; sigma 0 does not change the images."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     return separable(images, band(images.shape[-1], taps, border))
 
 
 def padded(images: Floats, margin: int, border: Border) -> Floats:
-    """Images (..., side, side) with `margin` more pixels on every side."""
+    """Pad images (..., side, side) by `margin` pixels on every side."""
     side = images.shape[-1]
     places = fold(np.arange(-margin, side + margin), side, border)
     return images[..., places[:, None], places]
 
 
 def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
-    """Sum of the neighbours weighted by a small square kernel, which is not turned round."""
+    """Correlate images with a small square kernel, which is not flipped."""
     side, radius = images.shape[-1], len(kernel) // 2
     around = padded(images, radius, border)
     result = np.zeros_like(images)
@@ -134,7 +134,7 @@ def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
 
 
 def zooming(side: int, factor: float) -> Floats:
-    """The matrix that enlarges the centre of one axis by `factor`, linearly, to fill the axis.
+    """Return the matrix that enlarges the centre of one axis by `factor`, linearly, to fill the axis.
 
     The middle ceil(side / factor) pixels become round(that * factor), whose first and last are the first and last
     pixels taken, and of which the middle `side` are kept.

@@ -1,4 +1,4 @@
-"""Noise of the sensor: Gaussian, shot, impulse, speckle. Each value of each channel is hit on its own."""
+"""Noise of the sensor: Gaussian, shot, impulse, speckle. Each value of each channel is corrupted independently."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SPECKLE_SIGMA = (0.06, 0.1, 0.12, 0.16, 0.2)
 
 
 def gaussian_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = GAUSSIAN_SIGMA) -> Bytes:
-    """Every value x becomes x + N(0, sigma^2)."""
+    """Replace every value x by x + N(0, sigma^2)."""
     shape = pixels.shape[1:]
     noise = streams.draw(lambda generator: generator.standard_normal(shape))
     return truncated(unit(pixels) + table[severity - 1] * noise)
 
 
 def shot_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = PHOTONS) -> Bytes:
-    """Poisson(c x) / c: the fewer photons c a white pixel catches, the noisier."""
+    """Replace every value x by Poisson(c x) / c: fewer photons c at a white pixel mean more noise."""
     photons = table[severity - 1]
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
@@ -28,7 +28,7 @@ def shot_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = PH
 
 
 def impulse_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = IMPULSE_SHARE) -> Bytes:
-    """Salt and pepper: a share of the values becomes 0 or 1, evenly."""
+    """Add salt and pepper: set a share of the values to 0 or 1, with equal probability."""
     shape = pixels.shape[1:]
     share = table[severity - 1]
     chance = streams.draw(lambda generator: generator.random(shape))
@@ -38,7 +38,7 @@ def impulse_noise(pixels: Bytes, severity: int, streams: Streams, table: Table =
 
 
 def speckle_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = SPECKLE_SIGMA) -> Bytes:
-    """Every value x becomes x + x N(0, sigma^2)."""
+    """Replace every value x by x + x N(0, sigma^2)."""
     shape = pixels.shape[1:]
     noise = streams.draw(lambda generator: generator.standard_normal(shape))
     values = unit(pixels)

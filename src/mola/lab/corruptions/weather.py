@@ -40,11 +40,11 @@ MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
     *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
 )
-"""Rows and columns to the neighbours that come before a pixel, and the length of the way."""
+"""Rows and columns to the neighbours that come before a pixel, and the length of the path."""
 
 
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
-    """Edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch one above `high`.
+    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch one above `high`.
 
     There is no smoothing. A ridge is larger than its neighbour before and at least as large as the one after, along
     the gradient rounded to one of four directions (on diagonals, larger than both).
@@ -80,7 +80,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:
-    """Length (n, side, side) of the shortest way from each pixel to an edge in moves of 1, 1.4 and 2.1969.
+    """Return the length (n, side, side) of the shortest path from each pixel to an edge in moves of 1, 1.4 and 2.1969.
 
     OpenCV's DIST_L2 with a mask of 5: one sweep forwards, one backwards, in whole numbers of 1 / 65536. Without any
     edge all pixels are far (8192).
@@ -115,7 +115,7 @@ LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
 
 
 def fog(pixels: Bytes, severity: int, streams: Streams, table: Table = FOG) -> Bytes:
-    """Adds c times plasma, then scales by m / (m + c), where m is the largest value of the image."""
+    """Add c times plasma, then scale by m / (m + c), where m is the largest value of the image."""
     thickness, decay = table[severity - 1]
     side = pixels.shape[-1]
     values = unit(pixels)

@@ -37,7 +37,7 @@ def member_rows(
     The batch is repeated and shuffled; all rows but a share `input_repetition` are then shuffled again for each member.
 
     Args:
-        size: of the batch.
+        size: size of the batch.
         members: K.
         batch_repetition: how often each datum occurs for each member.
         input_repetition: share of the rows in which all members get the same datum.
@@ -73,7 +73,7 @@ def train_mimo(
         input_repetition: share of the rows in which all members get the same datum.
         optimiser: from parameters to an optimiser, by default the paper's for CIFAR-10; its learning rate falls to 0 along a half
             cosine, batch by batch.
-        seed: of the orders, dropout and augmentation.
+        seed: seed of the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.
         progress: show a progress bar on stderr, if that is a terminal.
     """

@@ -27,7 +27,7 @@ def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "squared-error": _squared_error}
-"""From outputs and labels to the loss (n,) of each datum, by name; half the squared error is the NLL at unit noise."""
+"""Functions of outputs and labels that give the loss (n,) of each datum, by name; half the squared error is the NLL at unit noise."""
 
 
 def train_mlps(

@@ -57,8 +57,8 @@ def fit_swag(
         rank: how many of the last deviations are kept, at most one an epoch; 0 is the diagonal form.
         samples: number of draws.
         scale: factor of the covariance; None is 0.5, or 1 for the diagonal form, as in the paper on SWAG.
-        momentum: of SGD, without Nesterov's change.
-        weight_decay: of SGD.
+        momentum: momentum of SGD, without Nesterov's modification.
+        weight_decay: weight decay of SGD.
         seed: seed of the path and of the draws.
         checkpoint: folder for the path after every epoch and the statistics of every draw. An interrupted fit continues from there to
             the same bits, and a complete fit if more epochs are requested.
@@ -105,7 +105,7 @@ def fit_multi_swag(
         train_loader: training data with labels.
         seed: seed from which the seed of each SWAG is drawn.
         checkpoint: folder with a checkpoint for each network.
-        **options: of `fit_swag`: learning_rate, epochs, rank, samples, ...
+        **options: options of `fit_swag`: learning_rate, epochs, rank, samples, ...
     """
     given = as_networks(networks)
     return MultiSwag(
