@@ -108,7 +108,7 @@ class Likelihood(ABC):
         Args:
             outputs: as the network returned them.
             ran: linear layers that ran in a watched pass, to name the last in messages. If given, outputs are not tested for being
-            probabilities: the watched pass detects operations after the last layer.
+                probabilities: the watched pass detects operations after the last layer.
         """
 
     @abstractmethod
