@@ -120,7 +120,9 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         sentences += [
             lead_sentence(leads["nll"], "the lowest log loss", 4),
             *_behind(own, mine["nll"], leads["nll"], 4),
-            f"{own} is {words if abs(gap) > chance else 'calibrated to within chance'}.",
+            f"{own} is {words}."
+            if abs(gap) > chance
+            else f"The mean confidence of {own} equals its accuracy to within chance.",
         ]
     outliers = [
         Finding(
