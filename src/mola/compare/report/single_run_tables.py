@@ -28,7 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Classes in a short list."""
 
-BOLD = f"bold leads every other method{{}} ties aside, by more than {CLEAR:g} standard errors of their difference, input by input"
+BOLD = f"bold leads every other method{{}}, ties aside, by more than {CLEAR:g} standard errors of their difference, input by input"
 
 
 def set_words(one: SetInfo) -> str:
