@@ -77,7 +77,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     first = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
     if comparison.regression:
         first = Shown(Column("mean std.", digits=digits_of(comparison, "std")), On(one.name, "std"))
-    caption = f"{set_words(one)}, with standard errors: AUROC of 50 is guessing; {BOLD.format(', by any score,')}."
+    caption = f"{set_words(one)}, with standard errors: AUROC of 50 is guessing; {BOLD.format(', by any score')}."
     below = "FPR95: outliers that pass where 95 % of the test data do, with errors and bold as above."
     areas = _by_score(numbers, one.name, "auroc", Column("", "AUROC %", "high"))
     rates = _by_score(numbers, one.name, "fpr95", Column("", "FPR95 %", "low"))
