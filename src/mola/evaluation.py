@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from mola import metrics, normal_mixtures
 from mola.distributed import Team
-from mola.errors import DataError, MissingExtraError, OptionError
+from mola.errors import DataError, OptionError, importing
 from mola.likelihoods import Gaussian, Likelihood
 from mola.likelihoods.gaussian import NormalMixture
 from mola.mixture import Mixture
@@ -77,10 +77,8 @@ class Evaluation:
 
     def to_frame(self) -> Any:
         """Convert to a pandas data frame: a row for each predictor and data set, a column for each metric and its error (`_se`)."""
-        try:
+        with importing("to_frame", "pandas", "bench"):
             import pandas
-        except ImportError as error:
-            raise MissingExtraError("to_frame", "pandas", "bench") from error
         records = [
             {"count": self.counts[place]}
             | {name: one.value for name, one in row.items()}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mola.errors import MissingExtraError, OptionError, StorageError
+from mola.errors import OptionError, StorageError, importing
 from mola.evaluation import Evaluation
 from mola.fitting import ensemble
 from mola.likelihoods import LIKELIHOODS
@@ -97,10 +97,8 @@ def save(
             raise OptionError(f"{name}: expected an object with save_pretrained, got {type(helper).__name__}.")
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError("evaluation: expected that of this posterior alone: mola.evaluate(posterior, test_loader).")
-    try:
+    with importing("a model card", "huggingface_hub", "hub"):
         import huggingface_hub as library
-    except ImportError as error:
-        raise MissingExtraError("a model card", "huggingface_hub", "hub") from error
     names, place = _class_names(posterior, classes), Path(folder).resolve()
     _clear(place)
     described = [
@@ -330,10 +328,8 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
         raise OptionError(
             f"{place} holds a {entry['type']}: pass a function that builds one, mola.hub.load(folder, build)."
         )
-    try:
+    with importing(f"loading a {kind[-1]}", "transformers", "transformers"):
         import transformers
-    except ImportError as error:
-        raise MissingExtraError(f"loading a {kind[-1]}", "transformers", "transformers") from error
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise StorageError(

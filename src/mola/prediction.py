@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mola import normal_mixtures
 from mola.distributed import Team
-from mola.errors import DataError, MissingExtraError, OptionError
+from mola.errors import DataError, OptionError, importing
 from mola.likelihoods import CATEGORICAL, GAUSSIAN, ClassificationLikelihood, Gaussian, Likelihood
 from mola.numerics import to_float64
 from mola.options import counted, is_real
@@ -146,10 +146,8 @@ class _Fields:
         raise NotImplementedError
 
     def _frame(self, columns: dict[str, Tensor | None]) -> Any:
-        try:
+        with importing("to_frame", "pandas", "bench"):
             import pandas
-        except ImportError as error:
-            raise MissingExtraError("to_frame", "pandas", "bench") from error
         table: dict[str, Any] = {}
         for name, values in columns.items():
             if values is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
+from mola.errors import DataError, MolaWarning, OptionError, importing
 from mola.fitting import fit
 from mola.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
 from mola.options import is_real, whole_number
@@ -25,13 +25,11 @@ from mola.posterior import MoLA
 from mola.scaling import FeatureScale
 from mola.tuning import Tuning, as_rule
 
-try:
+with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets, type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
-except ImportError as error:
-    raise MissingExtraError(feature="MolaClassifier", package="scikit-learn 1.6 or later", extra="sklearn") from error
 
 Array = np.ndarray[Any, Any]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-from mola.errors import MissingExtraError, OptionError
+from mola.errors import OptionError, importing
 
-try:
+with importing("the mola command", "typer and rich", "cli"):
     import rich  # noqa: F401  (imported here so that its lack is reported before any work)
     import typer
-except ImportError as error:
-    raise MissingExtraError(feature="the mola command", package=error.name or "typer", extra="cli") from error
 
 import mola
 from mola.app.cli import bench, demo, evaluate, explore, export, fit, info, predict, report, train

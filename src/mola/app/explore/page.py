@@ -23,14 +23,12 @@ from torch import Tensor
 from mola.app.explore.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from mola.app.explore.subject import Subject
 from mola.app.jobs.decisions import decide
-from mola.errors import MissingExtraError, MolaError, OptionError
+from mola.errors import MolaError, OptionError, importing
 from mola.posterior import MoLA
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-try:
+with importing("the explorer", "gradio", "explore"):
     import gradio as gr
-except ImportError as error:
-    raise MissingExtraError(feature="the explorer", package=error.name or "gradio", extra="explore") from error
 
 HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.errors import DataError, MissingExtraError, OptionError
+from mola.errors import DataError, OptionError, importing
 from mola.lab.data.folder import Preparation
 
-try:
+with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps
-except ImportError as error:
-    raise MissingExtraError(feature="the explorer", package="pillow", extra="explore") from error
 
 MAX_SIDE = 1024
 """Pixels. The page scales larger pictures down; networks that take larger inputs are too slow for sliders."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.app.jobs.preparation import Hints
-from mola.errors import HeadError, MissingExtraError, MolaError, OptionError, StorageError
+from mola.errors import HeadError, MolaError, OptionError, StorageError, importing
 from mola.lab.imported import import_builder, is_path
 from mola.lab.models import MODELS, build_network
 from mola.lab.networks import TIMM, timm_builder
@@ -252,10 +252,8 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
         raise OptionError(
             f"{folder} holds a {architectures[0]}: expected a classifier, of a kind that ends in {' or '.join(KINDS)}."
         )
-    try:
+    with importing("a Hugging Face folder", "transformers", "hub"):
         transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(feature="a Hugging Face folder", package="transformers", extra="hub") from error
     try:
         network, info = getattr(transformers, kind).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows
-from mola.errors import DataError, MissingExtraError
+from mola.errors import DataError, importing
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
 from mola.likelihoods import CATEGORICAL, Likelihood
@@ -124,10 +124,8 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
 
 def require_pillow() -> None:
     """Raise `MissingExtraError` without Pillow, before a long computation reaches the first image."""
-    try:
+    with importing("reading image files", "pillow", "bench"):
         import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(feature="reading image files", package="pillow", extra="bench") from error
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:

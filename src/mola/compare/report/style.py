@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mola.errors import MissingExtraError
+from mola.errors import importing
 
-try:
+with importing("drawing figures", "matplotlib", "bench"):
     import matplotlib as mpl
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
-except ImportError as error:
-    raise MissingExtraError(feature="drawing figures", package="matplotlib", extra="bench") from error
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
 """Okabe and Ito's palette, for colour-blind readers; grey for the plain network."""
