@@ -8,9 +8,9 @@ whole batch, exact for any number of taps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,6 @@ Bytes = NDArray[np.uint8]
 
 Floats = NDArray[np.float64]
 """Images or layers for computation, in float64, since a result just below a whole number loses a level."""
-
-
-Table = Sequence[Any]
-"""Parameters of a corruption at severities 1 to 5."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -71,6 +67,10 @@ class Streams:
         """Stack the draws of `one` for each image; every call starts the streams anew."""
         return np.stack([one(generator) for generator in self])
 
+    def normal(self, shape: tuple[int, ...]) -> Floats:
+        """Draw standard normal numbers of this shape for each image."""
+        return self.draw(lambda generator: generator.standard_normal(shape))
+
 
 Border = Literal["nearest", "reflect", "mirror"]
 """Extensions of a b c d beyond its ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
@@ -87,16 +87,6 @@ def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.
     return np.minimum(wrapped, 2 * side - 2 - wrapped)
 
 
-def band(side: int, taps: Floats, border: Border) -> Floats:
-    """Return the matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps."""
-    radius = len(taps) // 2
-    matrix = np.zeros((side, side))
-    rows = np.arange(side)
-    for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
-        np.add.at(matrix, (rows, fold(rows + offset, side, border)), weight)
-    return matrix
-
-
 def gaussian_taps(sigma: float, radius: int) -> Floats:
     """Return weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, with sum 1."""
     if radius == 0:
@@ -105,15 +95,15 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
     return taps / taps.sum()
 
 
-def separable(images: Floats, matrix: Floats) -> Floats:
-    """Apply the same filter along the rows and along the columns of images (..., side, side)."""
-    return matrix @ images @ matrix.T
-
-
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
     """Apply a Gaussian blur, cut off at `truncate` standard deviations; sigma 0 does not change the images."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
-    return separable(images, band(images.shape[-1], taps, border))
+    # The matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps.
+    side, radius = images.shape[-1], len(taps) // 2
+    matrix, rows = np.zeros((side, side)), np.arange(side)
+    for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
+        np.add.at(matrix, (rows, fold(rows + offset, side, border)), weight)
+    return matrix @ images @ matrix.T
 
 
 def padded(images: Floats, margin: int, border: Border) -> Floats:

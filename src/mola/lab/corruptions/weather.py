@@ -21,11 +21,9 @@ from mola.lab.corruptions.filters import (
     Bytes,
     Floats,
     Streams,
-    Table,
     correlate,
     gaussian,
     rounded,
-    separable,
     truncated,
     unit,
     zooming,
@@ -100,23 +98,12 @@ def distance(edges: NDArray[np.bool_]) -> Floats:
     return np.moveaxis(field[inner, inner], -1, 0) / STRAIGHT
 
 
-FOG = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))
-"""Thickness, and how fast the roughness decays from one level to the next."""
 ROUGHNESS = 100.0
-SNOW = (
-    (0.1, 0.2, 1.0, 0.6, 8, 3.0, 0.95),
-    (0.1, 0.2, 1.0, 0.5, 10, 4.0, 0.9),
-    (0.15, 0.3, 1.75, 0.55, 10, 4.0, 0.9),
-    (0.25, 0.3, 2.25, 0.6, 12, 6.0, 0.85),
-    (0.3, 0.3, 1.25, 0.65, 14, 12.0, 0.8),
-)
-"""Mean and deviation of the flakes, their zoom, the threshold, radius and deviation of the fall, share of the image."""
 LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
 
 
-def fog(pixels: Bytes, severity: int, streams: Streams, table: Table = FOG) -> Bytes:
-    """Add c times plasma, then scale by m / (m + c), where m is the largest value of the image."""
-    thickness, decay = table[severity - 1]
+def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Bytes:
+    """Add c times plasma, then scale by m / (m + c), where m is the largest value of the image and c the thickness."""
     side = pixels.shape[-1]
     values = unit(pixels)
     brightest = values.max(axis=(1, 2, 3), keepdims=True)
@@ -125,7 +112,7 @@ def fog(pixels: Bytes, severity: int, streams: Streams, table: Table = FOG) -> B
 
 
 def plasma(streams: Streams, side: int, decay: float) -> Floats:
-    """Clouds (n, side, side) from 0 to 1 by the diamond-square scheme on a torus, for a side that is a power of 2.
+    """Draw clouds (n, side, side) from 0 to 1 by the diamond-square scheme on a torus, for a side that is a power of 2.
 
     At each level a new point is the mean of its four neighbours plus w U(-w, w): first the centres of the squares, then
     the centres of the diamonds between them; w starts at 100 and is divided by `decay` after each level.
@@ -154,15 +141,16 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
     return grid / highest
 
 
-def snow(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Flakes falling, and falling upside down, on a scene that whitens."""
-    mean, deviation, zoom, threshold, radius, sigma, share = SNOW[severity - 1]
+def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
+    """Let flakes fall, and fall upside down, on a scene that whitens; radius and sigma are those of the fall."""
+    mean, deviation, zoom, threshold, radius, sigma, share = parameters
     side = pixels.shape[-1]
     drawn = streams.draw(
         lambda generator: np.append(generator.standard_normal(side * side), generator.uniform(-135, -45))
     )
     layer = mean + deviation * drawn[:, :-1].reshape(-1, 1, side, side)
-    layer = separable(layer, zooming(side, zoom))
+    enlarge = zooming(side, zoom)
+    layer = enlarge @ layer @ enlarge.T
     layer[layer < threshold] = 0
     fallen = unit(rounded(moved(truncated(layer).astype(np.float64), int(radius), sigma, drawn[:, -1])))
     values = unit(pixels)
@@ -171,8 +159,6 @@ def snow(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
     return truncated(whitened + fallen + fallen[..., ::-1, ::-1])
 
 
-FROST = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
-"""Weights of the image and of the frost."""
 PICTURES = 5
 
 GLASS = np.array([0.20, 0.30, 0.42])
@@ -181,9 +167,8 @@ ICE = np.array([0.86, 0.94, 1.0])
 OCTAVES = 5
 
 
-def frost(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """The sum a image + b frost, in levels, cut off at 255; the piece of a picture of frost is drawn for each image."""
-    ours, theirs = FROST[severity - 1]
+def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
+    """Return a image + b frost, in levels, cut off at 255; the piece of a picture of frost is drawn for each image."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
@@ -231,14 +216,6 @@ def _field(generator: np.random.Generator, side: int, frequency: float, directio
     return (field - field.mean()) / field.std()
 
 
-SPATTER = (
-    (0.62, 0.1, 0.7, 0.7, 0.5, False),
-    (0.65, 0.1, 0.8, 0.7, 0.5, False),
-    (0.65, 0.3, 1.0, 0.69, 0.5, False),
-    (0.65, 0.1, 0.7, 0.69, 0.6, True),
-    (0.65, 0.1, 0.5, 0.68, 0.6, True),
-)
-"""Mean and deviation of the liquid, its blur, the threshold, the strength, and whether it is mud."""
 WATER = np.array([175, 238, 238])[:, None, None] / 255
 MUD = np.array([63, 42, 20])[:, None, None] / 255
 LOW, HIGH = 50.0, 150.0
@@ -249,22 +226,19 @@ RELIEF = np.array([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
 LEAST_MUD = 0.8
 
 
-def spatter(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Smooth noise above a threshold is liquid: light on the rims of drops, or dark spots.
+def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
+    """Turn smooth noise above a threshold into liquid: light on the rims of drops, or dark spots of mud.
 
-    The steps are OpenCV's, in whole levels where it has whole levels. Two things differ: liquid above 1 is cut off
+    The steps are OpenCV's, in whole levels wherever OpenCV has whole levels. Two things differ: liquid above 1 is cut off
     instead of starting again at 0, and an image without drops is unchanged instead of divided by 0.
     """
-    mean, deviation, blur, threshold, strength, muddy = SPATTER[severity - 1]
-    side = pixels.shape[-1]
-    noise = streams.draw(lambda generator: generator.standard_normal((side, side)))
-    layer = gaussian(mean + deviation * noise, blur)
+    mean, deviation, blur, threshold, strength, muddy = parameters
+    layer = gaussian(mean + deviation * streams.normal(pixels.shape[2:]), blur)
     layer[layer < threshold] = 0
     values = unit(pixels)
     if muddy:
         cover = gaussian((layer > threshold).astype(np.float64), strength)
-        cover[cover < LEAST_MUD] = 0
-        cover = cover[:, None]
+        cover = np.where(cover < LEAST_MUD, 0, cover)[:, None]
         return truncated(values * (1 - cover) + MUD * cover)
     return truncated(values + WATER * (strength * _water(truncated(layer)))[:, None])
 
@@ -282,7 +256,7 @@ def _water(liquid: Bytes) -> Floats:
 
 
 def equalised(layers: Bytes) -> Bytes:
-    """Histogram equalisation of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
+    """Equalise the histogram of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
 
     The lowest level present is left out of the count and becomes 0; a layer of one level is unchanged.
     """

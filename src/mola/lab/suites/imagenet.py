@@ -18,7 +18,7 @@ from torch import Tensor
 from mola.compare.record import Role
 from mola.compare.results import EXAMPLES
 from mola.errors import DataError, warn
-from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_PARAMETERS, SEVERITIES, corrupt
+from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
 from mola.lab.data.catalogue import data_directory
 from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, imagenet_c_folder, open_imagenet
 from mola.lab.data.images import Images, Normalisation, even_places, normalisation
@@ -174,7 +174,7 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
     )
     if not there:
         for name in options.types:
-            one_of(name, tuple(IMAGENET_PARAMETERS), "types that can be generated")
+            one_of(name, IMAGENET_CORRUPTIONS, "types that can be generated")
         return options.types or GENERATED, False
     if len(there) < len(wanted):
         missing = ", ".join(name for name in wanted if name not in there)
