@@ -222,7 +222,7 @@ FIT = {
     "wrong width": (lambda: [(X[:, :4], Y)], r"Sequential failed on inputs of shape \(20, 4\) and type float64"),
     "wrong type": (lambda: [(X.float(), Y)], r"Sequential failed on inputs of shape \(20, 5\) and type float32"),
     "integers": (lambda: [(X.long(), Y)], r"Sequential failed on inputs of shape \(20, 5\) and type int64"),
-    "arrays": (lambda: [(X.numpy(), Y.numpy())], r"Sequential failed on inputs of type ndarray.*torch\.from_numpy"),
+    "arrays": (lambda: [(X.numpy(), Y.numpy())], r"Sequential failed on inputs of shape.*torch\.from_numpy"),
 }  # fmt: skip
 
 

@@ -10,11 +10,11 @@ from mola.network.calling import (
     call,
     check_loader,
     check_network,
-    device_of,
     evaluating,
     one_batch,
     peek,
     run,
+    state_checksum,
     unwrapped,
     without_autocast,
 )
@@ -29,7 +29,6 @@ from mola.network.capture import (
     find_heads,
     stream,
 )
-from mola.network.checksum import state_checksum
 from mola.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
 from mola.network.head import Head, find_head, head_by_name
 from mola.network.resized import Resized
@@ -57,7 +56,6 @@ __all__ = [
     "check_logits",
     "check_network",
     "check_positions",
-    "device_of",
     "drawn_positions",
     "evaluating",
     "find_head",

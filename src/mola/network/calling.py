@@ -8,6 +8,7 @@ never include labels: a tuple then holds positional arguments.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,22 +27,13 @@ Inputs = Any
 """A tensor, a tuple of tensors (positional arguments), or a mapping of tensors (keyword arguments)."""
 
 LABELS = "labels"
-LABEL_LIKE = ("label", "target", "targets", "y")
 
 
 class Batch(NamedTuple):
-    """Inputs of a network and, where the loader yields them, labels."""
+    """Inputs of a network, and labels if the loader yields them."""
 
     inputs: Inputs
     labels: Tensor | None
-
-
-# --- devices ----------------------------------------------------------------------------------------------------------
-
-
-def device_of(network: nn.Module) -> torch.device | None:
-    """Return the device of a network's first parameter or buffer; None if it has neither."""
-    return next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -95,14 +87,7 @@ def check_loader(loader: Any, where: str) -> None:
     """Refuse an object that cannot be a loader, without reading from it; `where` is its name in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
     # A list of tensors may hold batches of inputs, all of one kind: [x, y] does not.
-    batch = tensors and (
-        isinstance(loader, tuple)
-        or (
-            len(loader) == 2
-            and len({(one.dim(), one.dtype) for one in loader}) == 2
-            and len(loader[0]) == len(loader[1])
-        )
-    )
+    batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
             f"the {where}: expected an iterable of batches, got {type(loader).__name__}{' of tensors' if batch else ''}. "
@@ -173,18 +158,31 @@ def check_network(network: nn.Module) -> None:
     """Refuse a network whose weights have no values: on the meta device, or lazy and not yet initialised."""
     if not isinstance(network, nn.Module):
         raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
-    odd = next((one for one in network.parameters() if is_lazy(one) or one.device.type == "meta"), None)
-    if odd is None:
-        return
-    kind = type(unwrapped(network)).__name__
-    name = next(name for name, parameter in network.named_parameters() if parameter is odd)
-    raise DataError(
-        f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. Run it on "
-        "one batch and load its trained weights first."
-        if is_lazy(odd)
-        else f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them, "
-        f"or create them with network.to_empty(device='cpu') and network.load_state_dict(...)."
-    )
+    for name, parameter in network.named_parameters():
+        if is_lazy(parameter):
+            raise DataError(
+                f"{type(unwrapped(network)).__name__} has lazy parameters without a shape, such as {name!r}: it was never "
+                "run, so never trained. Run it on one batch and load its trained weights first."
+            )
+        if parameter.device.type == "meta":
+            raise DataError(
+                f"{type(unwrapped(network)).__name__} is on the meta device: its weights, such as {name!r}, have no values. "
+                "Create them with network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
+            )
+
+
+def state_checksum(network: nn.Module) -> str:
+    """Return the SHA-256 over names, types, shapes and bytes of a network's state dict, whatever its device."""
+    check_network(network)
+    digest = hashlib.sha256()
+    for name, value in sorted(unwrapped(network).state_dict().items()):
+        if not isinstance(value, Tensor):  # the extra state of a module, which may be any object
+            continue
+        digest.update(f"{name.replace('_orig_mod.', '')} {value.dtype} {tuple(value.shape)}\n".encode())
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -205,24 +203,15 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
-def call(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network without gradients on its own device and return the very tensor of logits that it returned."""
-    # Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
-    with torch.no_grad():
-        return run(network, inputs)
-
-
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network as `call` does, with gradients where they are enabled."""
+    """Run a network on its own device and return the very tensor of logits that it returned."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
-    device = device_of(network)
-    if device is not None and device.type == "meta":
-        check_network(network)
-    if device is not None:
-        inputs = tree_map_only(Tensor, lambda one: one.to(device, non_blocking=True), inputs)
+    own = next(chain(network.parameters(), network.buffers()), None)
     try:
+        if own is not None:
+            inputs = tree_map_only(Tensor, lambda one: one.to(own.device, non_blocking=True), inputs)
         if isinstance(inputs, dict) and _takes_keywords(network, inputs):
             output = network(**inputs)
         else:
@@ -231,9 +220,8 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         raise DataError(
-            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
-            f"Pass inputs of the shape and type that the network was trained on."
-            f"{_converted(network, inputs)}{_unused(network, inputs)}"
+            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. Pass inputs of the shape and type "
+            f"that the network was trained on.{_hint(network, inputs)}"
         ) from error
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
@@ -248,6 +236,11 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     return output
 
 
+# Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
+call = torch.no_grad()(run)
+"""Run a network as `run` does, without gradients."""
+
+
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
     # Keys may be arguments of `forward`, as in transformers, or the mapping itself may be the input.
     try:
@@ -257,34 +250,27 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _converted(network: nn.Module, inputs: Inputs) -> str:
+def _hint(network: nn.Module, inputs: Inputs) -> str:
     leaves = tree_leaves(inputs)
     if any(isinstance(one, np.ndarray) for one in leaves):
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
     double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in leaves)
     if double and any(one.dtype == torch.float32 for one in network.parameters()):
         return " The weights are float32 and the inputs float64: pass inputs.float()."
-    return ""
-
-
-def _unused(network: nn.Module, inputs: Inputs) -> str:
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return " A tuple holds the arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = list(signature_of(network).parameters)
-    foreign = [key for key in inputs if key not in known and key != LABELS]
-    named = [key for key in foreign if key in LABEL_LIKE]
-    if named:
-        return f" Labels go under {LABELS!r}, not {named[0]!r}; other keys become keyword arguments of forward."
-    return f" Keys become keyword arguments of forward, which has {known} and not {foreign}." if foreign else ""
+    foreign = [key for key in inputs if key not in known]
+    return (
+        f" Keys become keyword arguments of forward, which has {known} and not {foreign}. Labels go under {LABELS!r}."
+    )
 
 
 def _describe(inputs: Inputs) -> str:
-    if isinstance(inputs, Tensor):
-        return f"shape {tuple(inputs.shape)} and type {str(inputs.dtype).removeprefix('torch.')}"
-    if isinstance(inputs, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in inputs.items()) + "}"
-    if isinstance(inputs, (tuple, list)):
-        return "(" + ", ".join(map(_describe, inputs)) + ")"
-    return f"type {type(inputs).__name__}"
+    kinds = (Tensor, np.ndarray)
+    described = tree_map_only(
+        kinds, lambda one: f"shape {tuple(one.shape)} and type {str(one.dtype).removeprefix('torch.')}", inputs
+    )
+    return str(described).replace("'", "")[:500]

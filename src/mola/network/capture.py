@@ -100,13 +100,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         outputs, axis = _outputs_alone(network, inputs, likelihood)
         return Captured.of(None, outputs, None, axis)
     if head.every_position:
-        features, outputs = carried_pass(network, head, inputs)
-    else:
-        features, outputs = _heads_pass(network, head, inputs, likelihood)
-    return Captured.of(features, outputs, head, head.axis)
-
-
-def _heads_pass(network: nn.Module, head: Head, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+        return Captured.of(*carried_pass(network, head, inputs), head, head.axis)
     calls: list[tuple[Tensor, Any]] = []  # passes of other threads among them: the output below is of this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
@@ -114,7 +108,7 @@ def _heads_pass(network: nn.Module, head: Head, inputs: Inputs, likelihood: Like
         outputs = likelihood.check_outputs(outputs, [(head.name, outputs.shape)])
     for features, output in reversed(calls):
         if same_tensor(output, outputs):
-            return features, outputs
+            return Captured.of(features, outputs, head, head.axis)
     raise HeadError(
         f"the network's output is not the output of its head {head.name!r} in this pass. Was the network changed?"
     )

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.weight_norm import WeightNorm
 
 from mola.errors import DataError, HeadError
 from mola.likelihoods import CATEGORICAL, Likelihood
@@ -87,7 +86,7 @@ class Head:
         Call it inside `evaluating`: in train mode, reading a weight under spectral normalisation changes the layer.
         """
         with torch.no_grad():
-            weight = _weight_of(self.layer).detach().flatten(1).cpu().double()
+            weight = self.layer.weight.detach().flatten(1).cpu().double()
             bias = [] if self.layer.bias is None else [self.layer.bias.detach().cpu().double()[:, None]]
             return torch.cat([weight, *bias], dim=1)
 
@@ -95,15 +94,6 @@ class Head:
         """Convert inputs (n, P') of the layer to float64 features (n, P), with the constant 1 last if it has a bias."""
         features = to_float64(features)
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
-
-
-def _weight_of(layer: Layer) -> Tensor:
-    # torch's older weight normalisation leaves the weight of the last pass behind: compute that of the next.
-    for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm) and hook.name == "weight":
-            weight: Tensor = hook.compute_weight(layer)
-            return weight
-    return layer.weight
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
@@ -168,33 +158,41 @@ class _Call:
     layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     shape: torch.Size
     tensors: tuple[Tensor, Tensor] | None
-    """Input and output; None of dense layers before the last: all feature maps would fill memory."""
+    """Input and output; None for dense layers before the last, since all feature maps would fill the memory."""
 
-    @property
-    def dense(self) -> bool:
-        return len(self.shape) > 2
 
-    def returns(self, outputs: Tensor) -> bool:
-        linear = self.dense or isinstance(self.layer, nn.Linear)
-        return linear and self.tensors is not None and same_tensor(self.tensors[1], outputs)
+def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
+    # All modules by their names without the prefix of torch.compile and LogitsOf.
+    modules = unwrapped(network).named_modules(remove_duplicate=False)
+    return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
     # Run one forward pass; return its output and all calls of linear and convolutional layers. Tensors of dense layers are kept only
     # for the layers in `keep` and for the last layer.
     calls: list[_Call] = []
-    # By id: a module may compare and hash as it pleases.
-    names = {id(module): _bare(name) for name, module in network.named_modules() if isinstance(module, Layer)}
+    layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
+    names = {id(module): name for name, module in reversed(layers.items())}  # of several names, the first
 
     def record(layer: Any, features: Tensor, output: object) -> None:
         if isinstance(output, Tensor):
             for before in calls:
-                if before.dense and output.dim() > 2 and before.name not in keep:
+                if len(before.shape) > 2 and output.dim() > 2 and before.name not in keep:
                     before.tensors = None
             calls.append(_Call(names[id(layer)], layer, output.shape, (features.detach(), output)))
 
-    with hooked([module for module in network.modules() if isinstance(module, Layer)], record):
-        return call(network, inputs), calls
+    with hooked({id(module): module for module in layers.values()}.values(), record):
+        outputs = call(network, inputs)
+    return outputs, calls
+
+
+def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
+    # The call whose output is the network's.
+    for one in reversed(calls):
+        linear = len(one.shape) > 2 or isinstance(one.layer, nn.Linear)
+        if linear and one.tensors is not None and same_tensor(one.tensors[1], outputs):
+            return one
+    return None
 
 
 def find_head(
@@ -221,10 +219,10 @@ def find_head(
         outputs = likelihood.check_outputs(
             outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
         )
-    elif not any(one.returns(outputs) for one in calls):
+    elif _returned(calls, outputs) is None:
         # Another layer may run after the head, such as one for an auxiliary loss: keep all with outputs of this shape.
         outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
-    found = next((one for one in reversed(calls) if one.returns(outputs)), None)
+    found = _returned(calls, outputs)
     if found is not None:
         reason = _why_not_linear(found.layer)
         if reason is not None:
@@ -276,7 +274,7 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
         head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
         # A linear layer before outputs (n, C), a convolution before dense outputs.
         kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
-        fits = isinstance(one.layer, kind) and one.dense and len(one.shape) == axes and one.shape != outputs.shape
+        fits = isinstance(one.layer, kind) and 2 < len(one.shape) == axes and one.shape != outputs.shape
         alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
         if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
             continue
@@ -292,19 +290,11 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
 # --- heads by name ----------------------------------------------------------------------------------------------------
 
 
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def _modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((_bare(name), module) for name, module in unwrapped(network).named_modules(remove_duplicate=False))
-
-
 def head_by_name(network: nn.Module, name: str) -> Head:
     """Return the linear layer or 1x1 convolution of a dotted name, as in `named_modules`; "" is the network itself."""
     if not isinstance(name, str):
         raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
-    modules, name = dict(_modules(network)), _bare(name)
+    modules = _named_layers(network)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         raise HeadError(f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}.")
@@ -323,19 +313,19 @@ def head_by_name(network: nn.Module, name: str) -> Head:
 def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
         return None
-    axes = len(layer.kernel_size)
+    plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
     # Padding may also be "same" or "valid", which add nothing to a kernel of size 1.
-    padding = (0,) * axes if isinstance(layer.padding, str) else tuple(layer.padding)
-    odd = [f"kernel size {tuple(layer.kernel_size)}"] if tuple(layer.kernel_size) != (1,) * axes else []
-    odd += [f"stride {tuple(layer.stride)}"] if tuple(layer.stride) != (1,) * axes else []
-    odd += [f"padding {padding}"] if padding != (0,) * axes else []
-    odd += [f"groups {layer.groups}"] if layer.groups != 1 else []
+    odd = [
+        f"{name}={getattr(layer, name)}"
+        for name, one in plain.items()
+        if getattr(layer, name) not in (one, (one,) * len(layer.kernel_size), "same", "valid")
+    ]
     if not odd:
         return None
     return (
         f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each "
-        "position: a 1x1 convolution with kernel size 1, stride 1, no padding and groups=1. End the network in one, "
-        "as in nn.Conv2d(features, classes, 1), and train it."
+        "position: a 1x1 convolution with stride 1, no padding and groups=1. End the network in one, as in "
+        "nn.Conv2d(features, classes, 1), and train it."
     )
 
 
@@ -344,18 +334,19 @@ def _why_not_linear(layer: Layer) -> str | None:
 
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
     kind, shape = type(network).__name__, tuple(outputs.shape)
-    matrices = [one for one in calls if not one.dense and isinstance(one.layer, nn.Linear)]
-    alike = [one for one in calls if one.tensors is not None and one.shape == outputs.shape]
-    near = next(iter([*alike[::-1], *(matrices[::-1] if outputs.dim() <= 2 else ())]), None)
-    if near is not None and near.tensors is not None:
-        axis = 1 if isinstance(near.layer, Convolution) else -1
+    near = [one for one in calls if one.tensors is not None and one.shape == shape]
+    if not near and len(shape) <= 2:
+        near = [one for one in calls if len(one.shape) <= 2 and isinstance(one.layer, nn.Linear)]
+    if near and near[-1].tensors is not None:
+        name = near[-1].name
+        axis = 1 if isinstance(near[-1].layer, Convolution) else -1
         return (
-            f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
-            f"{tuple(near.shape)}, and the network {_change(near.tensors[1], outputs, axis)}.{_hidden_layers(network)} "
-            f"Pass a network whose forward returns the output of {near.name!r} itself."
+            f"the network's output is not the output of its last linear layer: {name!r} gives shape "
+            f"{tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
+            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {name!r} itself."
         )
     last = f" Its last layer, {calls[-1].name!r}, gives shape {tuple(calls[-1].shape)}." if calls else ""
-    if outputs.dim() <= 2:
+    if len(shape) <= 2:
         return (
             f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
             f"to put a posterior on.{last}{_hidden_layers(network)} End the network in an nn.Linear that maps features "
@@ -372,30 +363,23 @@ def _hidden_layers(network: nn.Module) -> str:
     kinds = {type(module) for module in network.modules()}
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
         return " Parts of it are TorchScript modules, whose layers run outside Python and cannot be watched."
-    quantised = sorted(kind.__name__ for kind in kinds if ".quantized" in kind.__module__)
-    if quantised:
-        return (
-            f" Its layers are quantised ({', '.join(quantised)}): their weights are packed integers. Keep the last "
-            "layer in floating point."
-        )
+    if any(".quantized" in kind.__module__ for kind in kinds):
+        return " Its layers are quantised: their weights are packed integers. Keep the last layer in floating point."
     return ""
 
 
 def _change(before: Tensor, after: Tensor, axis: int) -> str:
     if before.shape != after.shape:
-        return f"{'reshapes' if before.numel() == after.numel() else 'changes'} it to {tuple(after.shape)}"
-    if before.dtype != after.dtype and torch.equal(before.to(after.dtype), after):
-        return f"converts it from {before.dtype} to {after.dtype}"
+        several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
+        return f"returns shape {tuple(after.shape)}{': the outputs of several heads, joined?' if several else ''}"
     before, after = to_float64(before), to_float64(after)
-    if torch.equal(before, after):
-        return "copies it"
-    if torch.allclose(before.softmax(axis), after, atol=1e-3):
-        return "applies a softmax to it"
-    if torch.allclose(before.log_softmax(axis), after, rtol=1e-3, atol=1e-3):
-        return "applies a log-softmax to it"
-    if torch.allclose(before.sigmoid(), after, atol=1e-3):
-        return "applies a sigmoid to it"
-    scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
-    if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
-        return f"scales it by {scale:.4g} (a temperature?)"
-    return "computes something else from it"
+    changes = {
+        "copies or converts it": before,
+        "applies a softmax to it": before.softmax(axis),
+        "applies a log-softmax to it": before.log_softmax(axis),
+        "applies a sigmoid to it": before.sigmoid(),
+    }
+    for words, changed in changes.items():
+        if torch.allclose(changed, after, rtol=1e-3, atol=1e-3):
+            return words
+    return "changes it, by a temperature for example"
