@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mola import metrics, normal_mixtures
+from mola import metrics
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, importing
-from mola.likelihoods import Gaussian, Likelihood
-from mola.likelihoods.gaussian import NormalMixture
+from mola.likelihoods import Gaussian, Likelihood, RegressionPredictive
 from mola.mixture import Mixture
 from mola.network import (
     IGNORE_INDEX,
@@ -275,7 +274,7 @@ class _Reader:
             variance = rows(prediction.variance[None])[0]
             found["spread"] = variance.log().mean(1)
             variances, noises = (rows(one) for one in (prediction.component_variance, prediction.component_noise))
-            mixture = NormalMixture(prediction.weights.double(), rows(outputs), variances, noises)
+            mixture = prediction.likelihood.mixture_type(prediction.weights.double(), rows(outputs), variances, noises)
             scored = {} if labels is None else _regression_scores(mixture, prediction.likelihood, labels, place)
             return {**scored, "inputs": numbers}, found
         (probs,), likelihood = rows(outputs), prediction.likelihood
@@ -310,11 +309,14 @@ def _without(labels: Tensor, ignore_index: int, layout: Layout | None) -> Tensor
     return torch.where(labels == ignore_index, torch.nan, labels.double())
 
 
-def _regression_scores(mixture: NormalMixture, likelihood: Gaussian, labels: Tensor, place: str) -> dict[str, Tensor]:
-    plain = replace(likelihood, heteroscedastic=False)  # the predicted means have one output for each target
-    targets = plain.check_labels(labels, mixture.means[0], place)
+def _regression_scores(
+    mixture: RegressionPredictive, likelihood: Likelihood, labels: Tensor, place: str
+) -> dict[str, Tensor]:
+    if isinstance(likelihood, Gaussian):  # the predicted means have one output for each target
+        likelihood = replace(likelihood, heteroscedastic=False)
+    targets = likelihood.check_labels(labels, mixture.means[0], place)
     tail = (1 - INTERVAL) / 2
-    below = normal_mixtures.cdf(mixture.weights, mixture.means, mixture.variances, targets)
+    below = mixture.cdf(targets)
     return {
         **mixture.scores(targets),
         "square": (mixture.point() - targets).square().mean(1),

@@ -18,7 +18,7 @@ from mola.network import Inputs, as_batch, batch_count, evaluating, one_batch, p
 from mola.numerics import seed_from
 from mola.options import one_of
 from mola.outliers import max_probability_score
-from mola.prediction import Prediction, RegressionPrediction, prediction_type
+from mola.prediction import Prediction, RegressionPrediction
 from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
@@ -88,12 +88,8 @@ class Mixture(nn.Module):
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
         """Predict one batch; `place` is its name in messages."""
-        if isinstance(self.likelihood, Gaussian):
-            return self._predict_regression(self.likelihood, inputs, seed, place)
         if not isinstance(self.likelihood, ClassificationLikelihood):
-            raise OptionError(
-                f"a Mixture predicts classes or normal distributions, not likelihood {self.likelihood.name!r}."
-            )
+            return self._predict_regression(inputs, seed, place)
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(
@@ -109,9 +105,7 @@ class Mixture(nn.Module):
             likelihood=self.likelihood,
         )
 
-    def _predict_regression(
-        self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
-    ) -> RegressionPrediction:
+    def _predict_regression(self, inputs: Inputs, seed: int | None, place: str) -> RegressionPrediction:
         mixtures = [member for member in self.predictors if isinstance(member, Mixture)]
         if mixtures and len(mixtures) < len(self.predictors):
             raise OptionError(
@@ -121,7 +115,12 @@ class Mixture(nn.Module):
         if mixtures:
             parts = [member.predict_batch(inputs, seed, place) for member in mixtures]
             return RegressionPrediction.mixed(parts, self.weights)
-        return RegressionPrediction.of_means(torch.stack(self._member_outputs(inputs, seed)), self.weights, likelihood)
+        if not isinstance(self.likelihood, Gaussian):
+            raise OptionError(
+                f"means alone are no distribution for likelihood {self.likelihood.name!r}: use mola.ensemble."
+            )
+        means = torch.stack(self._member_outputs(inputs, seed))
+        return RegressionPrediction.of_means(means, self.weights, self.likelihood)
 
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
@@ -153,7 +152,8 @@ class Mixture(nn.Module):
             A `Prediction`, or a `RegressionPrediction`, in main memory. Costly fields are computed when they are first read, as long
             as that takes little memory.
         """
-        kind, seed, parts, held = prediction_type(self.likelihood), seed_from(generator), [], 0
+        seed, parts, held = seed_from(generator), [], 0
+        kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
         alone = team is None or team.size == 1
         for place, batch in _batches(inputs, progress=progress, required=alone):
             part = self.predict_batch(batch, seed, place)

@@ -7,6 +7,7 @@ networks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,7 @@ from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import Spread
-from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, NormalMixture, Predictive
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, Members, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Rows, capture_all, check_finite, check_logits, evaluating, one_batch
@@ -37,7 +38,7 @@ from mola.outliers import (
     max_probability_score,
     outlier_score,
 )
-from mola.prediction import disagreement, prediction_type
+from mola.prediction import Prediction, RegressionPrediction, disagreement
 from mola.scaling import NO_COVARIANCE, Candidates, FeatureScale, LogitScaling, Reference
 from mola.tuning import Rule, Tuning, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
@@ -308,18 +309,20 @@ class MoLA(Mixture):
                 lambda rows: self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
             )
         if not self.likelihood.classification:
-            fields["component_mean"] = field(lambda rows: self._normal_mixture(rows).means)()
+            fields["component_mean"] = field(lambda rows: self._mixture(rows).means)()
             # In float64: variances may leave the range of float32 where their roots do not.
-            fields["component_variance"] = field(lambda rows: self._normal_mixture(rows).variances, torch.float64)
+            fields["component_variance"] = field(lambda rows: self._mixture(rows).variances, torch.float64)
             fields["component_noise"] = field(self._noise, torch.float64)
-            return prediction_type(self.likelihood)(fields, weights=self.weights, **shared)
+            return RegressionPrediction(fields, weights=self.weights, **shared)
         fields["probs"] = field(lambda rows: self.predictive(rows, seed).point())()
         fields["mutual_information"] = field(lambda rows: self.mutual_information(rows, seed))
+        if self.distance_exponent > 0:
+            fields["aleatoric"] = field(lambda rows: self._aleatoric(rows, seed))
         fields["logit_mean"] = field(lambda rows: torch.stack(list(rows.outputs)))
         fields["logit_variance"] = field(self.logit_variance)
         if self.ood_score_name != MAX_PROBABILITY:
             fields["far_field"] = field(self._far_field)
-        return prediction_type(self.likelihood)(fields, **shared)
+        return Prediction(fields, **shared)
 
     def logit_variance(self, rows: Rows) -> Tensor:
         """Return the variances (K, n, C) of the logits, unscaled."""
@@ -327,24 +330,28 @@ class MoLA(Mixture):
         pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
 
+    def _entropy(self, rows: Rows, seed: int | None) -> Tensor:
+        return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
+
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
         """Return the mutual information (n,) between label and weights; (n, C) for multi-label data."""
-        likelihood = self.likelihood
+        likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
         assert isinstance(likelihood, ClassificationLikelihood)
-        probs, (means, spreads) = self.predictive(rows, seed).point(), self.members(rows).scaled()
-        return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
+        return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
-    def _normal_mixture(self, rows: Rows) -> NormalMixture:
+    def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
+        # The aleatoric entropy without distance. The entropy that distance adds is epistemic: data nearby would remove it.
+        near = copy(self)  # the constructor checks values, which a trace cannot
+        near.scaling = replace(self.scaling, exponent=0.0)
+        return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
+
+    def _mixture(self, rows: Rows) -> RegressionPredictive:
         found = self.predictive(rows)
-        if not isinstance(found, NormalMixture):
-            raise OptionError(
-                f"predictions of a regression are mixtures of normals, and likelihood {self.likelihood.name!r} predicts a "
-                f"{type(found).__name__}: call posterior(inputs) for its point predictions."
-            )
+        assert isinstance(found, RegressionPredictive)
         return found
 
     def _noise(self, rows: Rows) -> Tensor:
-        return self._normal_mixture(rows).noises * self.temperature**2
+        return self._mixture(rows).noises * self.temperature**2
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
 
@@ -381,7 +388,7 @@ class MoLA(Mixture):
         if name == FAR_FIELD:
             return self._far_field(rows)
         if name == VARIANCE:
-            return disagreement(self.weights, self._normal_mixture(rows).means, self._noise(rows))
+            return disagreement(self.weights, self._mixture(rows).means, self._noise(rows))
         if name == NORM:
             return weights @ self._norms(rows).log()
         if name == DISTANCE:
@@ -585,15 +592,13 @@ class MoLA(Mixture):
     def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:
         # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
         assert labels is not None
-        likelihood, count = self.likelihood, len(self.components)
+        likelihood = self.likelihood
         if isinstance(likelihood, ClassificationLikelihood):
             probs = likelihood.member_probabilities(self.members(rows), self.link)
             members: list[Predictive] = [likelihood.distribution(one) for one in probs]
         else:
-            whole = self._normal_mixture(rows)
-            names, one = ("means", "variances", "noises"), torch.ones(1, dtype=torch.float64, device="cpu")
-            parts = [{name: getattr(whole, name)[k : k + 1] for name in names} for k in range(count)]
-            members = [replace(whole, weights=one, **part) for part in parts]
+            whole = self._mixture(rows)
+            members = [whole.component(k) for k in range(len(self.components))]
         return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
 
     def log_evidence(self) -> Tensor:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial, singledispatch
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mola import normal_mixtures
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, importing
-from mola.likelihoods import CATEGORICAL, GAUSSIAN, ClassificationLikelihood, Gaussian, Likelihood
+from mola.likelihoods import (
+    CATEGORICAL,
+    GAUSSIAN,
+    ClassificationLikelihood,
+    Gaussian,
+    Likelihood,
+    RegressionLikelihood,
+    RegressionPredictive,
+)
 from mola.numerics import to_float64
 from mola.options import counted, is_real
 from mola.uncertainty import entropy
@@ -173,6 +179,7 @@ class Prediction(_Fields):
     axes: ClassVar[dict[str, int]] = {
         "probs": 0,
         "mutual_information": 0,
+        "aleatoric": 0,
         "ood_score": 0,
         "logit_mean": 1,
         "logit_variance": 1,
@@ -199,18 +206,20 @@ class Prediction(_Fields):
 
     @property
     def mutual_information(self) -> Tensor:
-        """Mutual information (n,) between label and weights, in nats: the epistemic part of the entropy."""
+        """Mutual information (n,) between label and weights, in nats."""
         return self._read("mutual_information")
 
     @property
     def epistemic(self) -> Tensor:
-        """Uncertainty (n,) that more data would remove, in nats: the mutual information. Caution by distance is not part of it."""
-        return self.mutual_information
+        """Uncertainty (n,) that more data would remove, in nats: the mutual information, and the entropy that distance adds."""
+        known = self._read("aleatoric")
+        return self.mutual_information if known is None else (self.entropy - known).clamp_min(0)
 
     @property
     def aleatoric(self) -> Tensor:
-        """The rest of the entropy (n,), in nats: noise in the labels, and the caution that a distance exponent adds."""
-        return self.entropy - self.mutual_information
+        """The rest of the entropy (n,), in nats: overlap of the classes, which more data would not resolve."""
+        known = self._read("aleatoric")
+        return self.entropy - self.mutual_information if known is None else known
 
     @property
     def ood_score(self) -> Tensor:
@@ -263,7 +272,7 @@ class Prediction(_Fields):
         return values if self.likelihood.mutually_exclusive else values.movedim(-1, self.axis)
 
     def _derived(self) -> tuple[str, ...]:
-        return ("label", "confidence", "entropy", "aleatoric", "epistemic")
+        return ("label", "confidence", "entropy", "epistemic")
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with one row per input."""
@@ -284,7 +293,7 @@ class Prediction(_Fields):
 
 
 class RegressionPrediction(_Fields):
-    """A mixture of K normal distributions for each of n inputs and D outputs, in the targets' units."""
+    """A mixture of K distributions (normal for a Gaussian likelihood) for each of n inputs and D outputs, in the targets' units."""
 
     axes: ClassVar[dict[str, int]] = {
         "component_mean": 1,
@@ -293,7 +302,7 @@ class RegressionPrediction(_Fields):
         "ood_score": 0,
         "distance": 0,
     }
-    likelihood: Gaussian
+    likelihood: RegressionLikelihood
     weights: Tensor
 
     def __init__(
@@ -434,30 +443,31 @@ class RegressionPrediction(_Fields):
             )
         return given
 
-    def _of(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        return self._returned(function(self.weights, self.component_mean, self.component_variance, *arguments))
+    @property
+    def _mixture(self) -> RegressionPredictive:
+        parts = self.component_mean, self.component_variance, self.component_noise
+        return self.likelihood.mixture_type(self.weights, *parts)
 
     def log_prob(self, targets: Any) -> Tensor:
         """Return the log density (n,) of each input's targets (n, D), all outputs together, in nats."""
-        given, axis = self._targets(targets), self.axis
-        place = axis if axis == -1 else axis + 1
-        means, variances = (values.movedim(place, -1) for values in (self.component_mean, self.component_variance))
-        density = partial(normal_mixtures.log_density, joint=True)
-        return self._returned(density(self.weights, means, variances, given.movedim(axis, -1)))
+        given, place = self._targets(targets).movedim(self.axis, -1), self.axis if self.axis == -1 else self.axis + 1
+        parts = (self.component_mean, self.component_variance, self.component_noise)
+        moved = (values.movedim(place, -1) for values in parts)
+        return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
 
     def cdf(self, values: Any) -> Tensor:
         """Return the probability (n, D) that a target is at most `values`: one number, or (n, D)."""
-        return self._of(normal_mixtures.cdf, self._targets(values, broadcast=True))
+        return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
 
     def crps(self, targets: Any) -> Tensor:
         """Return the continuous ranked probability score (n, D) of targets, in their units: lower is better."""
-        return self._of(normal_mixtures.crps, self._targets(targets))
+        return self._returned(self._mixture.crps(self._targets(targets)))
 
     def quantile(self, level: float) -> Tensor:
         """Return the value (n, D) that targets stay below with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
             raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
-        return self._of(normal_mixtures.quantile, float(level))
+        return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the central prediction interval: lower and upper ends (n, D) that contain targets with that probability."""
@@ -498,9 +508,3 @@ def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
     between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
     typical = torch.einsum("k,knd->nd", shares, to_float64(noise))
     return (between / typical).log1p().mean(1).to(means)
-
-
-@singledispatch
-def prediction_type(likelihood: Likelihood) -> Any:
-    """Return the class of predictions under a likelihood; register another class for a likelihood of your own."""
-    return Prediction if likelihood.classification else RegressionPrediction

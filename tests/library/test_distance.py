@@ -13,6 +13,7 @@ from mola.errors import MolaWarning, OptionError
 from mola.laplace import ClassDistance, Sums, distance_sums
 from mola.links import LINKS
 from mola.rules import Distance, Score
+from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained
 from tests.reference import distance as reference
@@ -60,6 +61,16 @@ class TestAgainstTheFormulas:
         rows, labels, asked = torch.randn(300, 6), torch.randint(40, (300,)), torch.randn(10, 6)
         found = solved(rows, labels, 41).logs(asked)[0].exp()
         assert np.allclose(found.numpy(), reference.distances(rows.numpy(), labels.numpy(), asked.numpy()), rtol=1e-9)
+
+    def test_entropy_that_distance_adds_is_epistemic(self, networks):
+        posterior = tuned(networks).with_prior_precision(0.3)
+        direction = torch.randn(1, 3)
+        asked = torch.cat([direction * scale for scale in (1.0, 10.0, 100.0, 1e4)])
+        near, careful = (posterior.with_distance_exponent(exponent).predict(asked) for exponent in (0, 2))
+        assert_close(careful.aleatoric, torch.minimum(near.aleatoric, careful.entropy), "float64")
+        assert_close(careful.epistemic + careful.aleatoric, careful.entropy, "float64")
+        assert float(careful.mutual_information[-1]) < 0.01
+        assert float(careful.epistemic[-1]) > 0.9 * math.log(CLASSES)
 
     @pytest.mark.parametrize("structure", STRUCTURES)
     @pytest.mark.parametrize("pooling", [1.0, 0.4])

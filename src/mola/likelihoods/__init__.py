@@ -6,6 +6,8 @@ from mola.likelihoods.base import (
     Members,
     OutputCurvature,
     Predictive,
+    RegressionLikelihood,
+    RegressionPredictive,
 )
 from mola.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
 from mola.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
@@ -28,6 +30,8 @@ __all__ = [
     "NormalMixture",
     "OutputCurvature",
     "Predictive",
+    "RegressionLikelihood",
+    "RegressionPredictive",
     "as_likelihood",
 ]
 

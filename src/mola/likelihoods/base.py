@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -80,6 +80,49 @@ class Predictive(Protocol):
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores (..., m) of each datum, or of each known label of multi-label data."""
+
+
+@dataclass(frozen=True)
+class RegressionPredictive(ABC):
+    """A mixture of K distributions for each of D outputs, in the targets' units, given by the moments of its components."""
+
+    weights: Tensor
+    """(K,)"""
+    means: Tensor
+    """(K, ..., n, D)"""
+    variances: Tensor
+    """(K, ..., n, D), noise included."""
+    noises: Tensor
+    """Variance (K, ..., n, D) of the noise, without scaling."""
+
+    def point(self) -> Tensor:
+        """Return the mixture's mean (..., n, D)."""
+        return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
+
+    def component(self, index: int) -> Self:
+        """Return one component."""
+        parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
+        return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
+
+    @abstractmethod
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return scores (..., n) of each datum: its log loss "nll", and further scores by name."""
+
+    @abstractmethod
+    def log_density(self, targets: Tensor) -> Tensor:
+        """Return the log density (..., n) of targets (n, D), all outputs together."""
+
+    @abstractmethod
+    def cdf(self, values: Tensor) -> Tensor:
+        """Return the probability (..., n, D) that a target is at most `values`."""
+
+    @abstractmethod
+    def quantile(self, level: float) -> Tensor:
+        """Return the value (..., n, D) that targets stay below with probability `level`."""
+
+    @abstractmethod
+    def crps(self, targets: Tensor) -> Tensor:
+        """Return the continuous ranked probability score (..., n, D) of targets."""
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
@@ -203,6 +246,14 @@ class ClassificationLikelihood(Likelihood):
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the most probable choices, (n,) or (n, C), of outputs (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
+
+
+class RegressionLikelihood(Likelihood):
+    """Regression: each of D outputs has a distribution of its own."""
+
+    classification = False
+    mixture_type: type[RegressionPredictive]
+    """Type of the predictive distribution, made from weights and moments."""
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,16 @@ from torch.nn import functional
 
 from mola import normal_mixtures
 from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods.base import Likelihood, LinkFunction, Members, OutputCurvature, Ran, matrix_of, pooled
+from mola.likelihoods.base import (
+    LinkFunction,
+    Members,
+    OutputCurvature,
+    Ran,
+    RegressionLikelihood,
+    RegressionPredictive,
+    matrix_of,
+    pooled,
+)
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 
@@ -46,32 +55,32 @@ SMALLEST, LARGEST = 1e-12, 1e12
 """Noise and scale of targets that can be used."""
 
 
-@dataclass(frozen=True)
-class NormalMixture:
-    """Mixture of K normal distributions of each of D outputs, in the targets' units."""
-
-    weights: Tensor
-    """(K,)"""
-    means: Tensor
-    """(K, ..., n, D)"""
-    variances: Tensor
-    """(K, ..., n, D), noise included."""
-    noises: Tensor
-    """Variance (K, ..., n, D) of the noise, without scaling."""
-
-    def point(self) -> Tensor:
-        """Return the mixture's mean (..., n, D)."""
-        return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
+class NormalMixture(RegressionPredictive):
+    """A mixture of K normal distributions for each of D outputs."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the log loss (..., n) of each datum, all outputs together, and CRPS (..., n) averaged over outputs."""
-        log_density = normal_mixtures.log_density(self.weights, self.means, self.variances, labels, joint=True)
-        crps = normal_mixtures.crps(self.weights, self.means, self.variances, labels)
-        return {"nll": -log_density, "crps": crps.mean(-1)}
+        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
+
+    def log_density(self, targets: Tensor) -> Tensor:
+        """Return the log density (..., n) of targets (n, D), all outputs together."""
+        return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)
+
+    def cdf(self, values: Tensor) -> Tensor:
+        """Return the probability (..., n, D) that a target is at most `values`."""
+        return normal_mixtures.cdf(self.weights, self.means, self.variances, values)
+
+    def quantile(self, level: float) -> Tensor:
+        """Return the value (..., n, D) that targets stay below with probability `level`."""
+        return normal_mixtures.quantile(self.weights, self.means, self.variances, level)
+
+    def crps(self, targets: Tensor) -> Tensor:
+        """Return the continuous ranked probability score (..., n, D) of targets."""
+        return normal_mixtures.crps(self.weights, self.means, self.variances, targets)
 
 
 @dataclass(frozen=True)
-class Gaussian(Likelihood):
+class Gaussian(RegressionLikelihood):
     """Regression with normal noise, one standard deviation for each output.
 
     Args:
@@ -97,7 +106,7 @@ class Gaussian(Likelihood):
     variance: str = "log-variance"
     estimated: bool = False
     name = "gaussian"
-    classification = False
+    mixture_type = NormalMixture
 
     def __post_init__(self) -> None:
         location = 0.0 if self.location is None else self.location

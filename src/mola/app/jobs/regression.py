@@ -10,7 +10,7 @@ from torch import Tensor
 from mola.baselines.noise import best_factors
 from mola.compare import Tally
 from mola.compare.regression import regression_measured
-from mola.likelihoods import GAUSSIAN, Gaussian
+from mola.likelihoods import GAUSSIAN, Gaussian, Likelihood
 from mola.posterior import MoLA
 from mola.prediction import Field, RegressionPrediction
 from mola.tuning.held_out import HeldOut
@@ -49,7 +49,7 @@ def networks_alone(
 
 
 def regression_prediction(
-    means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Gaussian = GAUSSIAN
+    means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Likelihood = GAUSSIAN
 ) -> RegressionPrediction:
     """Return a prediction from means, variances and noise variances (K, n, D) of its components; it has no outlier score."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
