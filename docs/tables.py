@@ -73,11 +73,10 @@ def suite_table(name: str) -> Table:
 
 def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
     """Texts of some columns of a row."""
-    rows = {one.name: one for one in found.rows}
-    places = {_column_name(column): index for index, column in enumerate(found.columns)}
-    if missing := [*({row} - set(rows)), *(name for name in columns if name not in places)]:
-        raise KeyError(f"{found.title}: no {missing}. Rows: {', '.join(rows)}. Columns: {', '.join(places)}.")
-    return [rows[row].cells[places[name]].text for name in columns]
+    texts = found.texts.set_axis([_column_name(column) for column in found.columns], axis=1)
+    if missing := [*({row} - set(texts.index)), *(name for name in columns if name not in texts)]:
+        raise KeyError(f"{found.title}: no {missing}. Rows: {', '.join(texts.index)}. Columns: {', '.join(texts)}.")
+    return list(texts.loc[row, list(columns)])
 
 
 def _column_name(column: Column) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -23,16 +24,11 @@ from mola.compare.report.single_run_tables import evaluation_tables
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import (
     MISSING,
-    Cell,
     Column,
-    Row,
-    Table,
-    as_latex,
     as_markdown,
     escape_latex,
     latex_document,
     make_table,
-    to_frame,
 )
 from mola.compare.report.writing import write_report
 from mola.compare.store import Store
@@ -64,11 +60,11 @@ def written(suite, tmp_path_factory):
 
 
 def texts(table):
-    return {row.name: [cell.text for cell in row.cells] for row in table.rows}
+    return dict(zip(table.texts.index, table.texts.to_numpy().tolist(), strict=True))
 
 
 def marked(table):
-    return [(row.name, place) for row in table.rows for place, cell in enumerate(row.cells) if cell.best]
+    return sorted(table.best)
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -102,9 +98,7 @@ def test_outliers_beside_the_paper(suite):
     paper = paper_numbers.OUTLIERS["mnist"]["MoLA"]
     assert rows["paper: MoLA"] == [one.text(1) for one in paper.values()]
     assert marked(table) == [("MoLA", place) for place in range(1, 7)]
-    assert [row.name for row in table.rows if row.aside] == [
-        f"paper: {name}" for name in paper_numbers.OUTLIERS["mnist"]
-    ]
+    assert list(table.aside) == [f"paper: {name}" for name in paper_numbers.OUTLIERS["mnist"]]
     ours = 100 * (0.8 - 0.05 * 6 + np.mean(SPREAD))
     error = np.hypot(100 * ERROR, paper["FMNIST MMC"].error)
     assert texts(suite_tables(suite)["difference"])["MoLA"][1] == f"{ours - 44.0:.1f} ± {error:.1f}"
@@ -180,7 +174,10 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
     openood_store(tmp_path)
     tables = suite_tables(read_suites(tmp_path)[0])
     openood = tables["openood"]
-    assert [name for name, _ in openood.groups] == ["near: CIFAR-100, TinyImageNet", "far: MNIST, SVHN"]
+    assert list(dict.fromkeys(one.group for one in openood.columns)) == [
+        "near: CIFAR-100, TinyImageNet",
+        "far: MNIST, SVHN",
+    ]
     rows = texts(openood)
     near = 100 * (0.92 + 0.005 * 6 + np.mean(SPREAD) + 0.005)
     assert rows["MoLA, max probability"][0].startswith(f"{near:.1f}")
@@ -233,7 +230,7 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
         store.write(record("mnist", "MoLA cold", "temperatures", run, 3, LEVELS, components=5))
     suite = read_suites(tmp_path)[0]
     tables = suite_tables(suite)
-    assert tables["outliers"].rows[len(QUALITY)].name == "Dropout <b>"
+    assert tables["outliers"].texts.index[len(QUALITY)] == "Dropout <b>"
     assert (tables["outliers"].columns[-1].group, texts(tables["outliers"])["MAP"][-1]) == ("cats", MISSING)
     assert "typicality" in texts(tables["scores"])
     assert "ablation temperatures" in tables
@@ -283,26 +280,29 @@ def test_latex_is_sound_whatever_the_names():
     assert escape_latex(r"50% & $x_1$ #2 {a} ~^\ ") == (
         r"50\% \& \$x\_1\$ \#2 \{a\} \textasciitilde{}\textasciicircum{}\textbackslash{} "
     )
-    rows = tuple(Row(f"method_{index} & {{co}}", (Cell("-0.5", index == 3), Cell("a|b"))) for index in range(60))
-    aside = Row(r"\input{paper}", (Cell("1"), Cell("2")), aside=True)
-    table = Table("100% #1", "see $ and _", (Column("x", "g_1", "low"), Column("y", "", "high")), (*rows, aside))
-    text = latex_document([("A & B", [table, replace(table, rows=(rows[3], aside))])])
+    columns = [Column("x", "g_1", "low"), Column("y", "", "high")]
+    rows = {f"method_{index} & {{co}}": [-0.5, "a|b"] for index in range(60)}
+    aside, best = {r"\input{paper}": [1.0, 2.0]}, [("method_3 & {co}", 0)]
+    tables = [
+        make_table("100% #1", "see $ and _", columns, some, aside, best) for some in (rows, {best[0][0]: [-0.5, "_"]})
+    ]
+    text = latex_document([("A & B", tables)], "")
     check_latex(text)
     assert text.count(r"\begin{longtable}{lrr}") == text.count(r"\begin{tabular}{lrr}") == 1
-    assert r"\textbf{$-$0.5}" in text
+    assert text.count(r"\textbf{$-$0.5}") == 2
     assert r"\input{" not in text
-    assert as_latex(replace(table, rows=rows[:3])).count(r"\begin{table}") == 1
 
 
 def test_every_form_has_every_cell(suite, written):
     tables = suite_tables(suite)
     check_latex((written / "tables.tex").read_text())
-    markdown = (written / "tables.md").read_text()
+    markdown, page = (written / "tables.md").read_text(), (written / "index.html").read_text()
     for table in tables.values():
         assert as_markdown(table) in markdown
         lines = [line for line in as_markdown(table).splitlines() if line.startswith("|")]
         assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(table.columns) + 2}
-        assert to_frame(table).to_numpy().tolist() == list(texts(table).values())
+        for text in table.texts.to_numpy().flat:
+            assert html.escape(text) in page
     assert "**93.1 ± 0.2**" in markdown
     assert "*paper: DE*" in markdown
 
@@ -332,7 +332,7 @@ def test_every_figure_is_written(written, suite):
 
 @pytest.mark.usefixtures("_blank_figures")
 def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
     Store(results).path("mnist", "MoLA threshold", 2).write_text("{")
     monkeypatch.setattr(sys, "argv", ["mola", "report", "mnist", "--results", str(results), "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
@@ -350,7 +350,7 @@ def test_the_command_prints_and_writes(results, tmp_path, capsys, monkeypatch):
 
 def one_run() -> Comparison:
     """Three methods on a test set and a set of outliers with hostile names; MoLA leads clearly by log loss and one score."""
-    test, outside = "<i>test</i>", "a/<b>&.npz"
+    test, outside = "<i>test</i>", "a/<q>&.npz"
     records = []
     for place, method in enumerate(("MAP", "DE", "MoLA")):
         one = record("", method, "main", 0, 2 * place, [0.0])
@@ -372,7 +372,7 @@ def one_run() -> Comparison:
         title="one",
         sets={
             test: SetInfo(test, test, "test", 8000),
-            outside: SetInfo(outside, "<b>&.npz", "outlier", 10000),
+            outside: SetInfo(outside, "<q>&.npz", "outlier", 10000),
         },
         records=tuple(records),
         leads={
@@ -397,10 +397,10 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
 
 def test_the_page_of_one_run_escapes_every_name():
     text = evaluation_page(one_run(), [])
-    assert {"script", "i", "b", "u"}.isdisjoint(Page(text).tags)
+    assert {"script", "i", "q", "u"}.isdisjoint(Page(text).tags)
     for words in (
         "&lt;i&gt;test&lt;/i&gt;",
-        "Outliers: &lt;b&gt;&amp;.npz",
+        "Outliers: &lt;q&gt;&amp;.npz",
         "&lt;u&gt;</th>",
         "mola evaluate &lt;p&gt;",
     ):

@@ -14,7 +14,7 @@ from mola.app.jobs.groups import Quiet
 from mola.app.options import option
 from mola.compare.demo_result import METHODS, DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
-from mola.compare.report.tables import TerminalTable
+from mola.compare.report.tables import print_table
 from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.lab.demo import run_demo
 
@@ -58,7 +58,7 @@ def demo(options: DemoOptions) -> None:
         return
     console = Console(highlight=False)
     for table in demo_tables(result.comparison):
-        console.print(TerminalTable(table))
+        print_table(console, table)
     for headline in demo_headlines(result):
         console.print(
             f"[bold]{escape(headline.title)}[/bold]: {METHODS[0]} {headline.before}, {METHODS[-1]} {headline.after}. "

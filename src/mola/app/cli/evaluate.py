@@ -15,7 +15,7 @@ from mola.app.jobs.evaluate import EvaluateOptions, run_evaluate
 from mola.app.jobs.rows import Account
 from mola.compare.record import Comparison
 from mola.compare.report.single_run_tables import evaluation_tables
-from mola.compare.report.tables import TerminalTable, fitting
+from mola.compare.report.tables import Table, print_table
 
 DRAWING_BEGINS = 0.8
 """Share of the whole time after which figures are drawn."""
@@ -75,11 +75,10 @@ def _shown(console: Console, comparison: Comparison) -> list[str]:
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
     left_out = Account(comparison.left_out, comparison.noted).lines(shown=2)
     main = replace(evaluation_tables(comparison)[0], caption="")
-    main = replace(fitting(main, console.width)[0], title=main.title)  # columns that fit the terminal
     lines: list[str] = []
-    for part in (f"[bold]{first}[/bold]", TerminalTable(main), *map(escape, left_out), *others):
+    for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):
         with console.capture() as captured:
-            console.print(part)
+            print_table(console, part) if isinstance(part, Table) else console.print(part)
         found = captured.get().rstrip("\n").split("\n")
         if len(lines) + len(found) < MOST_LINES:
             lines += found

@@ -17,7 +17,7 @@ from mola.app.cli.shared import finish, rule_words, scaling_words
 from mola.app.jobs.groups import Reporting
 from mola.app.jobs.job import RUN, Job
 from mola.app.options import option
-from mola.compare.report.tables import Column, TerminalTable, make_table
+from mola.compare.report.tables import Column, make_table, print_table
 from mola.options import counted
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _show(options: FitOptions, result: FitResult, shown: set[str]) -> None:
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
         caption = f"{counted(measured['count'], part)}, also used for tuning: `mola evaluate` measures on other data."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
-        console.print(TerminalTable(make_table("On the validation data", caption, headings, values)))
+        print_table(console, make_table("On the validation data", caption, headings, values))
     summary, *notes = result.notes or ("Not tuned: the prior precision is as given.",)
     for note in notes:
         if note not in shown:

@@ -12,7 +12,7 @@ from mola.app.cli.progress import showing_progress
 from mola.app.cli.shared import check_report_folder
 from mola.app.jobs.groups import Quiet
 from mola.app.options import option
-from mola.compare.report.tables import TerminalTable
+from mola.compare.report.tables import print_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def report(options: ReportOptions) -> None:
         tables = suite_tables(suite)
         for name in TERMINAL:
             if name in tables:
-                console.print(TerminalTable(tables[name]))
+                print_table(console, tables[name])
         for finding in suite_findings(suite):
             console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
         for warning in suite.warnings:

@@ -1,14 +1,12 @@
-"""The numbers of records, estimates over runs from them, and tables of these estimates."""
+"""The numbers of records, and estimates over runs from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mola.compare.measured import Lead
 from mola.compare.record import Comparison, LabelledResult, Record, SetInfo
 from mola.compare.report.estimate import Estimate
-from mola.compare.report.tables import Column, Number, Table, make_table
 from mola.metrics import least_area_under_risk_coverage
 
 BY_CONFIDENCE = "max probability"
@@ -100,57 +98,6 @@ class Numbers:
     def shifted(self, metric: str) -> On:
         """Return a metric on shifted data: the mean over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A column of a table, its number, and the factor to its unit."""
-
-    column: Column
-    quantity: On
-    factor: float = 1.0
-
-
-def on_set(name: str, columns: Mapping[str, Column]) -> list[Shown]:
-    """Metrics on one set, by name; columns with a "%" in their name are in per cent."""
-    return [Shown(column, On(name, metric), 100 if "%" in column.name else 1) for metric, column in columns.items()]
-
-
-def records_table(
-    title: str,
-    caption: str,
-    numbers: Numbers,
-    shown: Sequence[Shown],
-    aside: Mapping[str, Sequence[Number]] | None = None,
-    leads: Mapping[str, Mapping[str, Lead]] | None = None,
-) -> Table:
-    """Return a table of methods and numbers of their records.
-
-    Args:
-        title: title of the table.
-        caption: how to read it.
-        numbers: numbers of the methods.
-        shown: the columns. A column without numbers is omitted, unless there are further rows.
-        aside: further rows, which do not compete.
-        leads: by set and metric, which method leads in a comparison of one run; see `Comparison.leads`.
-    """
-    found = [(one, values) for one in shown if any((values := numbers(one.quantity, one.factor)).values()) or aside]
-    best = {
-        (method, index)
-        for index, (one, _) in enumerate(found)
-        for method in numbers.methods
-        if leads and isinstance(one.quantity.sets, str)
-        if (lead := leads.get(one.quantity.sets, {}).get(one.quantity.metric)) is not None
-        if {(method,), (method, one.quantity.score)} & set(lead.clear)
-    }
-    return make_table(
-        title,
-        caption,
-        [one.column for one, _ in found],
-        {method: [values[method] for _, values in found] for method in numbers.methods},
-        aside,
-        best if leads else None,
-    )
 
 
 def levels_of(comparison: Comparison) -> list[float]:

@@ -17,7 +17,7 @@ from mola.compare.report.reading import METHODS, SuiteResults
 from mola.compare.report.single_run_tables import demo_tables, detail_table, evaluation_tables
 from mola.compare.report.style import INK, Drawn, strokes
 from mola.compare.report.suite_tables import ablation_groups
-from mola.compare.report.tables import Table
+from mola.compare.report.tables import Table, as_html
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def _render(template: str, **context: object) -> str:
     )
     environment.globals |= {"strokes": strokes, "METHODS": METHODS, "LEADS": LEADS}
     environment.filters |= {
+        "as_html": as_html,
         "ablation_groups": ablation_groups,
         "findings": words.suite_findings,
         "inline_svg": _inline_svg,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mola.compare.measured import CLEAR
-from mola.compare.record import Comparison, DecisionResult, SetInfo, SetResult
+from mola.compare.record import Comparison, DecisionResult, SetInfo
 from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate
-from mola.compare.report.numbers import Numbers, On, Shown, on_set, records_table
-from mola.compare.report.tables import Column, Number, Table, make_table
+from mola.compare.report.numbers import Numbers, On
+from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 from mola.compare.tally import ALL_SCORES
 from mola.options import counted
 
@@ -41,14 +41,14 @@ def set_words(one: SetInfo) -> str:
 # --- classification --------------------------------------------------------------------------------------------------
 
 TEST_DATA = {
-    "accuracy": Column("accuracy %", better="high", digits=2),
+    "accuracy": Column("accuracy %", better="high", digits=2, factor=100),
     "nll": Column("NLL", better="low", digits=4),
     "brier": Column("Brier", better="low", digits=4),
-    "ece": Column("ECE %", better="low", digits=2),
-    "confidence": Column("mean conf. %", digits=2),
-    "auroc": Column("AUROC %", better="high", digits=2),
-    "average_precision": Column("AP %", better="high", digits=2),
-    "miou": Column("mean IoU %", better="high", digits=2),
+    "ece": Column("ECE %", better="low", digits=2, factor=100),
+    "confidence": Column("mean conf. %", digits=2, factor=100),
+    "auroc": Column("AUROC %", better="high", digits=2, factor=100),
+    "average_precision": Column("AP %", better="high", digits=2, factor=100),
+    "miou": Column("mean IoU %", better="high", digits=2, factor=100),
 }
 
 
@@ -56,76 +56,74 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
     """Return the tables of the test data, of decisions, and of each set of outliers."""
     inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
     outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
-    return [*inside, *decision_tables(comparison), *outside]
+    return [*inside, *_decision_tables(comparison), *outside]
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
     """Return results by output for a regression, otherwise by class, with the `most` worst classes first."""
-    return _output_table(comparison) if comparison.regression else class_table(comparison, most)
+    return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
 def _test_table(comparison: Comparison) -> Table:
     test = comparison.test
     caption = f"{set_words(test)}, with standard errors over inputs; {BOLD.format('')}."
-    shown = on_set(test.name, TEST_DATA)
-    return records_table("On the test data", caption, Numbers(comparison.runs), shown, leads=comparison.leads)
+    columns = on_set(test.name, TEST_DATA)
+    return records_table("On the test data", caption, Numbers(comparison.runs), columns, leads=comparison.leads)
 
 
 def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
     # AUROC and false positives have separate tables: one table with both would be too wide.
     numbers, leads = Numbers(comparison.runs), comparison.leads
-    first = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
+    first = Column("MMC %", "", "low", 1, On(one.name, "confidence"), 100)
     if comparison.regression:
-        first = Shown(Column("mean std.", digits=digits_of(comparison, "std")), On(one.name, "std"))
+        first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
     caption = f"{set_words(one)}, with standard errors: AUROC of 50 is guessing; {BOLD.format(', by any score')}."
     below = "FPR95: outliers that pass where 95 % of the test data do, with errors and bold as above."
-    areas = _by_score(numbers, one.name, "auroc", Column("", "AUROC %", "high"))
-    rates = _by_score(numbers, one.name, "fpr95", Column("", "FPR95 %", "low"))
+    areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
+    rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
     return (
         records_table(f"Outliers: {one.title}", caption, numbers, [first, *areas], leads=leads),
         records_table(f"Missed outliers: {one.title}", below, numbers, rates, leads=leads),
     )
 
 
-def _by_score(numbers: Numbers, name: str, metric: str, like: Column) -> list[Shown]:
-    quantities = [On(name, metric, score) for score in ALL_SCORES]
-    known = [one for on in quantities for one in numbers(on, 100).values() if one is not None]
-    # A second digit is meaningful where all errors are below a tenth of a point.
+def _by_score(numbers: Numbers, like: Column) -> list[Column]:
+    columns = [replace(like, name=SCORE_NAMES[score], on=replace(like.on, score=score)) for score in ALL_SCORES]
+    known = [one for column in columns for one in numbers(column.on, 100).values() if one is not None]
+    # A second digit is meaningful if all errors are below a tenth of a point.
     digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
-    return [Shown(replace(like, name=SCORE_NAMES[on.score], digits=digits), on, 100) for on in quantities]
+    return [replace(column, digits=digits) for column in columns]
 
 
-def decision_tables(comparison: Comparison) -> list[Table]:
-    """Compare the guarantees made on the validation data with the rates on the test data."""
+def _decision_tables(comparison: Comparison) -> list[Table]:
+    # The guarantees made on the validation data, beside the rates on the test data.
     found = comparison.decisions
     if found is None:
         return []
-    alarms: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
-    if comparison.regression:
-        return [_interval_table(comparison, found, alarms)]
-    values = alarms
-    for one in found.answers:
-        realised, answered = (None if number is None else 100 * number for number in (one.realised, one.answered))
-        values[f"wrong answers, at most {100 * one.promised:.0f} %"] = [100 * one.promised, realised, answered]
-    if found.sets is not None:
-        missed = [100 * (1 - share) for share in (found.sets.promised, found.sets.realised)]
-        values[f"sets without the true class, at most {100 * (1 - found.sets.promised):.0f} %"] = [*missed, None]
-    impossible = [one for one in found.answers if one.threshold is None]
+    values: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
     caption = "Thresholds come from the validation data, so test data may miss a promise by chance."
-    caption = f"{impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else caption
+    if comparison.regression:
+        return [_interval_table(comparison, found, values, caption)]
+    for one in found.answers:
+        rates = [None if rate is None else 100 * rate for rate in (one.realised, one.answered)]
+        values[f"wrong answers, at most {100 * one.promised:.0f} %"] = [100 * one.promised, *rates]
+        if one.threshold is None:
+            caption = f"{one.why[:1].upper()}{one.why[1:]}"
     columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
-    sets = [] if found.sets is None else [_set_table(found.sets, comparison.own)]
-    return [make_table("Decisions", caption, columns, values), *sets]
-
-
-def _set_table(sets: SetResult, method: str) -> Table:
-    worst = sorted(sets.classes, key=lambda name: sets.classes[name])[:FEW]
-    values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
-    caption = (
-        f"Sets of {method} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average; the least covered "
-        f"classes are first, and `mola predict --by-class` gives every class this coverage."
+    if (sets := found.sets) is None:
+        return [make_table("Decisions", caption, columns, values)]
+    missed = [100 * (1 - share) for share in (sets.promised, sets.realised)]
+    values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
+    worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
+    by_class = (
+        f"Sets of {comparison.own} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average; the least "
+        f"covered classes are first, and `mola predict --by-class` gives every class this coverage."
     )
-    return make_table("Prediction sets by class", caption, [Column("covered %")], values)
+    covered = {name: [100 * sets.classes[name]] for name in worst}
+    return [
+        make_table("Decisions", caption, columns, values),
+        make_table("Prediction sets by class", by_class, [Column("covered %")], covered),
+    ]
 
 
 CLASS_COLUMNS = {
@@ -138,32 +136,24 @@ CLASS_COLUMNS = {
 }
 
 
-def class_table(comparison: Comparison, most: int | None = None) -> Table:
-    """Tabulate every class, or the `most` worst classes: count, accuracy and confidence, worst classes first."""
+def _class_table(comparison: Comparison, most: int | None) -> Table:
     methods = [comparison.baseline, comparison.own]
-    # A label is counted once for each input where it is known, a class once for each position.
+    # A label is counted once for each input that has it, a class once for each position.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
     order = sorted(results[1], key=lambda name: (results[1][name].accuracy, -results[1][name].count))
-    shown = {
-        measure: title
-        for measure, title in CLASS_COLUMNS.items()
-        if any(getattr(one, measure) is not None for one in results[0].values())
-    }
+    shown = [key for key in CLASS_COLUMNS if any(getattr(one, key) is not None for one in results[0].values())]
     columns = [Column(f"{unit}s", digits=0)]
-    columns += [Column(method, group) for group in shown.values() for method in methods]
+    columns += [Column(method, CLASS_COLUMNS[key]) for key in shown for method in methods]
     values: dict[str, list[Number]] = {}
     for name in order[:most]:
-        found = [getattr(result[name], measure) for measure in shown for result in results]
+        found = [getattr(result[name], key) for key in shown for result in results]
         values[name] = [float(results[0][name].count), *(None if one is None else 100 * one for one in found)]
     one, many = ("label", "labels") if "auroc" in shown else ("class", "classes")
-    title = (
-        f"{one.capitalize()} by {one}"
-        if len(values) == len(order)
-        else f"The worst {len(values)} of {len(order)} {many}"
-    )
-    caption = f"{many.capitalize()} with the most errors of {comparison.own} first."
-    return make_table(title, caption, columns, values)
+    title = f"{one.capitalize()} by {one}"
+    if len(values) < len(order):
+        title = f"The worst {len(values)} of {len(order)} {many}"
+    return make_table(title, f"{many.capitalize()} with the most errors of {comparison.own} first.", columns, values)
 
 
 # --- regression ------------------------------------------------------------------------------------------------------
@@ -171,9 +161,10 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
 MOST_DIGITS = 8
 
 
-def _digits(errors: Sequence[float | None], values: Sequence[float]) -> int:
+def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
     # Decimals that show two digits of the smallest error, but at most five of the values: constants have almost no error.
-    largest = max((abs(one) for one in values), default=0.0)
+    values, errors = zip(*pairs, strict=True)
+    largest = max(map(abs, values))
     if largest == 0:
         return 1
     most = 4 - math.floor(math.log10(largest))
@@ -185,7 +176,7 @@ def _digits(errors: Sequence[float | None], values: Sequence[float]) -> int:
 def digits_of(comparison: Comparison, metric: str) -> int:
     """Return the number of decimals of a metric on the test data: targets may have any unit."""
     found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
-    return _digits([one.errors.get(metric) for one in found], [one.metrics[metric] for one in found])
+    return _digits((one.metrics[metric], one.errors.get(metric)) for one in found)
 
 
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
@@ -193,8 +184,7 @@ REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
-    # On the test data, intervals, and differences.
-    test, numbers = comparison.test.name, Numbers(comparison.runs)
+    test, numbers, own = comparison.test.name, Numbers(comparison.runs), comparison.own
     columns = {
         name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
     }
@@ -204,87 +194,71 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     )
     levels = [f"{100 * level:g}" for level in LEVELS]
     wide = max(digits_of(comparison, f"width_{name}") for name in levels)
-    intervals = [Shown(Column(f"{name} %", "covered, in %"), On(test, f"coverage_{name}"), 100) for name in levels]
-    intervals += [Shown(Column(f"{name} %", "mean width", digits=wide), On(test, f"width_{name}")) for name in levels]
+    intervals = [Column(f"{one} %", "covered, in %", None, 1, On(test, f"coverage_{one}"), 100) for one in levels]
+    intervals += [Column(f"{one} %", "mean width", None, wide, On(test, f"width_{one}")) for one in levels]
     below = "Share of targets in central intervals by their probability, and the mean width of the intervals."
-    return [
+    tables = [
         records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
-        records_table("Intervals", below, numbers, intervals, leads={test: {}}),
-        *([_difference_table(comparison)] if comparison.differences else []),
+        records_table("Intervals", below, numbers, intervals, leads={}),
     ]
+    if found := comparison.differences:
+        caption = f"Each method minus {own}, input by input: above 0, {own} is better."
+        heads = [Column(title, digits=_digits(one[key] for one in found.values())) for key, title in REGRESSION.items()]
+        values = {method: [Estimate(*one[key], 1) for key in REGRESSION] for method, one in found.items()}
+        tables.append(make_table(f"Compared with {own}", caption, heads, values, best=()))
+    return tables
 
 
-def _difference_table(comparison: Comparison) -> Table:
-    found, columns = comparison.differences, []
-    for name, title in REGRESSION.items():
-        pairs = [one[name] for one in found.values()]
-        columns.append(Column(title, digits=_digits([error for _, error in pairs], [value for value, _ in pairs])))
-    values: dict[str, list[Number]] = {
-        method: [Estimate(*one[name], 1) for name in REGRESSION] for method, one in found.items()
-    }
-    caption = f"Each method minus {comparison.own}, input by input: above 0, {comparison.own} is better."
-    return make_table(f"Compared with {comparison.own}", caption, columns, values, best=set())
-
-
-def _interval_table(comparison: Comparison, found: DecisionResult, values: dict[str, list[Number]]) -> Table:
+def _interval_table(
+    comparison: Comparison, found: DecisionResult, values: dict[str, list[Number]], caption: str
+) -> Table:
     for one in found.intervals:
         realised = Estimate(one.realised, one.realised_error, 1).scaled(100)
         values[f"{100 * one.promised:g} % intervals"] = [100 * one.promised, realised, one.width]
     digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
-    caption = "Alarm and intervals come from the validation data, so test data may miss a promise by chance."
     columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
-    return make_table("Decisions", caption, columns, values, best=set())
+    return make_table("Decisions", caption, columns, values, best=())
 
 
 OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
 def _output_table(comparison: Comparison) -> Table | None:
-    """Return a table that compares the networks with the posterior for each output; None for one output."""
+    # The networks and the posterior for each output; None for one output.
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
-    found = {name: comparison.methods[name].labelled[test].regression for name in methods}
-    known = {name: one.outputs for name, one in found.items() if one is not None}
-    names = list(next(iter(known.values()), {}))
-    if len(names) < 2:
+    details = [comparison.methods[name].labelled[test].regression for name in methods]
+    found = [one.outputs for one in details if one is not None]
+    if len(found[0]) < 2:
         return None
-    values: dict[str, list[Number]] = {}
-    digits: dict[str, list[int]] = {}  # outputs may have different units
-    for output in names:
-        values[output], digits[output] = [], []
+    values: dict[str, list[Number]] = {output: [] for output in found[0]}
+    for output, row in values.items():  # outputs may have different units
         for metric in OUTPUT_COLUMNS:
-            both = [known[method][output] for method in methods]
-            factor = 100 if metric == "coverage_90" else 1
-            values[output] += [Estimate(one.metrics[metric], one.errors[metric], 1).scaled(factor) for one in both]
-            shown = _digits([one.errors[metric] for one in both], [one.metrics[metric] for one in both])
-            digits[output] += [1 if metric == "coverage_90" else shown] * len(methods)
+            pairs = [(one[output].metrics[metric], one[output].errors[metric]) for one in found]
+            factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
+            row += [Estimate(*pair, 1).scaled(factor).text(digits) for pair in pairs]
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
-    title = "Output by output" if many == len(names) else f"The first {len(names)} of {many} outputs"
-    caption = "Each output in its own units, with standard errors."
-    return make_table(title, caption, columns, values, best=set(), digits=digits)
+    title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
+    return make_table(title, "Each output in its own units, with standard errors.", columns, values)
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
 
 ROTATED = {
-    "accuracy": Column("acc. %"),
+    "accuracy": Column("acc. %", factor=100),
     "nll": Column("NLL", better="low", digits=2),
-    "ece": Column("ECE %", better="low"),
+    "ece": Column("ECE %", better="low", factor=100),
 }
 TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
     """Return tables in distribution, under rotation, and against each set of outliers by every score."""
-    numbers, leads = Numbers(comparison.runs), comparison.leads
-    rotated = [
-        replace(shown, column=replace(shown.column, group=f"{one.level:g}°"))
-        for one in comparison.of_role("shift")
-        if one.level in TABLE_ANGLES
-        for shown in on_set(one.name, ROTATED)
-    ]
+    turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
+    columns = [column for one in turned for column in on_set(one.name, ROTATED, f"{one.level:g}°")]
+    caption = "Test digits turned counter-clockwise."
     return [
         _test_table(comparison),
-        records_table("Under rotation", "Test digits turned counter-clockwise.", numbers, rotated, leads=leads),
+        records_table("Under rotation", caption, Numbers(comparison.runs), columns, leads=comparison.leads),
         *(_outlier_tables(comparison, one)[0] for one in comparison.of_role("outlier")),
     ]

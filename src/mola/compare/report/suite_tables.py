@@ -14,15 +14,12 @@ from mola.compare.report.numbers import (
     EXCESS,
     Numbers,
     On,
-    Shown,
     levels_of,
-    on_set,
-    records_table,
     runs_words,
     shared_outliers,
 )
 from mola.compare.report.reading import MAIN, SuiteResults, known_scores
-from mola.compare.report.tables import Cell, Column, Number, Row, Table, make_table
+from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
 """Tables in the terminal; the files have all of them."""
@@ -30,11 +27,11 @@ TERMINAL = ("outliers", "in-distribution", "cost")
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),
     "brier": Column("Brier score", better="low", digits=3),
-    "ece": Column("calibration error (ECE)", better="low"),
-    "accuracy": Column("accuracy", better="high"),
-    "confidence": Column("mean confidence"),
+    "ece": Column("calibration error (ECE)", better="low", factor=100),
+    "accuracy": Column("accuracy", better="high", factor=100),
+    "confidence": Column("mean confidence", factor=100),
 }
-"""Metrics along a shift; those with one digit are in %."""
+"""Metrics along a shift."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
@@ -75,12 +72,12 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
 # --- beside the paper ------------------------------------------------------------------------------------------------
 
 
-def _outlier_columns(sets: Sequence[SetInfo]) -> list[Shown]:
-    shown = [Shown(Column("MMC", "test"), On("test", "confidence"), 100)]
+def _outlier_columns(sets: Sequence[SetInfo]) -> list[Column]:
+    columns = [Column("MMC", "test", None, 1, On("test", "confidence"), 100)]
     for one in sets:
-        shown.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
-        shown.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc", BY_CONFIDENCE), 100))
-    return shown
+        columns.append(Column("MMC", one.title, "low", 1, On(one.name, "confidence"), 100))
+        columns.append(Column("AUROC", one.title, "high", 1, On(one.name, "auroc", BY_CONFIDENCE), 100))
+    return columns
 
 
 def _paper_rows(methods: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,49 +94,49 @@ def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
 
 
 def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    shown = _outlier_columns(suite.of_role("outlier"))
-    if len(shown) == 1:
+    columns = _outlier_columns(suite.of_role("outlier"))
+    if len(columns) == 1:
         return None
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    titles = [f"{one.column.group} {one.column.name}" for one in shown]
+    titles = [f"{one.group} {one.name}" for one in columns]
     aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
         f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well low confidence separates outliers from test "
         f"data; 50 is guessing.{_paper_words(suite, aside)}"
     )
-    return records_table(f"{suite.title} against outliers", caption, numbers, shown, aside)
+    return records_table(f"{suite.title} against outliers", caption, numbers, columns, aside)
 
 
 def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     known = {title for row in paper.values() for title in row}
-    shown = _outlier_columns([one for one in suite.of_role("outlier") if f"{one.title} MMC" in known])
+    columns = _outlier_columns([one for one in suite.of_role("outlier") if f"{one.title} MMC" in known])
     values: dict[str, list[Number]] = {method: [] for method in suite.runs if method in paper}
-    if len(shown) == 1 or not values:
+    if len(columns) == 1 or not values:
         return None
-    for one in shown:
-        found = numbers(one.quantity, 100)
+    for one in columns:
+        found = numbers(one.on, 100)
         for method, row in values.items():
-            mine, theirs = found[method], paper[method].get(f"{one.column.group} {one.column.name}")
+            mine, theirs = found[method], paper[method].get(f"{one.group} {one.name}")
             gap = None if mine is None or theirs is None else mine.minus(theirs)
             row.append(gap if gap is None or mine is None or mine.error is not None else replace(gap, error=None))
     caption = "In percentage points, with the error of the difference. Positive: higher here."
-    columns = [replace(one.column, better=None) for one in shown]
+    columns = [replace(one, better=None) for one in columns]
     return make_table(f"{suite.title}: ours minus the paper's", caption, columns, values)
 
 
 # --- in distribution and under shift ---------------------------------------------------------------------------------
 
 IN_DISTRIBUTION = {
-    "accuracy": Column("accuracy %", better="high", digits=2),
+    "accuracy": Column("accuracy %", better="high", digits=2, factor=100),
     "nll": Column("NLL", better="low", digits=4),
     "brier": Column("Brier", better="low", digits=4),
-    "ece": Column("ECE % (15 bins)", better="low", digits=2),
-    "ece100": Column("ECE % (100)", better="low", digits=2),
-    "ece_legacy": Column("ECE % (legacy)", digits=2),
-    "mce": Column("MCE %", digits=1),
-    "aurc": Column("AURC %", better="low", digits=3),
-    "confidence": Column("mean conf. %", digits=2),
+    "ece": Column("ECE % (15 bins)", better="low", digits=2, factor=100),
+    "ece100": Column("ECE % (100)", better="low", digits=2, factor=100),
+    "ece_legacy": Column("ECE % (legacy)", digits=2, factor=100),
+    "mce": Column("MCE %", digits=1, factor=100),
+    "aurc": Column("AURC %", better="low", digits=3, factor=100),
+    "confidence": Column("mean conf. %", digits=2, factor=100),
 }
 
 
@@ -155,29 +152,25 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 
 def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
-    levels = levels_of(suite)
-    shown = [
-        Shown(Column(f"{level:g}", f"AURC %, {suite.axis}", "low", 2), numbers.at_level(level, "aurc"), 100)
-        for level in levels
-    ]
-    shown.append(Shown(Column("test", "excess %", "low", 3), On("test", EXCESS), 100))
-    shown.append(Shown(Column("shifted", "excess %", "low", 2), numbers.shifted(EXCESS), 100))
+    levels, group = levels_of(suite), f"AURC %, {suite.axis}"
+    columns = [Column(f"{one:g}", group, "low", 2, numbers.at_level(one, "aurc"), 100) for one in levels]
+    columns.append(Column("test", "excess %", "low", 3, On("test", EXCESS), 100))
+    columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC: error rate of the most confident predictions, mean over all coverages (Geifman et al., "
         f"2019); refusing at random gives the error rate. Excess: AURC less that of refusing all errors first, so that only the "
         f"order of the predictions counts{'; shifted: mean over levels' if len(levels) > 1 else ''}."
     )
-    return records_table(f"{suite.title}: risk and coverage", caption, numbers, shown)
+    return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
 
 
 def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table | None:
     levels, methods, like = levels_of(suite), suite.groups.get(group, {}), SHIFT_METRICS[metric]
     if len(levels) < 2 or not methods:
         return None
-    numbers, factor = Numbers(methods), 100 if like.digits == 1 else 1
-    shown = [
-        Shown(replace(like, name=f"{level:g}", group=suite.axis), numbers.at_level(level, metric), factor)
-        for level in levels
+    numbers = Numbers(methods)
+    columns = [
+        replace(like, name=f"{level:g}", group=suite.axis, on=numbers.at_level(level, metric)) for level in levels
     ]
     title, paper = f"{suite.shift_title}: {like.name}", paper_numbers.CURVES.get(suite.name, {}).get(metric, {})
     if group == "variants":
@@ -185,14 +178,13 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
         kinds = [[records[0].settings.get(key) for key in ("structure", "link")] for records in methods.values()]
         given = paper_numbers.VARIANTS.get(suite.name, {})
         paper = {f"LLLA {' '.join(kind)}": curve for kind, curve in given.items() if list(kind) in kinds}
-    aside = _paper_rows(
-        {name: [factor * one for one in curve] for name, curve in paper.items() if len(curve) == len(levels)}
-    )
+    paper = {name: curve for name, curve in paper.items() if len(curve) == len(levels)}
+    aside = _paper_rows({name: [like.factor * one for one in curve] for name, curve in paper.items()})
     caption = (
-        f"{like.name[0].upper()}{like.name[1:]}{', in %' if factor == 100 else ''}. {runs_words(methods)} 0 is the test set "
+        f"{like.name[0].upper()}{like.name[1:]}{', in %' if like.factor == 100 else ''}. {runs_words(methods)} 0 is the test set "
         f"itself.{_paper_words(suite, aside)}"
     )
-    return records_table(title, caption, numbers, shown, aside)
+    return records_table(title, caption, numbers, columns, aside)
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
@@ -351,27 +343,27 @@ def _measured(suite: SuiteResults, measure: str) -> dict[str, tuple[Record, ...]
 def _people(suite: SuiteResults) -> Table | None:
     if not (methods := _measured(suite, "people")):
         return None
-    shown = [
-        Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
-        Shown(Column("cross-entropy", "people", "low", 4), On("people", "cross-entropy")),
-        Shown(Column("divergence", "people", "low", 4), On("people", "divergence")),
+    columns = [
+        Column("NLL", "test", "low", 4, On("test", "nll")),
+        Column("cross-entropy", "people", "low", 4, On("people", "cross-entropy")),
+        Column("divergence", "people", "low", 4, On("people", "divergence")),
     ]
-    shown += [
-        Shown(Column(score, "rank correlation %", "high", 1), On("people", f"correlation, {score}"), 100)
+    columns += [
+        Column(score, "rank correlation %", "high", 1, On("people", f"correlation, {score}"), 100)
         for score in known_scores(suite)
     ]
     caption = (
         "NLL of the published labels, cross-entropy of the labels of about 50 people for each image (CIFAR-10H, Peterson et al., "
         "2019), divergence from these, and Spearman's correlation of scores with their entropy."
     )
-    return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), shown)
+    return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), columns)
 
 
 def _estimated_accuracy(suite: SuiteResults) -> Table | None:
     if not (methods := _measured(suite, measure := "estimated accuracy")):
         return None
-    shown = [
-        Shown(Column(f"{one.level:g}", f"{name}, {suite.axis}", "low", 1), On(measure, f"{one.name}, {name}"), 100)
+    columns = [
+        Column(f"{one.level:g}", f"{name}, {suite.axis}", "low", 1, On(measure, f"{one.name}, {name}"), 100)
         for name in ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
         for one in suite.of_role("shift")
     ]
@@ -379,7 +371,7 @@ def _estimated_accuracy(suite: SuiteResults) -> Table | None:
         "Mean absolute error over types of shift, in points, of the mean confidence, DoC (Guillory et al., 2021) and ATC (Garg et "
         "al., 2022)."
     )
-    return records_table(f"{suite.shift_title}: accuracy estimated without labels", caption, Numbers(methods), shown)
+    return records_table(f"{suite.shift_title}: accuracy estimated without labels", caption, Numbers(methods), columns)
 
 
 # --- ablations, settings and cost ------------------------------------------------------------------------------------
@@ -395,16 +387,16 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
     methods = suite.groups[group]
     numbers, sets = Numbers(methods), shared_outliers(suite, methods)
     outliers = tuple(one.name for one in sets)
-    shown = [
-        Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
-        Shown(Column("ECE %", "test", "low", 2), On("test", "ece"), 100),
-        Shown(Column("acc. %", "test", "high", 2), On("test", "accuracy"), 100),
-        Shown(Column("log-lik.", "shifted", "high", 3), numbers.shifted("log_likelihood")),
-        Shown(Column("ECE %", "shifted", "low", 2), numbers.shifted("ece"), 100),
-        Shown(Column("MMC %", "shifted", None, 1), numbers.shifted("confidence"), 100),
-        Shown(Column("acc. %", "shifted", "high", 2), numbers.shifted("accuracy"), 100),
-        Shown(Column("MMC %", "outliers", "low", 1), On(outliers, "confidence"), 100),
-        Shown(Column("AUROC", "outliers", "high", 2), On(outliers, "auroc", BY_CONFIDENCE), 100),
+    columns = [
+        Column("NLL", "test", "low", 4, On("test", "nll")),
+        Column("ECE %", "test", "low", 2, On("test", "ece"), 100),
+        Column("acc. %", "test", "high", 2, On("test", "accuracy"), 100),
+        Column("log-lik.", "shifted", "high", 3, numbers.shifted("log_likelihood")),
+        Column("ECE %", "shifted", "low", 2, numbers.shifted("ece"), 100),
+        Column("MMC %", "shifted", None, 1, numbers.shifted("confidence"), 100),
+        Column("acc. %", "shifted", "high", 2, numbers.shifted("accuracy"), 100),
+        Column("MMC %", "outliers", "low", 1, On(outliers, "confidence"), 100),
+        Column("AUROC", "outliers", "high", 2, On(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
     along = f" Shifted: mean over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
     every = len(sets) == len(suite.of_role("outlier"))
@@ -412,7 +404,7 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         f"{runs_words(methods)}{along} Outliers: mean over {'all sets' if every else ', '.join(one.title for one in sets)}; "
         f"AUROC of low confidence."
     )
-    return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, shown)
+    return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
 
 
 SETTINGS = ("components", "structure", "link", "rule", "weights")
@@ -420,7 +412,7 @@ TUNED = ("prior_precision", "temperature", "distance_exponent")
 
 
 def _settings(suite: SuiteResults) -> Table:
-    columns = [*SETTINGS, "other", *(name.replace("_", " ") for name in TUNED)]
+    headings = [*SETTINGS, "other", *(name.replace("_", " ") for name in TUNED)]
     rows = {}
     for group in [MAIN, *ablation_groups(suite)]:
         for method, records in suite.groups.get(group, {}).items():
@@ -428,13 +420,11 @@ def _settings(suite: SuiteResults) -> Table:
             others = [f"{key} {_plain(value)}" for key, value in settings.items() if key not in SETTINGS]
             tuned = [_range(record.chosen.get(key) for record in records) for key in TUNED]
             rows[method] = [*(_plain(settings.get(key)) for key in SETTINGS), ", ".join(others), *tuned]
-    kept = [index for index in range(len(columns)) if any(row[index] for row in rows.values())]
-    return Table(
-        f"{suite.title}: settings, and what was tuned",
-        "Ranges are over components and runs.",
-        tuple(Column(columns[index]) for index in kept),
-        tuple(Row(method, tuple(Cell(row[index]) for index in kept)) for method, row in rows.items()),
-    )
+    kept = [index for index in range(len(headings)) if any(row[index] for row in rows.values())]
+    columns = [Column(headings[index]) for index in kept]
+    values = {method: [row[index] for index in kept] for method, row in rows.items()}
+    caption = "Ranges are over components and runs."
+    return make_table(f"{suite.title}: settings, and what was tuned", caption, columns, values)
 
 
 def _plain(value: Any) -> str:

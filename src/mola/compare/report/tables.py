@@ -1,41 +1,46 @@
-"""Tables as values, and their forms: terminal, Markdown, data frame and LaTeX. The templates make HTML.
+"""Tables as data frames of texts, and their forms: terminal, Markdown, HTML and LaTeX.
 
-`make_table` formats numbers and marks the best of each column; every form shows the same cells.
+A column is declared once: its heading, its number in the records, and its format. Every form shows the same texts.
 """
 
 from __future__ import annotations
 
+import html
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import pandas as pd
 
+from mola.compare.measured import Lead
 from mola.compare.report.estimate import Estimate, leaders
+from mola.compare.report.numbers import Numbers, On
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console
+    from rich.table import Table as RichTable
 
-Number = float | Estimate | None
-Better = Literal["low", "high"]
+Number = float | Estimate | str | None
 
 MISSING = "\N{EN DASH}"
+NOWHERE = On("", "")
 ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A metric."""
+    """A heading and a format; in tables of records, also the number."""
 
     name: str
     group: str = ""
     """Heading of several columns side by side."""
-    better: Better | None = None
+    better: Literal["low", "high"] | None = None
     """Direction of improvement; None if neither."""
     digits: int = 1
+    on: On = NOWHERE
+    factor: float = 1.0
+    """Factor from the number of the records to the unit of the column."""
 
     @property
     def heading(self) -> str:
@@ -43,51 +48,31 @@ class Column:
         return f"{self.name} {ARROWS[self.better]}" if self.better else self.name
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A number as text, and whether it is the best of its column."""
-
-    text: str
-    best: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """The numbers of one method."""
-
-    name: str
-    cells: tuple[Cell, ...]
-    aside: bool = False
-    """Not part of the comparison, such as published numbers."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
-    """Rows of text under columns."""
+    """Texts under columns."""
 
     title: str
     caption: str
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    texts: pd.DataFrame
+    """A row for each method; the columns are headed by group and heading."""
+    best: Collection[tuple[str, int]]
+    """Row and column of each cell in bold."""
+    aside: Collection[str]
+    """Rows that do not compete, such as published numbers."""
 
-    @property
-    def groups(self) -> list[tuple[str, list[int]]]:
-        """Groups of columns, each with the places of its columns."""
-        named = groupby(range(len(self.columns)), key=lambda place: self.columns[place].group)
-        return [(name, list(places)) for name, places in named]
-
-    @property
-    def widths(self) -> list[int]:
-        """Characters in the longest cell of each column, its name included."""
-        return [
-            max([len(column.name), *[len(row.cells[place].text) for row in self.rows]])
-            for place, column in enumerate(self.columns)
+    def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
+        """Return the frame with escaped texts; templates such as "**{}**" mark the best cells and the rows aside."""
+        cells = [
+            [
+                bold.format(escape(text)) if (row, place) in self.best else escape(text)
+                for place, text in enumerate(texts)
+            ]
+            for row, texts in zip(self.texts.index, self.texts.to_numpy(), strict=True)
         ]
-
-    @property
-    def name_width(self) -> int:
-        """Characters in the longest name of a row."""
-        return max((len(row.name) for row in self.rows), default=0)
+        rows = [italic.format(escape(row)) if row in self.aside else escape(row) for row in self.texts.index]
+        return pd.DataFrame(cells, rows, self.texts.rename(columns=escape).columns)
 
 
 def make_table(
@@ -97,122 +82,138 @@ def make_table(
     values: Mapping[str, Sequence[Number]],
     aside: Mapping[str, Sequence[Number]] | None = None,
     best: Collection[tuple[str, int]] | None = None,
-    digits: Mapping[str, Sequence[int]] | None = None,
 ) -> Table:
     """Format numbers and mark the best of each column.
 
     Args:
         title: title of the table.
         caption: how to read it.
-        columns: its metrics.
-        values: a number, an estimate or None for each column, by row.
+        columns: headings and formats.
+        values: a number, an estimate, a text or None for each column, by row.
         aside: further rows, which do not compete.
         best: row and column of each cell to mark. None marks estimates over runs that lead by more than chance, see `leaders`.
-        digits: decimals of each column, by row, where rows have different units. None takes those of the columns.
     """
     if best is None:
-        best = {
+        best = [
             (name, index)
             for index, column in enumerate(columns)
             if column.better is not None
             for name in leaders({name: _estimate(row[index]) for name, row in values.items()}, column.better)
-        }
-    usual = [column.digits for column in columns]
-
-    def cells(row: Sequence[Number], decimals: Sequence[int], name: str | None = None) -> tuple[Cell, ...]:
-        pairs = enumerate(zip(map(_estimate, row), decimals, strict=True))
-        return tuple(
-            Cell(MISSING) if number is None else Cell(number.text(places), (name, index) in best)
-            for index, (number, places) in pairs
-        )
-
-    rows = [Row(name, cells(row, usual if digits is None else digits[name], name)) for name, row in values.items()]
-    rows += [Row(name, cells(row, usual), aside=True) for name, row in (aside or {}).items()]
-    return Table(title, caption, tuple(columns), tuple(rows))
+        ]
+    rows = {**values, **(aside or {})}
+    heads: list[tuple[str, str]] = [(column.group, column.heading) for column in columns]
+    grouped = any(group for group, _ in heads)
+    return Table(
+        title,
+        caption,
+        tuple(columns),
+        pd.DataFrame(
+            [[_text(one, column) for one, column in zip(row, columns, strict=True)] for row in rows.values()],
+            list(rows),
+            pd.MultiIndex.from_tuples(heads) if grouped else [heading for _, heading in heads],
+        ),
+        best,
+        tuple(aside or ()),
+    )
 
 
 def _estimate(number: Number) -> Estimate | None:
-    return number if number is None or isinstance(number, Estimate) else Estimate(number, None, 1)
+    return (
+        Estimate(number, None, 1) if isinstance(number, (int, float)) else None if isinstance(number, str) else number
+    )
+
+
+def _text(number: Number, column: Column) -> str:
+    if isinstance(number, str):
+        return number
+    estimate = _estimate(number)
+    return MISSING if estimate is None else estimate.text(column.digits)
+
+
+def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
+    """Return columns of metrics, by name, on one set."""
+    return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
+
+
+def records_table(
+    title: str,
+    caption: str,
+    numbers: Numbers,
+    columns: Sequence[Column],
+    aside: Mapping[str, Sequence[Number]] | None = None,
+    leads: Mapping[str, Mapping[str, Lead]] | None = None,
+) -> Table:
+    """Return a table of methods and numbers of their records.
+
+    Args:
+        title: title of the table.
+        caption: how to read it.
+        numbers: numbers of the methods.
+        columns: each with its number. A column without numbers is omitted, unless there are further rows.
+        aside: further rows, which do not compete.
+        leads: by set and metric, which method leads in a comparison of one run; see `Comparison.leads`.
+    """
+    found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
+    best = None
+    if leads is not None:
+        clear = [_clear(one.on, leads) for one, _ in found]
+        best = [(name, index) for index, names in enumerate(clear) for name in numbers.methods if name in names]
+    rows = {method: [values[method] for _, values in found] for method in numbers.methods}
+    return make_table(title, caption, [one for one, _ in found], rows, aside, best)
+
+
+def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
+    # Methods that lead clearly, by this outlier score if the metric has scores.
+    lead = leads.get(str(on.sets), {}).get(on.metric)
+    return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
-BETWEEN = 2
-"""Characters between columns, and at both ends together."""
+
+def print_table(console: Console, table: Table) -> None:
+    """Print title, table and caption. A table that is too wide for the terminal is shown without standard errors."""
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    shown, caption = _rich_table(table), table.caption
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, shown).maximum > console.width:
+        shown = _rich_table(table, errors=False)
+        shown.width = Measurement.get(console, unlimited, shown).maximum
+        caption += " The terminal is too narrow for standard errors: the files have them." if caption else ""
+    console.print(Text(table.title, style="bold"))
+    console.print(shown, crop=False)
+    if caption:
+        console.print(Text(f"{caption}\n", style="dim"))
 
 
-def fitting(table: Table, width: int) -> list[Table]:
-    """Return the table in parts that fit the width in characters; the last part has the caption."""
-    parts: list[list[int]] = [[]]
-    room = width - BETWEEN - table.name_width
-    left = room
-    for place, (wide, column) in enumerate(zip(table.widths, table.columns, strict=True)):
-        needed = BETWEEN + max([wide, *[len(word) for word in column.group.split()]])
-        if parts[-1] and needed > left:
-            parts.append([])
-            left = room
-        parts[-1].append(place)
-        left -= needed
-    if len(parts) == 1:
-        return [table]
-    return [
-        replace(
-            table,
-            title=f"{table.title} ({number} of {len(parts)})",
-            caption=table.caption if number == len(parts) else "",
-            columns=tuple(table.columns[index] for index in part),
-            rows=tuple(_cut(table.rows, part)),
-        )
-        for number, part in enumerate(parts, 1)
-    ]
-
-
-def _cut(rows: Sequence[Row], part: Sequence[int]) -> Iterator[Row]:
-    for row in rows:
-        cells = tuple(row.cells[index] for index in part)
-        if not row.aside or any(cell.text != MISSING for cell in cells):
-            yield replace(row, cells=cells)
-
-
-@dataclass(frozen=True)
-class TerminalTable:
-    """Title, table and caption for `rich`, in as many parts as the terminal's width needs."""
-
-    table: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich.text import Text
-
-        for part in fitting(self.table, options.max_width):
-            yield Text(part.title, style="bold")
-            yield _rich_table(part)
-            if part.caption:
-                yield Text(part.caption, style="dim")
-            yield Text("")
-
-
-def _rich_table(table: Table) -> RenderableType:
+def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     shown.add_column("", no_wrap=True)
-    for group, places in table.groups:
-        for place in places:
-            # A group's heading is above its first column, a word to a line, so that numbers set the width.
-            above = group.split() if place == places[0] else []
-            name = "\n".join([*above, table.columns[place].name])
-            shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    for position, row in enumerate(table.rows):
-        if row.aside and position and not table.rows[position - 1].aside:
-            shown.rows[position - 1].end_section = True
-        cells = [Text(cell.text, style="bold" if cell.best else "") for cell in row.cells]
-        shown.add_row(Text(row.name), *cells, style="italic" if row.aside else None)
+    for index, column in enumerate(table.columns):
+        # A group's heading is above its first column, a word to a line, so that numbers set the width.
+        first = index == 0 or table.columns[index - 1].group != column.group
+        name = "\n".join(
+            [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
+        )
+        shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+    for row, texts in zip(table.texts.index, table.texts.to_numpy(), strict=True):
+        cells = [
+            Text(
+                text if errors else text.split(" \N{PLUS-MINUS SIGN}")[0], "bold" if (row, place) in table.best else ""
+            )
+            for place, text in enumerate(texts)
+        ]
+        shown.add_row(Text(row), *cells, style="italic" if row in table.aside else None)
     return shown
 
 
-# --- Markdown --------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def as_markdown(table: Table) -> str:
@@ -224,11 +225,8 @@ def as_markdown(table: Table) -> str:
     else:
         corner = ""
         names = [f"{column.group} {column.heading}".strip() for column in table.columns]
-    rows = []
-    for row in table.rows:
-        name, *cells = (text.replace("|", "\\|") for text in (row.name, *(cell.text for cell in row.cells)))
-        marked = [f"**{text}**" if cell.best else text for text, cell in zip(cells, row.cells, strict=True)]
-        rows.append([f"*{name}*" if row.aside else name, *marked])
+    cells = table.marked(lambda text: text.replace("|", "\\|"), "**{}**", "*{}*")
+    rows = [[name, *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
     return "\n".join([f"### {table.title}", "", markdown_rows([corner, *names], rows), "", table.caption, ""])
 
 
@@ -238,10 +236,15 @@ def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: in
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
 
-# --- data frames and LaTeX -------------------------------------------------------------------------------------------
+def as_html(table: Table) -> str:
+    """Return the `<table>` element."""
+    with pd.option_context("display.max_colwidth", None):
+        text: str = table.marked(html.escape, "<b>{}</b>", "<i>{}</i>").to_html(escape=False, border=0)
+    return text
 
-LONG, BROAD = 40, 80
-"""Rows from which a table may break over pages; characters in a row from which it is shrunk to the line."""
+
+LONG = 40
+"""Rows from which a table may break over pages."""
 
 SPECIAL = str.maketrans(
     {
@@ -260,54 +263,33 @@ def escape_latex(text: str) -> str:
     return re.sub(r"^-(?=\d)", "$-$", text.translate(SPECIAL))
 
 
-def to_frame(table: Table) -> pd.DataFrame:
-    """Return the cells as a data frame of texts, its columns by group and name."""
-    pairs = [(column.group, column.heading) for column in table.columns]
-    columns = pd.MultiIndex.from_tuples(pairs) if any(group for group, _ in pairs) else [name for _, name in pairs]
-    return pd.DataFrame(
-        [[cell.text for cell in row.cells] for row in table.rows], [row.name for row in table.rows], columns
-    )
-
-
 def as_latex(table: Table) -> str:
-    """Return a booktabs table with its caption: a float, or a longtable that breaks over pages."""
-    long = len(table.rows) > LONG
-    bold = [["textbf:--rwrap;" if cell.best else "" for cell in row.cells] for row in table.rows]
-    style = to_frame(table).style.format(escape_latex).apply(lambda _: np.array(bold), axis=None)
-    for axis in (0, 1):
-        style = style.format_index(escape_latex, axis=axis)
-    style = style.apply_index(lambda _: ["textit:--rwrap;" if row.aside else "" for row in table.rows])
-    text: str = style.to_latex(
+    """Return a booktabs table with its caption, shrunk to the width of the line, or a longtable that breaks over pages."""
+    long = len(table.texts) > LONG
+    text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
         column_format="l" + "r" * len(table.columns),
-        position=None if long else "htbp",
-        position_float=None if long else "centering",
-        hrules=True,
-        multicol_align="c",
+        longtable=long,
+        escape=False,
+        multicolumn_format="c",
         caption=f"{escape_latex(table.title)}. {escape_latex(table.caption)}",
-        environment="longtable" if long else None,
+        position=None if long else "htbp",
     )
     if long:
-        return f"{{\\footnotesize\n{text}}}\n"
-    text = text.replace(r"\centering", "\\centering\n\\footnotesize", 1)
-    if table.name_width + sum(table.widths) + 2 * len(table.columns) > BROAD:
-        text = text.replace(r"\begin{tabular}", "\\resizebox{\\linewidth}{!}{%\n\\begin{tabular}", 1)
-        text = text.replace(r"\end{tabular}", "\\end{tabular}\n}", 1)
-    return text
+        return text
+    text = text.replace(r"\begin{tabular}", "\\begin{adjustbox}{max width=\\linewidth}\n\\begin{tabular}", 1)
+    return text.replace(r"\end{tabular}", "\\end{tabular}\n\\end{adjustbox}", 1)
 
 
-def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str = "") -> str:
+def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str) -> str:
     """Return a complete document that compiles, from words at its beginning and the title and tables of each section."""
     lines = [
-        r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
         r"\documentclass{article}",
         r"\usepackage[T1]{fontenc}",
-        r"\usepackage[utf8]{inputenc}",
-        r"\usepackage{textcomp}",
+        r"\usepackage{adjustbox,booktabs,longtable,multirow,textcomp}",
         r"\usepackage[margin=2cm]{geometry}",
-        r"\usepackage{booktabs,graphicx,longtable}",
         r"\begin{document}",
+        r"\footnotesize",
         escape_latex(words),
-        "",
     ]
     for title, tables in sections:
         lines += [rf"\section*{{{escape_latex(title)}}}", ""]
