@@ -171,7 +171,7 @@ FOREIGN = {
     "another format": ({"format": "peft"}, "not written by mola"),
     "newer": ({"version": 2}, "version 2.*Update mola"),
     "version as a word": ({"version": "1"}, "version '1'"),
-    "another kind": ({"kind": "mimo"}, "saved mimo, expected a saved swag.*Mimo"),
+    "another kind": ({"kind": "mimo"}, "saved mimo, expected a saved swag"),
     "no kind": ({"kind": None}, "'kind': expected text"),
     "an unknown kind": ({"kind": "junk"}, "saved junk"),
     "no tensors": ({"tensors": {"file": "none.safetensors", "sha256": ""}}, "missing.*whole folder"),
@@ -203,7 +203,7 @@ def test_an_edited_document_is_refused(tmp_path):
     path.write_text("[1]")
     with pytest.raises(StorageError, match="not written by mola"):
         read_plain(tmp_path)
-    with pytest.raises(StorageError, match="is a file; pass the folder"):
+    with pytest.raises(StorageError, match="Pass the folder"):
         read_plain(path)
 
 

@@ -66,20 +66,11 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
         write_folder(tmp_path / "f", {"kind": "swag", "rank": float("nan")}, {})
     with pytest.raises(StorageError, match="holds a saved swag, which a mimo does not replace"):
         write_folder(tmp_path / "f", {"kind": "mimo"}, {})
-    with pytest.raises(StorageError, match="is a file"):
-        write_folder(tmp_path / "f" / "posterior.json", *NEW)
     with pytest.raises(StorageError, match="cannot be made"):
         write_folder(tmp_path / "f" / "posterior.json" / "inside", *NEW)
     assert contents(tmp_path / "f") == before
-    for path in (None, 3):
-        with pytest.raises(StorageError, match="path of a folder"):
-            write_folder(path, *NEW)
-
-
-def test_another_kind_is_refused_with_its_loader(tmp_path):
-    write_folder(tmp_path, *OLD)
-    with pytest.raises(StorageError, match=r"saved swag, expected a saved posterior.*baselines\.Swag\.load"):
-        read_folder(tmp_path, "posterior")
+    with pytest.raises(StorageError, match=r"saved swag, expected a saved posterior"):
+        read_folder(tmp_path / "f", "posterior")
 
 
 # --- crashes ------------------------------------------------------------------------------------------------------------
@@ -174,13 +165,6 @@ def test_weights_of_others_load(form, modern, tmp_path):
     assert same(source.float(), target)
 
 
-def test_weights_load_by_their_own_names_first(tmp_path):
-    source, target = small(1), small(2)
-    save_weights(source, tmp_path / "w.safetensors")
-    load_weights(nn.DataParallel(target), tmp_path / "w.safetensors")
-    assert same(source, target)
-
-
 def test_saved_weights_load_with_their_metadata(tmp_path):
     source, target = small(1), small(2)
     source[3].weight.data = torch.randn(4, 3, dtype=torch.float64).T
@@ -189,47 +173,34 @@ def test_saved_weights_load_with_their_metadata(tmp_path):
     assert same(source, target)
     assert read_metadata(path) == {"format": "pt", "network": "small"}
     assert read_state(path).keys() == source.state_dict().keys()
-    with pytest.raises(OptionError, match="metadata"):
-        save_weights(source, path, {"accuracy": 0.9})
+    load_weights(nn.DataParallel(small(3)), path)
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     load_weights(tied, save_weights(tied, path))
     assert len(contents(path.parent)) == 1
 
 
-def refused(network, path, words, **options):
+def refused(network, path, words):
     before = {name: value.clone() for name, value in network.state_dict().items()}
     with pytest.raises(StorageError, match=words):
-        load_weights(network, path, **options)
+        load_weights(network, path)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 def test_weights_that_do_not_match_are_named(tmp_path):
     path, state = tmp_path / "w.safetensors", dict(small(1).state_dict())
     save_file({name: value for name, value in state.items() if name != "3.bias"}, path)
-    refused(small(2), path, r"1 missing: 3\.bias\. Is it the same architecture")
+    refused(small(2), path, r"1 missing: 3\.bias\. Is it the same architecture.*unchanged")
     save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
     refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
     save_weights(small(1, classes=5), path)
-    refused(small(2), path, r"2 of another shape: 3\.bias is \(5,\).*expected \(3,\).*number of classes\?.*unchanged")
+    refused(small(2), path, r"2 of another shape: 3\.bias is \(5,\).*expected \(3,\).*number of classes")
     save_weights(small(1, width=6), path)
     refused(small(2), path, r"7 of another shape: 0\.bias .*and 4 more")
     save_file({"conv.weight": torch.ones(1)}, path)
-    refused(small(2), path, "8 missing.*No name agrees")
+    refused(small(2), path, "8 missing")
     save_file({**state, "0.weight": state["0.weight"].long()}, path)
     refused(small(2), path, r"0\.weight is \(4, 5\) of torch\.int64")
-
-
-def test_several_sets_of_weights_need_a_choice(tmp_path):
-    path, first, second, target = tmp_path / "w.pt", small(1), small(2), small(3)
-    torch.save({"model": first.state_dict(), "net": second.state_dict(), "ema": second.state_dict()}, path)
-    refused(small(3), path, r"several.*model, net\. .*entry=")
-    load_weights(target, path, entry="ema")
-    assert same(second, target)
-    refused(small(3), path, "no weights under 'teacher'", entry="teacher")
-    torch.save({"model": first.state_dict(), "net": small(1, width=5).state_dict()}, path)
-    load_weights(target, path)
-    assert same(first, target)
 
 
 def test_files_without_weights(tmp_path):
@@ -240,7 +211,7 @@ def test_files_without_weights(tmp_path):
     refused(small(), path, "neither a safetensors file nor a torch.save file")
     for content, words in (
         (torch.ones(3), "holds a Tensor"),
-        ({"epoch": 3, "optimizer": {}}, "holds no weights: epoch, optimizer.*entry="),
+        ({"epoch": 3, "optimizer": {}}, "holds no weights: epoch, optimizer"),
         ({}, "holds no weights: nothing"),
         ({"state_dict": small().state_dict(), "args": Namespace(lr=0.1)}, r"could run code.*argparse\.Namespace"),
     ):

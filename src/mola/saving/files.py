@@ -27,16 +27,6 @@ FORMAT = "mola"
 VERSION = 1
 DOCUMENT = "posterior.json"
 
-LOADERS = {
-    "posterior": "mola.load",
-    "whole-posterior": "mola.whole.load",
-    "swag": "mola.baselines.Swag.load",
-    "multi-swag": "mola.baselines.MultiSwag.load",
-    "mimo": "mola.baselines.Mimo.load",
-    "mc-dropout": "mola.baselines.McDropout.load",
-    "temperature": "mola.baselines.TemperatureScaled.load",
-}
-
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
@@ -63,13 +53,11 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     The folder is made if missing, and returned. The document has an entry "kind", such as "swag": a folder of another
     kind is not overwritten.
     """
-    folder, kind = _path(directory), document["kind"]
+    folder, kind = Path(directory), document["kind"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise StorageError(f"{folder} is a file; expected a folder to save the {kind} in.") from None
     except OSError as error:
-        raise StorageError(f"{folder} cannot be made: {error.strerror}. Choose another folder.") from error
+        raise StorageError(f"{folder} cannot be made a folder: {error.strerror}. Choose another folder.") from error
     old = None
     with suppress(StorageError):  # no document, or a damaged one, which may be replaced
         old = read_document(folder)
@@ -96,12 +84,12 @@ def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind."""
-    folder = _path(directory)
+    folder = Path(directory)
     document = read_document(folder)
     if document["kind"] != kind:
         raise StorageError(
-            f"{folder} holds a saved {document['kind']}, expected a saved {kind}. Load it with "
-            f"{LOADERS.get(document['kind'], 'the function that belongs to what saved it')}."
+            f"{folder} holds a saved {document['kind']}, expected a saved {kind}. Load posteriors with mola.load, and "
+            "baselines with the class of mola.baselines that saved them."
         )
     check(document, dict(schema or {}), "")
     try:
@@ -115,28 +103,20 @@ def read_folder(
 
 def kind_of(directory: str | Path) -> str | None:
     """Return the kind of a saved folder, such as "posterior" or "swag"; None if there is no document."""
-    folder = _path(directory)
-    return str(read_document(folder)["kind"]) if (folder / DOCUMENT).exists() else None
+    return str(read_document(directory)["kind"]) if (Path(directory) / DOCUMENT).exists() else None
 
 
 def read_document(directory: str | Path) -> dict[str, Any]:
     """Read the document of a folder without its tensors; `StorageError` if it is missing, damaged, foreign or newer."""
-    folder = _path(directory)
-    path = folder / DOCUMENT
-    if folder.is_file():
-        if (folder.parent / DOCUMENT).is_file():
-            raise StorageError(f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}.")
-        raise StorageError(
-            f"{folder} is a file, not a posterior: pass the folder that posterior.save or `mola fit` wrote."
-        )
-    if not path.is_file():
-        raise StorageError(
-            f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
-        )
+    path = Path(directory) / DOCUMENT
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{directory} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
+        ) from error
+    except OSError as error:  # the path is a file, or there is no permission
+        raise StorageError(f"{path} cannot be read: {error.strerror}. Pass the folder that was saved.") from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StorageError(f"{path} was not written by mola: expected an entry 'format' with the value {FORMAT!r}.")
@@ -166,10 +146,3 @@ def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
         return load_tensors(content)
     except (SafetensorError, ValueError) as error:
         raise StorageError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _path(directory: str | Path) -> Path:
-    try:
-        return Path(directory)
-    except TypeError as error:
-        raise StorageError(f"expected the path of a folder, got {directory!r}.") from error

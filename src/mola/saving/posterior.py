@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -56,26 +56,45 @@ def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
 
 def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors that `load_posterior` needs in addition to the networks."""
+
+    def part(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
+        head = component.head
+        assert head is not None  # as there is a last layer
+        if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
+            raise StorageError(
+                f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again."
+            )
+        described = {name: getattr(head, name) for name in HEAD}
+        return {"head": described, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
+
+    document, tensors = pack_components(posterior, part)
+    structure = describe(posterior.components[0].require_layer("saving").structure, STRUCTURES, "structure")
+    return {"kind": KIND, "structure": structure, **document}, tensors
+
+
+def pack_components(
+    posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return all of a posterior but its structure as JSON and tensors, with the own entries `part(...)` of each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
-    sums, tensors = pack_sums([layer.sums for layer in layers])
-    parts = []
+    entries, tensors = pack_sums([layer.sums for layer in layers])
+    scaling = posterior.scaling
+    reference = None if scaling.reference is None else scaling.reference.as_json()
+    document = {
+        "link": describe(posterior.link, LINKS, "link"),
+        "weighting": posterior.weighting,
+        "weights": posterior.weights.tolist(),
+        "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
+        "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
+    }
     with evaluating(*posterior.networks):
-        for index, (component, layer, entry) in enumerate(zip(posterior.components, layers, sums, strict=True)):
-            head = component.head
-            assert head is not None  # as there is a last layer
-            if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
-                raise StorageError(
-                    f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again."
-                )
-            own = {
-                "network": state_checksum(component.network),
-                "head": {name: getattr(head, name) for name in HEAD},
-                "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood"),
-                "prior_precision": component.prior_precision,
-            }
-            parts.append({**own, **entry})
-    structure = describe(layers[0].structure, STRUCTURES, "structure")
-    return {"kind": KIND, "structure": structure, **pack_mixture(posterior), "components": parts}, tensors
+        parts = [
+            {"network": state_checksum(one.network), "prior_precision": one.prior_precision}
+            | part(index, one, layers[index])
+            | entries[index]
+            for index, one in enumerate(posterior.components)
+        ]
+    return {**document, "components": parts}, tensors
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
@@ -144,21 +163,8 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
             )
 
 
-def pack_mixture(posterior: MoLA) -> dict[str, Any]:
-    """Return all of a posterior but its components as JSON, by the schema `MIXTURE`."""
-    scaling = posterior.scaling
-    reference = None if scaling.reference is None else scaling.reference.as_json()
-    return {
-        "link": describe(posterior.link, LINKS, "link"),
-        "weighting": posterior.weighting,
-        "weights": posterior.weights.tolist(),
-        "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
-        "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
-    }
-
-
 def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """Undo `pack_mixture`: return the arguments of `MoLA` for components that have been rebuilt."""
+    """Return the arguments of `MoLA` for components that have been rebuilt."""
     count, scaling = len(components), dict(document["scaling"])
     weights = check_weights(document["weights"], count)
     if scaling["reference"] is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,6 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
         path: the file to write.
         metadata: short texts to keep with the weights, such as the network's name.
     """
-    texts = dict(metadata or {})
-    if any(not isinstance(text, str) for pair in texts.items() for text in pair):
-        raise OptionError(f"metadata must map str to str, got {texts!r}. Use str() or json.dumps() on the values.")
     state = network.state_dict()
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
     if foreign:
@@ -48,7 +45,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, save_tensors(values, {"format": "pt", **texts}))
+    write_atomically(target, save_tensors(values, {"format": "pt", **(metadata or {})}))
     return target
 
 
@@ -86,16 +83,15 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return dict(content)
 
 
-def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = None) -> None:
+def load_weights(network: nn.Module, path: str | Path) -> None:
     """Load the weights of a file into a network: all of them or, on any error, none.
 
     Names must match exactly, or without the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) on either side.
-    Values are converted to the network's precision and device. BatchNorm's count of batches may be missing.
+    Values are converted to the network's precision and device.
 
     Args:
         network: has the architecture of the weights; changed in place.
         path: safetensors, or a file of `torch.save`, read without running code.
-        entry: name under which the file holds the weights; None tries the usual names.
     """
     content = read_state(path)
     full = network.state_dict()
@@ -103,23 +99,22 @@ def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = No
     lazy = [name for name, value in own.items() if is_lazy(value)]
     if lazy:
         raise StorageError(f"{_some(lazy)} of the network have no shape yet. Call it on one batch, then load {path}.")
-    if entry is not None and not isinstance(content.get(entry), Mapping):
-        raise StorageError(f"{path} has no weights under {entry!r}; it holds {_some(list(map(str, content)))}.")
-    states = dict(_states(content if entry is None else content[entry], entry or ""))
-    if not states:
+    problems = ""
+    for state in _states(content):
+        values, found = _match(state, own)
+        if not found:
+            network.load_state_dict({**full, **values})
+            return
+        problems = problems or found
+    if not problems:
         raise StorageError(
             f"{path} holds no weights: {_some(list(map(str, content)))}. Expected them at the top level or under "
-            f"{', '.join(ENTRIES)}; pass entry= if they have another name."
+            f"{', '.join(ENTRIES)}."
         )
-    matches = {place: _match(state, own) for place, state in states.items()}
-    fitting = {place: values for place, (values, problems) in matches.items() if not problems}
-    if len(fitting) > 1:
-        raise StorageError(f"{path} holds several sets of weights that fit: {', '.join(fitting)}. Choose with entry=.")
-    if not fitting:
-        _, problems = min(matches.values(), key=lambda match: len(match[1]))
-        raise StorageError(_mismatch(path, problems, sum(map(_needed, own))))
-    (values,) = fitting.values()
-    network.load_state_dict({**full, **values})
+    raise StorageError(
+        f"{path} does not hold this network's weights. {problems}. Is it the same architecture, with the same depth, width and "
+        "number of classes? The network is unchanged."
+    )
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -160,62 +155,46 @@ def _unreadable(path: str | Path, error: Exception) -> str:
     return f"{path} is truncated or corrupt ({type(error).__name__}: {reason}). Copy or download it again."
 
 
-def _states(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
+    # The weights in a training script's dictionary, at any depth.
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
-        yield place or "the top level", content
+        yield content
         return
     for name in ENTRIES:
         if isinstance(inner := content.get(name), Mapping):
-            yield from _states(inner, f"{place}.{name}" if place else name)
+            yield from _states(inner)
 
 
-def _plain_names(names: list[str]) -> dict[str, str]:
-    # Names without the prefixes of wrappers, each with the full name; nothing if two names would become equal.
+def _plain_names(names: Collection[str]) -> dict[str, str]:
+    # Full names by the names without the prefixes of wrappers; unchanged if two of these would be equal.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for prefix in PREFIXES:
-        if plain and all(name.startswith(f"{prefix}.") for name in plain):
+        if all(name.startswith(f"{prefix}.") for name in plain):
             plain = {name.removeprefix(f"{prefix}."): full for name, full in plain.items()}
-    return plain if len(plain) == len(names) else {}
+    return plain if len(plain) == len(names) else {name: name for name in names}
 
 
-def _needed(name: str) -> bool:
-    return not name.endswith("num_batches_tracked")
-
-
-def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models next to the weights.
-    state = {name: value for name, value in state.items() if name in own or name != "n_averaged"}
+def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    # The values by the network's own names, and a list of what does not match.
     theirs, ours = {name: name for name in state}, {name: name for name in own}
     if state.keys() != own.keys():
-        theirs, ours = _plain_names(list(state)) or theirs, _plain_names(list(own)) or ours
-    problems = [("unexpected", theirs[name]) for name in theirs.keys() - ours.keys()]
-    values = {}
-    for name, full in ours.items():
-        if name in theirs:
-            value, wanted = state[theirs[name]], own[full]
-            if value.shape != wanted.shape or value.is_floating_point() != wanted.is_floating_point():
-                kinds = f"{tuple(value.shape)} of {value.dtype}, expected {tuple(wanted.shape)} of {wanted.dtype}"
-                problems.append(("of another shape", f"{full} is {kinds}"))
-            values[full] = value
-        elif _needed(name):
-            problems.append(("missing", full))
-    return values, sorted(problems)
+        theirs, ours = _plain_names(state), _plain_names(own)
+    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models next to the weights.
+    theirs = {name: full for name, full in theirs.items() if name in ours or name != "n_averaged"}
+    values = {ours[name]: state[full] for name, full in theirs.items() if name in ours}
+    shapes = [
+        f"{name} is {tuple(value.shape)} of {value.dtype}, expected {tuple(own[name].shape)} of {own[name].dtype}"
+        for name, value in sorted(values.items())
+        if value.shape != own[name].shape or value.is_floating_point() != own[name].is_floating_point()
+    ]
+    problems = {
+        "missing": sorted(name for name in own.keys() - values.keys() if not name.endswith("num_batches_tracked")),
+        "unexpected": sorted(theirs[name] for name in theirs.keys() - ours.keys()),
+        "of another shape": shapes,
+    }
+    return values, "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
 
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest if names else "nothing"
-
-
-def _mismatch(path: str | Path, problems: list[tuple[str, str]], total: int) -> str:
-    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": []}
-    for kind, text in problems:
-        kinds[kind].append(text)
-    listed = "; ".join(f"{len(texts)} {kind}: {_some(texts)}" for kind, texts in kinds.items() if texts)
-    if len(kinds["missing"]) == total:
-        hint = "No name agrees: the weights belong to another architecture, or have an unknown prefix."
-    elif kinds["missing"] or kinds["unexpected"]:
-        hint = "Is it the same architecture, including its depth?"
-    else:
-        hint = "Is it the same width and number of classes?"
-    return f"{path} does not hold this network's weights. {listed}. {hint} The network is unchanged."

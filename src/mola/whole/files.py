@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mola.component import Component
+from mola.component import Component, LastLayer
 from mola.errors import OptionError, StorageError
 from mola.fitting import as_networks
 from mola.laplace import Sums
 from mola.likelihoods import CATEGORICAL
-from mola.network import evaluating, state_checksum
 from mola.saving.files import read_folder, write_folder
-from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
-from mola.saving.posterior import MIXTURE, check_networks, pack_mixture, unpack_mixture
+from mola.saving.fit_checkpoint import SUMS, unpack_sums
+from mola.saving.posterior import MIXTURE, check_networks, pack_components, unpack_mixture
 from mola.saving.schema import Optional
 from mola.whole.jacobians import Block, WeightLayout
 from mola.whole.posterior import WholeMoLA, make_component, structure_of
@@ -33,23 +32,18 @@ SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONE
 
 def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
     """Write a posterior without its networks to a folder, and return the folder."""
-    layers = [component.require_layer("saving a posterior") for component in posterior.components]
-    entries, tensors = pack_sums([layer.sums for layer in layers])
-    parts = []
-    with evaluating(*posterior.networks):
-        for index, (component, entry) in enumerate(zip(posterior.components, entries, strict=True)):
-            layout = structure_of(component).layout
-            if layout.chosen is not None:
-                tensors[f"{index}.{CHOSEN}"] = layout.chosen
-            own = {
-                "network": state_checksum(component.network),
-                "blocks": [asdict(block) | {"names": list(block.names)} for block in layout.blocks],
-                "outputs": structure_of(component).outputs,
-                "prior_precision": component.prior_precision,
-            }
-            parts.append({**own, **entry})
-    document = {"kind": KIND, "structure": posterior.structure, **pack_mixture(posterior), "components": parts}
-    return write_folder(directory, document, tensors)
+
+    def part(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
+        structure = structure_of(component)
+        blocks = [asdict(block) | {"names": list(block.names)} for block in structure.layout.blocks]
+        return {"blocks": blocks, "outputs": structure.outputs}
+
+    document, tensors = pack_components(posterior, part)
+    for index, component in enumerate(posterior.components):
+        chosen = structure_of(component).layout.chosen
+        if chosen is not None:
+            tensors[f"{index}.{CHOSEN}"] = chosen
+    return write_folder(directory, {"kind": KIND, "structure": posterior.structure, **document}, tensors)
 
 
 def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
