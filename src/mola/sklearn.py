@@ -14,7 +14,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mola.errors import DataError, MolaWarning, OptionError, importing
 from mola.fitting import fit
@@ -27,6 +26,7 @@ from mola.tuning import Tuning, as_rule
 
 with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.preprocessing import StandardScaler
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets, type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -35,9 +35,6 @@ Array = np.ndarray[Any, Any]
 
 STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
 """The default batch size makes about this number of steps per epoch, between these sizes."""
-
-CONSTANT = 1e-13
-"""A column whose standard deviation is at most this share of its mean is constant up to the rounding of float64."""
 
 ROWS = 4096
 """Rows of one batch in fit and predict."""
@@ -59,16 +56,14 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     scale_: Array
     posterior_: MoLA
     tuning_: Tuning | None
-    _likelihood: Likelihood
+
+    def _store(self, parameters: dict[str, Any]) -> None:
+        # scikit-learn wants each parameter of __init__ as an attribute, unchanged.
+        for name in parameters.keys() - {"self"}:
+            setattr(self, name, parameters[name])
 
     def _fit(
-        self,
-        table: Array,
-        labels: Array,
-        outputs: int,
-        likelihood: Likelihood,
-        loss: Loss,
-        rule: Any,
+        self, table: Array, labels: Array, outputs: int, likelihood: Likelihood, rule: Any, loss: Loss | None = None
     ) -> Self:
         hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
         if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
@@ -89,8 +84,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        self.mean_, self.scale_ = _moments(table)
-        self._likelihood = likelihood
+        scaler = StandardScaler().fit(table)
+        self.mean_, self.scale_ = scaler.mean_, scaler.scale_
         inputs, targets = self._standardised(table), torch.from_numpy(labels)
 
         def posterior(rows: Any) -> MoLA:
@@ -98,7 +93,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
                 inputs[rows],
                 targets[rows],
                 outputs,
-                loss,
+                loss or (lambda logits, some: -likelihood.log_likelihood(logits, some)),
                 hidden=[int(width) for width in hidden],
                 members=self.members,
                 seed=seed,
@@ -150,7 +145,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
         """Return the full prediction for each row: a `mola.Prediction` or `mola.RegressionPrediction`."""
-        batches = self._batches(X)
+        batches = self._batches(X)  # checks that the estimator is fitted
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
@@ -176,13 +171,13 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: passes over the data for each network.
         batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
-        learning_rate: at the start.
-        weight_decay: decoupled, as in AdamW.
+        learning_rate: learning rate at the start.
+        weight_decay: decoupled weight decay, as in AdamW.
         structure: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
         rule: how to choose the prior precision: "evidence"; "nll", "brier", "ece", "threshold" or "distance" on data
             set aside; an object of `mola.rules`; or None to keep `prior_precision`.
-        prior_precision: lambda, where `rule` is None.
+        prior_precision: lambda, if `rule` is None.
         validation_fraction: share of each class set aside for the rule, at least one row of each class that has two.
             With "evidence" or None nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
@@ -191,10 +186,10 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         classes_: the labels, sorted.
         posterior_: the `mola.MoLA` over standardised features.
         tuning_: how the prior precision was chosen, with notes; None if it was not.
-        mean_: of each feature.
+        mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: names of the features, where X had them.
+        feature_names_in_: names of the features, if X had them.
     """
 
     classes_: Array
@@ -215,18 +210,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        self.hidden = hidden
-        self.members = members
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.structure = structure
-        self.link = link
-        self.rule = rule
-        self.prior_precision = prior_precision
-        self.validation_fraction = validation_fraction
-        self.random_state = random_state
+        self._store(locals())
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -245,11 +229,11 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         if type_of_target(y) == "multilabel-indicator":
             labels: Array = np.array(y, dtype=np.float64)
             self.classes_ = np.arange(labels.shape[1])
-            return self._fit(X, labels, labels.shape[1], BERNOULLI, _binary_cross_entropy, self.rule)
+            return self._fit(X, labels, labels.shape[1], BERNOULLI, self.rule)
         self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError(f"expected labels of at least 2 classes, got 1 class: {self.classes_.tolist()}.")
-        return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, _cross_entropy, self.rule)
+        return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, self.rule)
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
         if labels.ndim > 1:  # most combinations of labels may occur only once
@@ -275,7 +259,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the most probable label of each row; for multi-label data (n, L) of 0 and 1."""
         probs = self.predict_proba(X)
-        if self._likelihood == BERNOULLI:
+        if self.posterior_.likelihood == BERNOULLI:
             return (probs > 0.5).astype(np.int64)
         return self.classes_[probs.argmax(1)]
 
@@ -294,14 +278,14 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: passes over the data for each network.
         batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
-        learning_rate: at the start.
-        weight_decay: decoupled, as in AdamW.
+        learning_rate: learning rate at the start.
+        weight_decay: decoupled weight decay, as in AdamW.
         structure: "kron-exact" (for constant noise, the exact posterior), "kron", "kron-diag", "diag" or "full", or an
             object of `mola.structures`.
         rule: how to choose prior precision and noise: "nll" or "crps" on rows set aside, "distance" (the standard
             deviation also grows with the distance from the training data), "evidence", an object of `mola.rules`, or
             None to keep `prior_precision`.
-        prior_precision: lambda, where `rule` is None.
+        prior_precision: lambda, if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.
         validation_fraction: share of the rows set aside for the rule. With "evidence" or None nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
@@ -309,10 +293,10 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     Attributes:
         posterior_: the `mola.MoLA` over standardised features, in the targets' units.
         tuning_: how prior precision and noise were chosen, with notes; None if they were not.
-        mean_: of each feature.
+        mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: names of the features, where X had them.
+        feature_names_in_: names of the features, if X had them.
     """
 
     def __init__(
@@ -331,18 +315,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        self.hidden = hidden
-        self.members = members
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.structure = structure
-        self.rule = rule
-        self.prior_precision = prior_precision
-        self.noise = noise
-        self.validation_fraction = validation_fraction
-        self.random_state = random_state
+        self._store(locals())
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -359,7 +332,8 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
         self._single = y.ndim == 1
         targets: Array = np.array(y, dtype=np.float64).reshape(len(X), -1)  # a copy: torch refuses read-only memory
-        location, scale = _moments(targets)
+        scaler = StandardScaler().fit(targets)
+        location, scale = scaler.mean_, scaler.scale_
         noise, rule = self.noise, self.rule
         if (targets == targets[0]).all():  # nothing to learn: predict the constant, with noise of its rounding
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
@@ -370,7 +344,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         def squared_error(outputs: Tensor, some: Tensor) -> Tensor:
             return 0.5 * (outputs - (some - centre) / width).square().sum(1)
 
-        return self._fit(X, targets, targets.shape[1], likelihood, squared_error, rule)
+        return self._fit(X, targets, targets.shape[1], likelihood, rule, squared_error)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
         """Predict the mean of each row, and with `return_std` the standard deviation, as scikit-learn's Gaussian processes do.
@@ -380,7 +354,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             return_std: whether to return (mean, standard deviation).
 
         Returns:
-            (n,), or (n, outputs) where y had several.
+            (n,), or (n, outputs) if y had several columns.
         """
         if not return_std:
             return self._shaped(torch.cat([self.posterior_(part) for part in self._batches(X)]))
@@ -394,14 +368,6 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
     def _shaped(self, values: Tensor) -> Array:
         return (values[:, 0] if self._single else values).numpy()
-
-
-def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs, labels, reduction="none")
-
-
-def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return -BERNOULLI.log_likelihood(outputs, labels)
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
@@ -420,8 +386,3 @@ def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
 
 def _by_ratio(held_out: float, before: float, now: float) -> float:
     return held_out * now / before if before > 0 and now > 0 else held_out
-
-
-def _moments(rows: Array) -> tuple[Array, Array]:
-    mean, scale = rows.mean(0), rows.std(0)
-    return mean, np.where(scale <= CONSTANT * np.abs(mean), 1.0, scale)
