@@ -222,11 +222,12 @@ def fit(
             first_input=done.inputs + (team.rank << 40),  # each process draws its own positions
             required=team.size == 1,
         ):
-            parts = [Sums({}) for _ in heads]
+            parts: list[Sums] = []
             for rows in batch.chunks() if len(batch) else ():
-                for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
-                    parts[k] += sums_of(layer, phi, outputs, rows.labels)
-            if len(batch):
+                layers = zip(heads, rows.phi, rows.outputs, strict=True)
+                chunk = [sums_of(layer, phi, outputs, rows.labels) for layer, phi, outputs in layers]
+                parts = [part + more for part, more in zip(parts, chunk, strict=True)] if parts else chunk
+            if parts:
                 pairs = zip(done.sums, parts, strict=True)
                 done.sums = [chosen_structure.accumulate(total, part) for total, part in pairs]
             done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs

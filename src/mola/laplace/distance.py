@@ -40,7 +40,9 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
     """
     norms = torch.linalg.vector_norm(features, dim=1)
     directions = features / torch.where(norms > 0, norms, 1)[:, None]
-    sums = features.new_zeros(num_groups, features.shape[1]).index_add_(0, groups, directions)
+    # Sparse, because a batch has few of many classes: with 32,000, tables of zeros would take most of the fit.
+    shape, device = (num_groups, features.shape[1]), features.device
+    sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=device, check_invariants=False)
     count = norms.new_tensor(float(len(features) if predicted and num_groups > 1 else 0))
     return {
         COUNTS: torch.bincount(groups, minlength=num_groups).to(features),
@@ -74,7 +76,9 @@ class ClassDistance:
         """Solve for the covariance within classes; None if the sums have no distances."""
         if COUNTS not in sums.tensors:
             return None
-        counts, totals, gram, norms = (sums.tensors[name].cpu() for name in (COUNTS, DIRECTIONS, GRAM, NORMS))
+        counts, totals, gram, norms = (
+            sums.tensors[name].cpu().to_dense() for name in (COUNTS, DIRECTIONS, GRAM, NORMS)
+        )
         counts, totals = counts[counts > 0], totals[counts > 0]
         number, width = float(counts.sum()), totals.shape[1]
         means = totals / counts[:, None]

@@ -25,16 +25,17 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self.tensors)
         for name, tensor in other.tensors.items():
-            merged[name] = merged[name] + tensor if name in merged else tensor.clone()
+            merged[name] = merged[name] + tensor if name in merged else tensor.to_dense().clone()
         return self._with(merged, other)
 
     def __iadd__(self, other: Sums) -> Sums:
-        # In place: the fit owns its total, and a second C x C or P x P matrix per batch would be its largest cost.
+        # In place: the fit owns its total, and a second C x C or P x P matrix per batch would be its largest cost. A batch may have
+        # sparse sums; a total is dense.
         for name, tensor in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].add_(tensor)
             else:
-                self.tensors[name] = tensor
+                self.tensors[name] = tensor.to_dense()
         return self._with(self.tensors, other)
 
     def _with(self, tensors: dict[str, Tensor], other: Sums) -> Sums:
