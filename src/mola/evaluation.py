@@ -1,16 +1,15 @@
-r"""Evaluate predictors on test data, shifted data and outliers: a table of metrics with standard errors.
+"""Evaluate predictors on test data, shifted data and outliers: a table of metrics with standard errors.
 
-Standard errors treat the inputs as independent draws, and the positions of dense outputs or the labels of multi-label
-data as one cluster for each input. Every metric is written as a mean of one value per datum, or (AURC, FPR95) has one
-influence value per datum, so that the variance of the metric is the variance of a mean. Differences between predictors
-on the same data vary less than these errors suggest.
+Standard errors (`mola.measurement`) treat the inputs as independent draws, and the positions of dense outputs or the labels of
+multi-label data as one group for each input. Differences between predictors on the same data vary less than these errors suggest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,29 +19,16 @@ from tqdm.auto import tqdm
 from mola import metrics
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, importing
-from mola.likelihoods import Gaussian, Likelihood, RegressionPredictive
+from mola.likelihoods import Gaussian, Likelihood
+from mola.measurement import Measurement, area_between, pass_rate, risk_area, root_mean_of
 from mola.mixture import Mixture
-from mola.network import (
-    IGNORE_INDEX,
-    Layout,
-    batch_count,
-    batches,
-    check_loader,
-    check_positions,
-    drawn_positions,
-    evaluating,
-)
+from mola.network import IGNORE_INDEX, batch_count, batches, check_loader, check_positions, evaluating
 from mola.outliers import max_probability_score
 from mola.prediction import Prediction, RegressionPrediction
+from mola.tally import INPUT, Tally, rows_of
 
 INTERVAL = 0.9
 """Probability of the intervals whose coverage is measured."""
-
-TPR = 0.95
-"""Share of the test data that pass, for FPR95."""
-
-WIDTH = 0.025
-"""Half-width, in shares of the test data, of the step from which the slope of the ROC curve at `TPR` is estimated."""
 
 
 class Estimate(NamedTuple):
@@ -50,6 +36,11 @@ class Estimate(NamedTuple):
 
     value: float
     error: float
+
+    @classmethod
+    def of(cls, found: Measurement) -> Estimate:
+        """Return the value of a measurement, and its standard error: NaN for a single input."""
+        return cls(found.value, math.nan if found.error is None else found.error)
 
     def __str__(self) -> str:
         if not 0 < self.error < math.inf:
@@ -151,25 +142,26 @@ def evaluate(
     for name, loader in {**labelled, **outliers}.items():
         check_loader(loader, f"{name} loader")
     check_positions(positions)
-    reader = _Reader(positions, ignore_index, progress, Team.single() if team is None else team)
+    read = partial(_read, positions=positions, ignore_index=ignore_index, progress=progress, team=team or Team.single())
     rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
     for predictor, one in named.items():
         mixture = one if isinstance(one, Mixture) else _Callable([one], likelihood=likelihood)
-        spread = "confidence" if mixture.likelihood.classification else "std"
         inliers = None
         for data, loader in {**labelled, **outliers}.items():
             try:
-                read = reader.read(mixture, loader, f"{data} loader", labelled=data in labelled)
+                scored, found, counts[predictor, data] = read(
+                    mixture, loader, f"{data} loader", labelled=data in labelled
+                )
             except DataError as error:
-                found = str(error).removeprefix("predictors[0]: ")  # the only one of a `_Callable`
-                raise DataError(f"predictor {predictor!r} on the {data} loader: {found}") from error
-            inliers = read if inliers is None else inliers
-            counts[predictor, data] = read.inputs
-            rows[predictor, data] = _metrics(read) if data in labelled else _against(inliers, read, spread)
-            if "confidence" in read.scores:
-                bins[predictor, data] = metrics.bin_sums(read.scores["confidence"], read.scores["correct"])
+                message = str(error).removeprefix("predictors[0]: ")  # the only one of a `_Callable`
+                raise DataError(f"predictor {predictor!r} on the {data} loader: {message}") from error
+            inliers = found if inliers is None else inliers
+            measured = _metrics(scored) if data in labelled else _against(inliers, found)
+            rows[predictor, data] = {name: Estimate.of(one) for name, one in measured.items()}
+            if "confidence" in scored.columns:
+                bins[predictor, data] = metrics.bin_sums(scored["confidence"], scored["correct"])
     return Evaluation(rows, counts, bins)
 
 
@@ -199,229 +191,84 @@ class _Callable(Mixture):
         return Prediction(fields, likelihood=self.likelihood)
 
 
-# --- reading --------------------------------------------------------------------------------------------------------------
-
-
-class _Read(NamedTuple):
-    # Scores (m,) of each labelled datum, question or position; outlier scores (r,) of each input or position; and the
-    # input that each belongs to.
-    scores: dict[str, Tensor]
-    score_inputs: Tensor
-    outlier_scores: dict[str, Tensor]
-    outlier_inputs: Tensor
-    inputs: int
-
-
-@dataclass(frozen=True)
-class _Reader:
-    positions: str | int
-    ignore_index: int
-    progress: bool
-    team: Team
-
-    def read(self, mixture: Any, loader: Iterable[Any], where: str, *, labelled: bool) -> _Read:
-        scores: list[dict[str, Tensor]] = []
-        outliers: list[dict[str, Tensor]] = []
-        count = 0
-        empty = self.team.size > 1 and batch_count(loader) == 0  # the shard of this process
-        shown = {"desc": where, "total": batch_count(loader), "disable": None if self.progress else True}
-        for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
-            place = f"batch {index} of the {where}"
-            if labelled and batch.labels is None:
-                raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
-            prediction = mixture.predict_batch(batch.inputs, None, place).cpu()
-            scored, found = self._batch(prediction, batch.labels if labelled else None, count, place)
-            scores.append(scored)
-            outliers.append(found)
-            count += len(prediction)
-        counts = self.team.collect(count)
-        before = sum(counts[: self.team.rank])
-        scored = self._joined(scores, before) if labelled else {"inputs": torch.zeros(0)}
-        found = self._joined(outliers, before)
-        if labelled and not len(scored["inputs"]):
-            raise DataError(f"the {where}: no datum has a label.")
-        return _Read(scored, scored.pop("inputs").long(), found, found.pop("inputs").long(), sum(counts))
-
-    def _joined(self, parts: list[dict[str, Tensor]], before: int) -> dict[str, Tensor]:
-        names = next(filter(None, self.team.collect(list(parts[0]) if parts else None)), None)
-        if names is None:
-            raise DataError("a loader is empty on every rank.")
-        own = torch.stack([torch.cat([part[name] for part in parts]) for name in names], 1) if parts else None
-        if own is not None:
-            own[:, names.index("inputs")] += before
-        return dict(zip(names, self.team.gather(own).T.contiguous(), strict=True))
-
-    def _batch(
-        self, prediction: Any, labels: Tensor | None, first: int, place: str
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        regression = isinstance(prediction, RegressionPrediction)
-        outputs = prediction.component_mean if regression else prediction.probs[None]
-        layout = Layout.of(outputs[0], prediction.axis) if outputs.dim() > 3 else None
-        inputs = torch.arange(len(prediction))
-        if layout is not None:
-            inputs = inputs.repeat_interleave(layout.count)
-            labels = None if labels is None else layout.labels(labels.cpu(), outputs[0].shape[prediction.axis], place)
-        kept = self._kept(layout, labels, first)
-        labels = None if labels is None else _without(labels, self.ignore_index, layout)[kept]
-
-        def rows(values: Tensor) -> Tensor:  # (K, n, ...) as (K, r, C) in float64
-            flat = values if layout is None else torch.stack([layout.by_position(one).flatten(0, 1) for one in values])
-            return flat.double()[:, kept]
-
-        numbers = (first + inputs)[kept].double()
-        found = {"ood_score": prediction.ood_score.flatten().double()[kept], "inputs": numbers}
-        if regression:
-            variance = rows(prediction.variance[None])[0]
-            found["spread"] = variance.log().mean(1)
-            variances, noises = (rows(one) for one in (prediction.component_variance, prediction.component_noise))
-            mixture = prediction.likelihood.mixture_type(prediction.weights.double(), rows(outputs), variances, noises)
-            scored = {} if labels is None else _regression_scores(mixture, prediction.likelihood, labels, place)
-            return {**scored, "inputs": numbers}, found
-        (probs,), likelihood = rows(outputs), prediction.likelihood
-        found["spread"] = max_probability_score(probs, likelihood)
-        if labels is None:
-            return {}, found
-        # A batch may be ignored altogether.
-        checked = likelihood.check_labels(labels, probs, place) if len(labels) else labels
-        predictive = likelihood.distribution(probs)
-        if not likelihood.mutually_exclusive:  # one score for each known question
-            numbers = numbers[:, None].expand_as(checked)[~checked.isnan()]
-        return {**predictive.scores(checked), "inputs": numbers}, found
-
-    def _kept(self, layout: Layout | None, labels: Tensor | None, first: int) -> Tensor | slice:
-        # Positions of dense outputs that count: neither ignored nor left out by the draw.
-        if layout is None:
-            return slice(None)
-        kept = torch.ones(layout.inputs * layout.count, dtype=torch.bool)
+def _read(
+    mixture: Any,
+    loader: Iterable[Any],
+    where: str,
+    *,
+    labelled: bool,
+    positions: str | int,
+    ignore_index: int,
+    progress: bool,
+    team: Team,
+) -> tuple[Tally, Tally, int]:
+    # Scores of each label, outlier scores of each input or position, and the number of inputs.
+    scored, found, count = Tally(), Tally(), 0
+    empty = team.size > 1 and batch_count(loader) == 0  # the shard of this process
+    shown = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
+    for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
+        place = f"batch {index} of the {where}"
+        if labelled and batch.labels is None:
+            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
+        prediction = mixture.predict_batch(batch.inputs, None, place).cpu()
+        size, labels = len(prediction), batch.labels if labelled else None
+        prediction, labels, inputs = rows_of(
+            prediction, labels, place, ignore_index=ignore_index, positions=positions, first=count
+        )
+        count += size
+        inputs = torch.arange(size) if inputs is None else inputs
+        if isinstance(prediction, RegressionPrediction):
+            spread = {"std": prediction.variance.double().log().mean(1)}
+        else:
+            spread = {"confidence": max_probability_score(prediction.probs.double(), prediction.likelihood)}
+        found.add({INPUT: inputs, **spread, "ood_score": prediction.ood_score.flatten()})
         if labels is not None:
-            known = labels != self.ignore_index
-            kept = known if known.dim() == 1 else known.any(1)
-        rows = [own.nonzero().flatten() for own in kept.view(layout.inputs, layout.count)]
-        if isinstance(self.positions, int):
-            rows = [own[drawn_positions(len(own), self.positions, first + index)] for index, own in enumerate(rows)]
-        return torch.cat([own + index * layout.count for index, own in enumerate(rows)])
+            scored.add(_scores(prediction, labels.cpu(), inputs, place))
+    found, count = found.gather(team), sum(team.collect(count))
+    scored = scored.gather(team) if labelled else scored
+    if labelled and not scored.count:
+        raise DataError(f"the {where}: no datum has a label.")
+    return scored, found, count
 
 
-def _without(labels: Tensor, ignore_index: int, layout: Layout | None) -> Tensor:
-    # Where each output has its own label, single labels may be ignored.
-    if layout is None or labels.dim() == 1 or not bool((labels == ignore_index).any()):
-        return labels.cpu()
-    return torch.where(labels == ignore_index, torch.nan, labels.double())
-
-
-def _regression_scores(
-    mixture: RegressionPredictive, likelihood: Likelihood, labels: Tensor, place: str
-) -> dict[str, Tensor]:
+def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict[str, Tensor]:
+    # Scores of each datum, or of each known label.
+    likelihood = prediction.likelihood
+    if not isinstance(prediction, RegressionPrediction):
+        probs = prediction.probs.double()
+        checked = likelihood.check_labels(labels, probs, place) if len(labels) else labels  # all may be ignored
+        if not likelihood.mutually_exclusive:
+            inputs = inputs[:, None].expand_as(checked)[~checked.isnan()]
+        return {INPUT: inputs, **likelihood.distribution(probs).scores(checked)}
+    parts = (prediction.weights, prediction.component_mean, prediction.component_variance, prediction.component_noise)
+    mixture = likelihood.mixture_type(*(part.double() for part in parts))
     if isinstance(likelihood, Gaussian):  # the predicted means have one output for each target
         likelihood = replace(likelihood, heteroscedastic=False)
     targets = likelihood.check_labels(labels, mixture.means[0], place)
-    tail = (1 - INTERVAL) / 2
     below = mixture.cdf(targets)
     return {
+        INPUT: inputs,
         **mixture.scores(targets),
         "square": (mixture.point() - targets).square().mean(1),
-        "covered": ((below >= tail) & (below <= 1 - tail)).double().mean(1),
+        "covered": ((2 * below - 1).abs() <= INTERVAL).double().mean(1),
     }
 
 
-# --- metrics and their standard errors ------------------------------------------------------------------------------------
+def _metrics(tally: Tally) -> dict[str, Measurement]:
+    if "square" in tally.columns:
+        rmse = root_mean_of(tally["square"], tally.groups)
+        return {"rmse": rmse, "nll": tally.mean("nll"), "crps": tally.mean("crps"), "coverage": tally.mean("covered")}
+    found = tally.classified()
+    confidence = found.pop("confidence")
+    aurc = risk_area(1 - tally["confidence"], tally["correct"], tally.groups)
+    return {**found, "aurc": aurc, "confidence": confidence}
 
 
-def standard_error(values: Tensor, inputs: Tensor) -> float:
-    """Return the standard error of the mean of values (m,) that are independent between inputs (m,) only; nan for a single input."""
-    totals = values.new_zeros(int(inputs.max()) + 1).index_add_(0, inputs, values - values.mean())
-    count = int((torch.bincount(inputs) > 0).sum())
-    if count < 2:
-        return math.nan
-    return math.sqrt(count / (count - 1) * float(totals.square().sum())) / len(values)
-
-
-def _metrics(read: _Read) -> dict[str, Estimate]:
-    scores, inputs = read.scores, read.score_inputs
-
-    def mean(values: Tensor) -> Estimate:
-        return Estimate(float(values.mean()), standard_error(values, inputs))
-
-    if "square" in scores:
-        square = mean(scores["square"])
-        root = math.sqrt(square.value)
-        rmse = Estimate(root, square.error / (2 * root) if root > 0 else 0.0)
-        return {
-            "rmse": rmse,
-            **{name: mean(scores[name]) for name in ("nll", "crps")},
-            "coverage": mean(scores["covered"]),
-        }
-    confidence, correct = scores["confidence"], scores["correct"]
+def _against(inliers: Tally, outliers: Tally) -> dict[str, Measurement]:
+    groups = inliers.groups, outliers.groups
     return {
-        "accuracy": mean(correct),
-        "nll": mean(scores["nll"]),
-        "brier": mean(scores["brier"]),
-        "ece": mean(signed_gaps(confidence, correct)),
-        "aurc": Estimate(
-            metrics.area_under_risk_coverage(1 - confidence, correct),
-            standard_error(_risk_influence(1 - confidence, correct), inputs),
-        ),
-        "confidence": mean(confidence),
+        f"{name}_{score}": measure(inliers[score], outliers[score], groups)
+        for score in outliers.columns
+        if score != INPUT
+        for name, measure in (("auroc", area_between), ("fpr95", pass_rate))
     }
-
-
-def signed_gaps(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """Return confidence minus correctness (n,), with the sign of the gap of each datum's bin: their mean is the calibration error."""
-    sums = metrics.bin_sums(confidence, correct, bins)
-    return (confidence - correct) * (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
-
-
-def _risk_influence(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    r"""Return the influence (n,) of each datum on the AURC, plus the AURC.
-
-    The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u the uncertainty
-    and t is distributed as u. Adding a datum changes the thresholds, the errors and the shares F: :math:`R(u_i) + e_i
-    E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
-    """
-    _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
-    _, risk = metrics.risk_coverage_curve(uncertainty, correct)
-    accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
-
-    def from_here(values: Tensor) -> Tensor:  # sums of this and all later values
-        return values.flip(0).cumsum(0).flip(0)
-
-    curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
-    # Data of equal uncertainty share the mean of their places.
-    order = torch.arange(len(counts)).repeat_interleave(counts)
-    own, share, weighted = (curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts)[:, place]
-    return own + (1 - correct) * share - weighted
-
-
-def _against(inliers: _Read, outliers: _Read, spread: str) -> dict[str, Estimate]:
-    found: dict[str, Estimate] = {}
-    groups = inliers.outlier_inputs, outliers.outlier_inputs
-    for name, key in ((spread, "spread"), ("ood_score", "ood_score")):
-        pair = inliers.outlier_scores[key], outliers.outlier_scores[key]
-        for metric, terms in (("auroc", placements), ("fpr95", passing)):
-            function: Callable[[Tensor, Tensor], float] = metrics.auroc if metric == "auroc" else metrics.fpr_at_tpr
-            errors = [standard_error(values, own) for values, own in zip(terms(*pair), groups, strict=True)]
-            found[f"{metric}_{name}"] = Estimate(function(*pair), math.hypot(*errors))
-    return found
-
-
-def placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the share of the outliers above each inlier (n,), and of the inliers below each outlier (m,), ties counting half.
-
-    Both means are the AUROC, and the variances of these means add up to its variance (DeLong et al., 1988; in clusters,
-    Obuchowski, 1997).
-    """
-
-    def below(values: Tensor, others: Tensor) -> Tensor:
-        ordered = others.sort().values
-        ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
-        return (ends[0] + ends[1]).double() / (2 * len(others))
-
-    return 1 - below(inliers, outliers), below(outliers, inliers)
-
-
-def passing(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the influence (n,) of each inlier on FPR95, through the threshold, and which outliers (m,) pass."""
-    ends = [metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1)]
-    threshold = metrics.passing_threshold(inliers, TPR)
-    slope = (ends[1] - ends[0]) / (2 * WIDTH)
-    return slope * (inliers <= threshold).double(), (outliers <= threshold).double()

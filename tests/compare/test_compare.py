@@ -1,91 +1,28 @@
-"""Fair comparisons: the same scores for every method, errors against slow references, and bold only where a lead is clear."""
+"""Fair comparisons: the same scores for every method, results of all data, and bold only where a lead is clear."""
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from mola import metrics
-from mola.compare import SCORES, Answer, Tally, area_between, mean_of
-from mola.compare.measured import calibration_error, lead, pass_rate
+from mola.compare.answers import SCORES, Answer, outlier_scores
+from mola.compare.leads import lead
 from mola.compare.report.estimate import Estimate, is_clear, leaders
 from mola.compare.results import labelled_result, outlier_result
+from mola.measurement import area_between, mean_of
+from mola.tally import Tally
 from tests.closeness import assert_close
 
 
-def answers(count=60, members=3, classes=4, seed=0):
-    """Answers of a plain ensemble, and of one with a score of its own, on the same inputs."""
+def ensemble(count=60, members=3, classes=4, seed=0):
+    """Probabilities, logits, weights, a score and labels of some inputs."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(members, count, classes, generator=generator)
     weights = torch.softmax(torch.randn(members, generator=generator), 0)
     probs = torch.einsum("k,knc->nc", weights, torch.softmax(logits, -1))
     own = torch.randn(count, generator=generator)
-    labels = torch.randint(classes, (count,), generator=generator)
-    return Answer(probs, logits, weights), Answer(probs, logits, weights, own), labels
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------------
-
-
-def delong(inliers, outliers):
-    """Variance of several AUROCs by DeLong's formulas, pair by pair: (s, s) from scores (s, n) and (s, m)."""
-    wins = (outliers[:, None, :] > inliers[:, :, None]).double()
-    wins += 0.5 * (outliers[:, None, :] == inliers[:, :, None]).double()
-    return torch.cov(wins.mean(2)) / inliers.shape[1] + torch.cov(wins.mean(1)) / outliers.shape[1]
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_errors_of_auroc_and_of_differences_are_delongs(ties):
-    generator = torch.Generator().manual_seed(1)
-    near, far = (torch.randn(2, size, generator=generator).double() for size in (83, 47))
-    near[1] += near[0]
-    far = far + torch.tensor([[1.0], [1.5]])
-    far[1] += far[0]
-    if ties:
-        near, far = (2 * near).round(), (2 * far).round()
-    expected = delong(near, far)
-    first, second = (area_between(*pair) for pair in zip(near, far, strict=True))
-    for index, one in enumerate((first, second)):
-        assert one.value == pytest.approx(metrics.auroc(near[index], far[index]), abs=1e-12)
-        assert one.error == pytest.approx(float(expected[index, index].sqrt()), rel=1e-9)
-    spread = expected[0, 0] + expected[1, 1] - 2 * expected[0, 1]
-    assert first.minus(second).error == pytest.approx(float(spread.sqrt()), rel=1e-9)
-    assert first.minus(second).error < math.hypot(first.error, second.error), "methods go up and down together"
-
-
-def resampled(make, *samples, times=2000):
-    """Standard deviation over bootstrap samples: slow, and true to whatever the number is."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for _ in range(times):
-        drawn = [one[:, torch.randint(one.shape[1], (one.shape[1],), generator=generator)] for one in samples]
-        found.append(make(*drawn))
-    return torch.tensor(found, dtype=torch.float64).std()
-
-
-@pytest.mark.parametrize("name", ["auroc", "fpr95", "ece", "nll"])
-def test_errors_are_what_resampling_finds(name):
-    generator = torch.Generator().manual_seed(3)
-    near, far = (torch.randn(1, size, generator=generator).double() for size in (600, 400))
-    far = far + 1.5
-    sure = torch.rand(1, 600, generator=generator).double()
-    right = (torch.rand(1, 600, generator=generator).double() < 0.7 * sure).double()
-    labelled = torch.cat([sure, right])
-    made = {
-        "auroc": (area_between, lambda a, b: metrics.auroc(a[0], b[0]), (near, far)),
-        "fpr95": (pass_rate, lambda a, b: metrics.fpr_at_tpr(a[0], b[0]), (near, far)),
-        "ece": (
-            lambda a: calibration_error(*a, 15),
-            lambda a: metrics.calibration_gap(metrics.bin_sums(a[0], a[1], 15)),
-            (labelled,),
-        ),
-        "nll": (lambda a: mean_of(a), lambda a: float(a.mean()), (near.exp(),)),
-    }
-    measure, value, samples = made[name]
-    found = measure(*(one if name == "ece" else one[0] for one in samples))
-    assert found.value == pytest.approx(value(*samples), abs=1e-12)
-    assert found.error == pytest.approx(float(resampled(value, *samples)), rel=0.12)
+    return probs, logits, weights, own, torch.randint(classes, (count,), generator=generator)
 
 
 # --- which lead is clear ----------------------------------------------------------------------------------------------------
@@ -195,41 +132,6 @@ def test_rotations_that_share_images_do_not_pass_for_independent_runs():
     assert gap.error == pytest.approx(alone["a"].minus(alone["b"]).error * (1 + 5 * 2 / 3) ** 0.5)
 
 
-# --- tallies ----------------------------------------------------------------------------------------------------------------
-
-
-def test_scores_are_those_of_a_direct_computation():
-    plain, own, _ = answers()
-    found = own.scores()
-    assert tuple(found) == SCORES
-    probs, logits = own.probs.double(), own.logits.double()
-    weights = own.weights.double()
-    expected = {
-        "max probability": 1 - probs.amax(1),
-        "entropy": -(probs * probs.log()).sum(1),
-        "energy": -(weights[:, None] * torch.logsumexp(logits, -1)).sum(0),
-        "maximum logit": -(weights[:, None] * logits.amax(-1)).sum(0),
-        "ood score": own.ood_score.double(),
-    }
-    for name in SCORES:
-        assert torch.allclose(found[name], expected[name], atol=1e-12), name
-    assert tuple(plain.scores()) == SCORES[:-1]
-    assert tuple(Answer(own.probs).scores()) == SCORES[:2]
-
-
-def test_results_by_class_are_those_of_its_data():
-    _, answer, labels = answers()
-    tally = Tally()
-    tally.add(answer, labels)
-    found = labelled_result(tally, classes=list("abcdef")).classes
-    assert list(found) == list("abcd"), "a class without data has no result"
-    for label, one in enumerate(found.values()):
-        mine = labels == label
-        assert one.count == int(mine.sum())
-        assert_close(one.accuracy, (answer.probs[mine].argmax(1) == label).double().mean())
-        assert_close(one.confidence, answer.probs[mine].amax(1).mean())
-
-
 def test_every_pair_of_methods_is_compared():
     """A lead over the second is not enough where the third is less certain."""
     steady = torch.zeros(100, dtype=torch.float64)
@@ -241,37 +143,63 @@ def test_every_pair_of_methods_is_compared():
         assert lead({name: found[name] for name in order}, "high").rival == ("third",)
 
 
+# --- results ----------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_a_direct_computation():
+    probs, logits, weights, own, _ = ensemble()
+    found = outlier_scores(probs, logits, weights, own)
+    exact, lifted, shares = probs.double(), logits.double(), weights.double()[:, None]
+    expected = {
+        "max probability": 1 - exact.amax(1),
+        "entropy": -(exact * exact.log()).sum(1),
+        "energy": -(shares * torch.logsumexp(lifted, -1)).sum(0),
+        "maximum logit": -(shares * lifted.amax(-1)).sum(0),
+        "ood score": own.double(),
+    }
+    assert tuple(found) == tuple(expected) == SCORES
+    for name, one in expected.items():
+        assert_close(found[name], one, "float64", name=name)
+    assert tuple(outlier_scores(probs)) == SCORES[:2]
+
+
 def test_results_are_the_metrics_of_all_data_at_once():
     """Batches and columns of a tally against `mola.metrics` on all probabilities, and AUROC against all pairs."""
-    _, own, labels = answers(300)
-    _, far, _ = answers(170, seed=5)
+    probs, *more, labels = ensemble(300)
+    far, *others, _ = ensemble(170, seed=5)
+    scores, beyond = outlier_scores(probs, *more), outlier_scores(far, *others)
     inside, outside = Tally(), Tally()
     for rows in torch.split(torch.arange(300), 64):
-        inside.add(Answer(own.probs[rows], own.logits[:, rows], own.weights, own.ood_score[rows]), labels[rows])
-    outside.add(far)
-    found, out = labelled_result(inside, 30.0, errors=True), outlier_result(inside, outside, errors=True)
-    direct = {
-        "accuracy": metrics.accuracy,
-        "log_likelihood": metrics.log_likelihood,
-        "nll": metrics.negative_log_likelihood,
-        "brier": metrics.brier,
-        "ece": metrics.expected_calibration_error,
-    }
-    assert {name: found.metrics[name] for name in direct} == {
-        name: metric(own.probs, labels) for name, metric in direct.items()
-    }
-    assert found.metrics["ece100"] == metrics.expected_calibration_error(own.probs, labels, bins=100)
-    assert found.metrics["mce"] == metrics.largest_gap(metrics.bin_confidences(own.probs, labels))
-    confidence, predicted = own.probs.double().max(1)
+        answer = Answer(probs[rows], {name: one[rows] for name, one in scores.items()})
+        inside.add(answer.columns(labels[rows]))
+    outside.add(Answer(far, beyond).columns())
+    found = labelled_result(inside, 30.0, errors=True, classes=list("abcdef"))
+    confidence, predicted = probs.double().max(1)
     legacy = metrics.bin_sums_legacy(confidence, predicted == labels, 100)
-    assert found.metrics["ece_legacy"] == metrics.calibration_gap(legacy)
-    assert found.metrics["mce_legacy"] == metrics.largest_gap(legacy)
-    wrong = 1 - own.probs.max(1).values
-    assert found.metrics["aurc"] == metrics.area_under_risk_coverage(wrong, own.probs.argmax(1) == labels)
+    direct = {
+        "accuracy": metrics.accuracy(probs, labels),
+        "log_likelihood": metrics.log_likelihood(probs, labels),
+        "nll": metrics.negative_log_likelihood(probs, labels),
+        "brier": metrics.brier(probs, labels),
+        "ece": metrics.expected_calibration_error(probs, labels),
+        "ece100": metrics.expected_calibration_error(probs, labels, bins=100),
+        "ece_legacy": metrics.calibration_gap(legacy),
+        "mce": metrics.largest_gap(metrics.bin_confidences(probs, labels)),
+        "mce_legacy": metrics.largest_gap(legacy),
+        "confidence": metrics.mean_confidence(probs),
+        "aurc": metrics.area_under_risk_coverage(1 - probs.max(1).values, predicted == labels),
+    }
+    assert found.metrics == direct
     assert (found.count, found.level, sum(found.histogram)) == (300, 30.0, 300)
-    for name, scores in out.scores.items():
-        near, beyond = own.scores()[name], far.scores()[name][:, None]
-        wins = (beyond > near).double().mean() + (beyond == near).double().mean() / 2
-        assert scores["auroc"] == pytest.approx(float(wins), rel=1e-12)
-        assert out.errors[name]["auroc"] == pytest.approx(area_between(near, beyond[:, 0]).error)
-    assert out.confidence == metrics.mean_confidence(far.probs)
+    assert list(found.classes) == list("abcd"), "a class without data has no result"
+    for label, one in enumerate(found.classes.values()):
+        mine = labels == label
+        assert one.count == int(mine.sum())
+        assert_close(one.accuracy, (predicted[mine] == label).double().mean())
+        assert_close(one.confidence, confidence[mine].mean())
+    out = outlier_result(inside, outside, errors=True)
+    for name, one in out.scores.items():
+        wins = (beyond[name][:, None] > scores[name]).double() + (beyond[name][:, None] == scores[name]).double() / 2
+        assert one["auroc"] == pytest.approx(float(wins.mean()), rel=1e-12)
+        assert out.errors[name]["auroc"] == pytest.approx(area_between(scores[name], beyond[name]).error)
+    assert out.confidence == metrics.mean_confidence(far)

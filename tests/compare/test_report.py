@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mola.__main__ import main
-from mola.compare.measured import Lead
+from mola.compare.leads import Lead
 from mola.compare.record import ClassResult, Comparison, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import Estimate

@@ -8,7 +8,7 @@ import torch
 from sklearn.covariance import EmpiricalCovariance
 from sklearn.neighbors import NearestNeighbors
 
-from mola.compare.tally import gen_score
+from mola.compare.answers import gen_score
 from mola.errors import DataError, OptionError
 from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours, VirtualLogit
 from mola.outliers import energy_score, max_logit_score

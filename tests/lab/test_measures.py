@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from mola.compare.tally import Answer
+from mola.compare.answers import Answer, outlier_scores
 from mola.lab.measures import (
     HumanLabels,
     Rejection,
@@ -53,7 +53,8 @@ def answers(**sets):
 
     def ask(name, scores):
         probs, labels = sets[name]
-        return ((Answer(some), some_labels) for some, some_labels in zip(probs.split(3), labels.split(3), strict=True))
+        pairs = zip(probs.split(3), labels.split(3), strict=True)
+        return ((Answer(some, outlier_scores(some)), some_labels) for some, some_labels in pairs)
 
     return ask
 

@@ -13,7 +13,8 @@ from torch import nn
 import mola
 from mola import metrics
 from mola.errors import DataError, OptionError
-from mola.evaluation import Estimate, standard_error
+from mola.evaluation import Estimate
+from mola.measurement import standard_error
 from tests.closeness import assert_close
 
 
@@ -102,26 +103,6 @@ def resampled(function, *columns):
         rows = [torch.from_numpy(draw.integers(0, len(group[0]), len(group[0]))) for group in columns]
         values.append(function(*(one[index] for group, index in zip(columns, rows, strict=True) for one in group)))
     return np.std(values, ddof=1)
-
-
-def test_standard_errors_are_those_of_a_bootstrap(evaluated):
-    pairs, predictors, found = evaluated
-    inside, outside = (predictors["DE"].predict(pairs[data][0]) for data in ("test", "far"))
-    confidence, correct = inside.confidence.double(), (inside.label == pairs["test"][1]).double()
-    columns, scores = (confidence, correct), ((inside.ood_score,), (outside.ood_score,))
-    row, far = found["DE", "test"], found["DE", "far"]
-    slow = {
-        "ece": resampled(lambda one, two: metrics.calibration_gap(metrics.bin_sums(one, two)), columns),
-        "aurc": resampled(lambda one, two: metrics.area_under_risk_coverage(1 - one, two), columns),
-        "confidence": resampled(lambda one, _: float(one.mean()), columns),
-        "auroc_ood_score": resampled(metrics.auroc, *scores),
-        "fpr95_ood_score": resampled(metrics.fpr_at_tpr, *scores),
-    }
-    for name, expected in slow.items():
-        # The bootstrap itself is known to 4 %; the calibration error's has a bias beside.
-        assert ({**row, **far})[name].error == pytest.approx(
-            expected, rel=0.35 if name in ("ece", "fpr95_ood_score") else 0.15
-        )
 
 
 def test_multi_label_data_count_known_labels_and_cluster_inputs():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mola
 from mola.baselines.temperature import fit_temperature
 from mola.compare.activations_file import Seen, Stored
-from mola.compare.tally import Answer, gen_score
+from mola.compare.answers import Answer, gen_score
 from mola.errors import MolaWarning, OptionError
 from mola.likelihoods import CATEGORICAL
 from mola.options import one_of
@@ -184,7 +184,7 @@ class LastLayer:
         def answer(seen: Seen, scores: bool) -> Answer:
             if not (scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in seen.batches()])
-                return Answer(probs, given={"max probability": max_probability_score(probs, CATEGORICAL)})
+                return Answer(probs, {"max probability": max_probability_score(probs, CATEGORICAL)})
             found = posterior.predict(seen.batches(), progress=False)
             given = {
                 "max probability": max_probability_score(found.probs, CATEGORICAL),
@@ -200,7 +200,7 @@ class LastLayer:
                     given["distance"] = distance
             elif not self.temperature:
                 given |= {name: score(seen) for name, score in detectors().items()}
-            return Answer(found.probs, given=given)
+            return Answer(found.probs, given)
 
         def batches(name: str) -> Iterator[tuple[Seen, Tensor]]:
             return ((seen, seen.labels) for seen in self._read(material, name).slices())

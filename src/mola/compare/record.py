@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.measured import Lead
+from mola.compare.leads import Lead
 from mola.errors import StorageError
 from mola.saving.schema import check
 

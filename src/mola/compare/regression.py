@@ -1,6 +1,6 @@
-"""Regression in a comparison: predictions as rows of a tally, and errors, densities and intervals from them.
+"""Regression in a comparison: predictions as columns of a tally, and metrics and intervals from them.
 
-A central interval of probability p covers a target with distribution function u exactly where |2 u - 1| <= p, so one number for each
+A central interval of probability p covers a target with distribution function u exactly if |2 u - 1| <= p, so one number for each
 target, the smallest p whose interval covers it, gives the coverage of intervals of every probability.
 
 The log-likelihood of D outputs is that of all outputs together; every other metric is a mean over outputs, and is also kept for
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mola import normal_mixtures
-from mola.compare.measured import Lead, Measurement, leads, mean_of, root_mean_of
-from mola.compare.record import LabelledResult, OutputResult, RegressionDetail
-from mola.compare.tally import INPUT, Tally
+from mola.compare.record import OutputResult, RegressionDetail
+from mola.measurement import Measurement, root_mean_of
 from mola.prediction import RegressionPrediction
+from mola.tally import INPUT, Tally
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Probabilities of the intervals in tables."""
@@ -40,8 +40,6 @@ EXAMPLES = 300
 SPREAD_BINS = 10
 """Groups of equally many inputs, by their predicted standard deviation."""
 
-LOWER_IS_BETTER = ("rmse", "nll", "crps")
-
 
 @dataclass(frozen=True)
 class RegressionAnswer:
@@ -52,15 +50,14 @@ class RegressionAnswer:
     ood_score: Tensor | None = None
     """Outlier scores (n,), if the method has its own."""
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
-    """By coverage: ends (n, D) of calibrated intervals."""
+    """Ends (n, D) of calibrated intervals, by coverage."""
     inputs: Tensor | None = None
-    """(n,), input of each row, where rows are positions; None: each row is an input."""
+    """Input (n,) of each row, if rows are positions; None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return columns of a tally: "name[d]" of output d, "name[p]" of an interval of probability p.
+        """Return columns of a tally from targets (n, D), or (n,) if D is 1; None if unlabelled.
 
-        Args:
-            labels: targets (n, D) in their own units, or (n,) where D is 1; None for unlabelled data.
+        A column "name[d]" belongs to output d, and "name[p]" to intervals of probability p.
         """
         prediction = self.prediction
         row: dict[str, Tensor] = {} if self.inputs is None else {INPUT: self.inputs}
@@ -108,65 +105,48 @@ class RegressionAnswer:
         return row
 
 
-def regression_measured(tally: Tally) -> dict[str, Measurement]:
-    """Metrics on labelled data: rmse, nll, crps, std, and coverage_90 and width_90 for each of `LEVELS` in percent."""
+def regression_metrics(tally: Tally) -> dict[str, Measurement]:
+    """Return rmse, nll, crps and std, and coverage_90 and width_90 for each of `LEVELS` in percent."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),
-        **{f"coverage_{name}": mean_of(tally[f"held[{level}]"], tally.groups) for level, name in names.items()},
-        **{f"width_{name}": mean_of(tally[f"width[{level}]"], tally.groups) for level, name in names.items()},
+        **{f"coverage_{name}": tally.mean(f"held[{level}]") for level, name in names.items()},
+        **{f"width_{name}": tally.mean(f"width[{level}]") for level, name in names.items()},
     }
 
 
 def _scores(tally: Tally, place: int | str) -> dict[str, Measurement]:
     return {
         "rmse": root_mean_of(tally[f"square[{place}]"], tally.groups),
-        **{name: mean_of(tally[f"{name}[{place}]"], tally.groups) for name in ("nll", "crps", "std")},
+        **{name: tally.mean(f"{name}[{place}]") for name in ("nll", "crps", "std")},
     }
 
 
-def regression_result(tally: Tally, outputs: Sequence[str]) -> LabelledResult:
-    """Return all metrics of a method on labelled data, with their errors over data, and the details of reports.
-
-    Args:
-        tally: tally of `RegressionAnswer` rows.
-        outputs: names of the outputs.
-    """
-    measured, shown = regression_measured(tally), dict(enumerate(outputs[:MOST_OUTPUTS]))
-    curve = [(level, mean_of(tally[f"held[{level}]"], tally.groups)) for level in NOMINAL]
+def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
+    """Return the coverage at all probabilities, and the metrics, spread and examples of each output."""
+    shown = dict(enumerate(outputs[:MOST_OUTPUTS]))
+    curve = [(level, tally.mean(f"held[{level}]")) for level in NOMINAL]
     by_output = {
-        name: {**_scores(tally, place), "coverage_90": mean_of(tally[f"held[{place}]"], tally.groups)}
-        for place, name in shown.items()
+        name: {**_scores(tally, place), "coverage_90": tally.mean(f"held[{place}]")} for place, name in shown.items()
     }
-    detail = RegressionDetail(
+    return RegressionDetail(
         coverage=[[level, one.value, one.error] for level, one in curve],
         spread={name: _spread(tally, place) for place, name in shown.items()},
         examples={name: _examples(tally, place) for place, name in shown.items()},
-        outputs={name: OutputResult(_values(found), _errors(found)) for name, found in by_output.items()},
+        outputs={
+            name: OutputResult(
+                {metric: one.value for metric, one in found.items()},
+                {metric: one.error for metric, one in found.items()},
+            )
+            for name, found in by_output.items()
+        },
     )
-    return LabelledResult(
-        level=0.0,
-        count=tally.count,
-        metrics=_values(measured),
-        reliability=[],
-        histogram=[],
-        errors=_errors(measured),
-        regression=detail,
-    )
-
-
-def _values(found: Mapping[str, Measurement]) -> dict[str, float]:
-    return {name: one.value for name, one in found.items()}
-
-
-def _errors(found: Mapping[str, Measurement]) -> dict[str, float | None]:
-    return {name: one.error for name, one in found.items()}
 
 
 def _spread(tally: Tally, place: int) -> list[list[float]]:
     # For groups of rows by predicted standard deviation: count, its root mean square, root mean squared error.
     std, squares = tally[f"std[{place}]"], tally[f"square[{place}]"]
-    # One group where all standard deviations are equal: more would be chance.
+    # One group if all standard deviations are equal: more would be chance.
     bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
     return [
         [len(part), math.sqrt(float(std[part].square().mean())), math.sqrt(float(squares[part].mean()))]
@@ -181,20 +161,3 @@ def _examples(tally: Tally, place: int) -> list[list[float]]:
     columns = [tally[f"{name}[{place}]"][chosen] for name in ("target", "mean", "lower", "upper")]
     rows: list[list[float]] = torch.stack(columns, 1).tolist()
     return rows
-
-
-def regression_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return which method leads on the same data, by rmse, nll and crps."""
-    measured = {method: regression_measured(tally) for method, tally in tallies.items()}
-    return leads(measured, dict.fromkeys(LOWER_IS_BETTER, "low"))
-
-
-def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return each method's excess rmse, nll and crps over one method, datum by datum, with standard errors over data."""
-    mine = regression_measured(tallies[own])
-    found: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for method, tally in tallies.items():
-        if method != own:
-            gaps = {name: one.minus(mine[name]) for name, one in regression_measured(tally).items()}
-            found[method] = {name: (gaps[name].value, gaps[name].error) for name in LOWER_IS_BETTER}
-    return found

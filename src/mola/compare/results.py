@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mola import metrics
-from mola.compare.measured import Better, Lead, Measurement, Name, area_between, lead, leads, mean_of, pass_rate
+from mola.compare.answers import outlier_columns
+from mola.compare.leads import Better, Lead, Name, lead
 from mola.compare.record import (
     CONFIDENCE_BINS,
     ClassResult,
@@ -17,7 +18,9 @@ from mola.compare.record import (
     OutlierResult,
     SetResult,
 )
-from mola.compare.tally import Tally
+from mola.compare.regression import regression_detail, regression_metrics
+from mola.measurement import Measurement, area_between, mean_area_of_labels, pass_rate
+from mola.tally import Tally
 
 METRICS = (
     "accuracy",
@@ -46,7 +49,26 @@ CURVE_POINTS = 100
 LARGE_SET = 4
 """Prediction sets of at least this many classes are counted together."""
 
-BETTER: dict[str, Better] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low", "auroc": "high"}
+BETTER: dict[str, Better] = {
+    "accuracy": "high",
+    "rmse": "low",
+    "nll": "low",
+    "crps": "low",
+    "brier": "low",
+    "ece": "low",
+    "auroc": "high",
+}
+"""Metrics by which methods are compared."""
+
+
+def measured(tally: Tally) -> dict[str, Measurement]:
+    """Return the metrics of labelled data that have standard errors."""
+    if "square[all]" in tally.columns:
+        return regression_metrics(tally)
+    found, area = tally.classified(), None
+    if "question" in tally.columns:
+        area = mean_area_of_labels(tally["yes"], tally["label"], tally["question"], tally.groups)
+    return found if area is None else {**found, "auroc": area}
 
 
 def labelled_result(
@@ -65,44 +87,45 @@ def labelled_result(
         level: shift of the data.
         detail: keep the bins of reliability diagrams and histograms.
         errors: estimate standard errors over data.
-        classes: names of the classes, for results by class.
+        classes: names of the classes, or of a regression's outputs, for results of each.
         types: types of shift, assigned to the data in turn, for results by type: datum i has type i modulo their number.
     """
-    by_class = _by_class(tally, classes)
-    found = _metrics(tally)
-    if "question" in tally.columns:
-        found |= {name: _mean_of_known(values) for name, values in _by_label(tally).items() if name != "ece"}
-    elif classes and tally.groups is not None:
-        found["miou"] = _mean_of_known(_overlaps(tally, len(classes)))
+    found = measured(tally)
+    values = {name: one.value for name, one in found.items()}
+    regression = "square[all]" in tally.columns
+    detail = detail and not regression
     return LabelledResult(
         level=level,
         count=tally.count,
-        # The legacy errors have no value where every prediction is certain.
-        metrics={name: found[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(found.get(name, math.nan))},
-        reliability=tally.bins.tolist() if detail else [],
+        metrics=values if regression else _class_metrics(tally, values, classes),
+        reliability=metrics.bin_sums(tally["confidence"], tally["correct"]).tolist() if detail else [],
         histogram=_histogram(tally) if detail else [],
-        errors={name: one.error for name, one in tally.measured().items()} if errors else {},
-        classes=by_class,
+        errors={name: one.error for name, one in found.items()} if errors else {},
+        classes={} if regression else _by_class(tally, classes),
         types=_by_type(tally, types),
+        regression=regression_detail(tally, classes) if regression else None,
     )
 
 
-def _metrics(tally: Tally) -> dict[str, float]:
-    confidence, correct, bins = tally["confidence"], tally["correct"], tally.bins
+def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[str]) -> dict[str, float]:
+    confidence, correct = tally["confidence"], tally["correct"]
     # Multi-label data: the uncertainty of a label, not of its input.
     uncertainty = 1 - confidence if "question" in tally.columns else tally["max probability"]
-    measured = tally.labelled()
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
-    counted = bool(legacy[:, 0].sum() > 0)
-    return {
-        **measured,
-        "log_likelihood": -measured["nll"],
+    found = {
+        **values,
+        "log_likelihood": -values["nll"],
         "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
-        "ece_legacy": metrics.calibration_gap(legacy) if counted else math.nan,
-        "mce": metrics.largest_gap(bins),
-        "mce_legacy": metrics.largest_gap(legacy) if counted else math.nan,
+        "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
+    if bool(legacy[:, 0].sum() > 0):  # not if every prediction is certain
+        found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
+    if "question" in tally.columns:
+        found |= {name: _mean_of_known(each) for name, each in _by_label(tally).items() if name != "ece"}
+    elif classes and tally.groups is not None:
+        found["miou"] = _mean_of_known(_overlaps(tally, len(classes)))
+    return {name: found[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(found.get(name, math.nan))}
 
 
 def _mean_of_known(values: Sequence[float]) -> float:
@@ -135,7 +158,7 @@ def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
 
 
 def _by_label(tally: Tally) -> dict[str, list[float]]:
-    # By label of multi-label data, for labels that occur; nan where a metric is not defined.
+    # By label of multi-label data, for labels that occur; nan if a metric is not defined.
     labels, yes, truth = tally["question"], tally["yes"], tally["label"]
     measures = {
         "auroc": metrics.auroc_of_labels,
@@ -150,7 +173,7 @@ def _by_label(tally: Tally) -> dict[str, list[float]]:
 
 
 def _overlaps(tally: Tally, classes: int) -> list[float]:
-    # Intersection over union of each class; nan where it is neither a label nor a prediction.
+    # Intersection over union of each class; nan if it is neither a label nor a prediction.
     truth, predicted = tally["label"].long(), tally["predicted"].long()
     both = torch.bincount(truth[truth == predicted], minlength=classes)
     either = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
@@ -161,28 +184,26 @@ def _overlaps(tally: Tally, classes: int) -> list[float]:
 def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     found = {}
     for place, name in enumerate(types[: tally.count]):
-        numbers = tally.dealt(place, len(types)).labelled()
+        part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
+        numbers = {metric: one.value for metric, one in part.classified().items()}
         # Six digits are more than a few hundred data can tell, and keep files small.
         found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return found
 
 
 def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors: bool = False) -> OutlierResult:
-    """Return the confidence of a method on outliers, and how well each score separates them from the test data.
+    """Return how well the scores of a method separate outliers from the test data.
 
     Args:
-        inside: predictions for the test data.
-        outside: predictions for the outliers.
+        inside: the method's predictions on the test data.
+        outside: its predictions on the outliers.
         detail: keep the histogram of confidence.
         errors: estimate standard errors over data.
     """
-    confidence, std = (
-        mean_of(outside[name], outside.groups) if name in outside.columns else None
-        for name in ("confidence", "std[all]")
-    )
+    confidence, std = (outside.mean(name) if name in outside.columns else None for name in ("confidence", "std[all]"))
     separated = _separation(inside, outside) if errors else {}
     scores = {}
-    for name, far in outside.scores.items():
+    for name, far in outlier_columns(outside).items():
         near = inside[name]
         scores[name] = {
             "auroc": metrics.auroc(near, far),
@@ -199,7 +220,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         confidence_error=confidence.error if errors and confidence is not None else None,
         errors={score: {name: one.error for name, one in found.items()} for score, found in separated.items()},
         std=None if std is None else std.value,
-        std_error=None if std is None else std.error,
+        std_error=std.error if errors and std is not None else None,
     )
 
 
@@ -234,15 +255,30 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return which method leads on labelled data, by accuracy, nll, brier and ece; for multi-label data also by auroc."""
-    return leads({method: tally.measured() for method, tally in tallies.items()}, BETTER)
+    """Return which method leads on the same labelled data, by each metric of `BETTER` that all methods have."""
+    found = {method: measured(tally) for method, tally in tallies.items()}
+    return {
+        name: lead({(method,): one[name] for method, one in found.items()}, end)
+        for name, end in BETTER.items()
+        if all(name in one for one in found.values())
+    }
+
+
+def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """Return each method's excess rmse, nll and crps over one method, datum by datum, with standard errors over data."""
+    found = {method: measured(tally) for method, tally in tallies.items()}
+    mine = found.pop(own)
+    return {
+        method: {name: ((gap := one[name].minus(mine[name])).value, gap.error) for name in ("rmse", "nll", "crps")}
+        for method, one in found.items()
+    }
 
 
 def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measurement]]:
     groups = (inside.groups, outside.groups)
     return {
         name: {"auroc": area_between(inside[name], far, groups), "fpr95": pass_rate(inside[name], far, groups)}
-        for name, far in outside.scores.items()
+        for name, far in outlier_columns(outside).items()
     }
 
 
@@ -257,9 +293,7 @@ def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> 
     found = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
     if not all("confidence" in tally.columns for tally in outside.values()):
         return found
-    confidence: dict[Name, Measurement] = {
-        (method,): mean_of(tally["confidence"], tally.groups) for method, tally in outside.items()
-    }
+    confidence: dict[Name, Measurement] = {(method,): tally.mean("confidence") for method, tally in outside.items()}
     by_confidence: dict[Name, Measurement] = {(method,): areas[method, "max probability"] for method in outside}
     return {"confidence": lead(confidence, "low"), "max probability": lead(by_confidence, "high"), **found}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mola.compare.activations_file import BATCH, TensorFile, written_rows
+from mola.compare.answers import Answer
 from mola.compare.methods import Material
-from mola.compare.tally import Answer
 from mola.lab.activations import Activations, Network, fast_inputs
 from mola.lab.suite import Source, Suite, TrainingData, checksum
 from mola.likelihoods import CATEGORICAL
@@ -40,7 +40,7 @@ class StoredPrediction:
         given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
             given["mutual information"] = (total - self.own_entropy).clamp(min=0)
-        return Answer(self.probs, given=given)
+        return Answer(self.probs, given)
 
     @staticmethod
     def mean(predictions: Iterable[StoredPrediction]) -> StoredPrediction:

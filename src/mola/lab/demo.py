@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import mola
 from mola.baselines import temperature_scaled
+from mola.compare.answers import Answer, outlier_scores, tally_set
 from mola.compare.demo_result import DEFAULT, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
 from mola.compare.methods import LastLayer, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
-from mola.compare.tally import Answer, tally_set
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
 from mola.lab.data.transforms import ANGLES, rotate
 from mola.lab.training import Labelled, Recipe, digits_mlp, mlp, train_ensemble
@@ -69,10 +69,11 @@ def compare_on_digits(
 
     def answer(method: MoLA, name: str, inputs: Tensor) -> Answer:
         if name in turned and name != TEST:
-            return Answer(method(inputs))
+            probs = method(inputs)
+            return Answer(probs, outlier_scores(probs))
         found = method.predict(inputs)
         own = None if method.structure is None else found.ood_score
-        return Answer(found.probs, found.logit_mean, method.weights, own)
+        return Answer(found.probs, outlier_scores(found.probs, found.logit_mean, method.weights, own))
 
     tallies = {
         name: tally_set(

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mola.compare.tally import Answer, Tally, tally_set
+from mola.compare.answers import Answer, outlier_columns, tally_set
+from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
@@ -62,7 +63,7 @@ class HumanLabels:
         scores: dict[str, list[Tensor]] = {}
         for answer, _ in answers("test", True):
             parts.append(answer.probs)
-            for name, score in answer.scores().items():
+            for name, score in answer.scores.items():
                 scores.setdefault(name, []).append(score)
         probs = torch.cat(parts)
         # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
@@ -107,7 +108,7 @@ class Rejection:
         """Return the numbers of one method."""
         known, unknown, test, outside = (_tally(answers, name) for name in (*self.validation, *self.test))
         found: dict[str, float] = {}
-        for score in test.scores:
+        for score in outlier_columns(test):
             threshold = best_threshold(known[score], known["correct"], unknown[score])
             answered = test[score] <= threshold
             found[f"in-scope accuracy, {score}"] = float((answered * test["correct"]).double().mean())

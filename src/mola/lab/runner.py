@@ -16,11 +16,11 @@ from torch import Tensor
 
 import mola
 from mola.compare.activations_file import Stored
+from mola.compare.answers import Answer, tally_set
 from mola.compare.methods import Fitted
 from mola.compare.record import Record
 from mola.compare.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
 from mola.compare.store import SUITE, Store
-from mola.compare.tally import Answer, Tally, tally_set
 from mola.distributed import Team
 from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
@@ -31,6 +31,7 @@ from mola.lab.measures import Answers, Measure
 from mola.lab.streamed_sums import StreamedSums
 from mola.lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
 from mola.lab.training import Labelled
+from mola.tally import Tally
 
 PROTOCOL = 1
 """Increase this number when fitting, links, tuning or metrics change such that older records would differ."""

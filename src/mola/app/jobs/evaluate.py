@@ -21,7 +21,6 @@ from torch import Tensor
 from mola import __version__
 from mola.app.jobs.columns import output_names
 from mola.app.jobs.decisions import CERTAINTY, kept_calibration, kept_predictions, make_decisions
-from mola.app.jobs.dense import COMPARED, draw_rows
 from mola.app.jobs.fit import make_rule
 from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.groups import MORE, Opening, Reporting
@@ -31,11 +30,12 @@ from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, overlap
 from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
-from mola.compare import Answer, Tally, TallyRows, mean_of, tally_set
+from mola.compare.answers import Answer, Rows, outlier_scores, tally_set
 from mola.compare.evaluation import short
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, IntervalResult, Record, SetInfo
-from mola.compare.regression import LEVELS, RegressionAnswer, differences, regression_leads, regression_result
+from mola.compare.regression import LEVELS, RegressionAnswer
 from mola.compare.results import (
+    differences,
     labelled_leads,
     labelled_result,
     outlier_leads,
@@ -51,11 +51,15 @@ from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
 from mola.posterior import MoLA
 from mola.prediction import Prediction
+from mola.tally import Tally, rows_of
 from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 """Decisions that the report shows."""
+
+POSITIONS = 256
+"""Positions of dense outputs that are drawn from each input: neighbours are correlated, so all of them would add little."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
@@ -120,44 +124,49 @@ class _Methods:
             found |= {} if getattr(own, name) == value else {name: getattr(own, name)}
         return found
 
-    def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, TallyRows], Tensor | None, int]:
+    def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Rows], Tensor | None, int]:
         """Return every method's answers to a batch, the labels of their rows, and the number of inputs, after `start` others."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
-        count, inputs = len(whole), None
-        if self.posterior.is_dense:
-            drawn = draw_rows(whole, labels, self.posterior.components[0].head.ignore_index, start)  # type: ignore[union-attr]
-            inputs, labels = drawn.inputs, None if labels is None else drawn.of(labels)
-            if not len(inputs):
-                return {}, None, count
-            whole, single = drawn.of_prediction(whole), drawn.of_prediction(single)
+        count, ignored = len(whole), self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
+        (whole, own, inputs), (single, _, _) = (
+            rows_of(one, labels, "the labels", ignore_index=ignored, positions=POSITIONS, first=start)
+            for one in (whole, single)
+        )
+        labels = own
+        if not len(whole):
+            return {}, None, count
         if labels is not None:
             outputs = whole.probs if isinstance(whole, Prediction) else whole.component_mean[0]
             labels = self.posterior.likelihood.check_labels(labels, outputs, "the test data")
         answer = self._classes if isinstance(whole, Prediction) else self._regression
         return answer(whole, single, inputs), labels, count
 
-    def _classes(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, TallyRows]:
+    def _classes(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, Rows]:
         likelihood, logits = whole.likelihood, whole.logit_mean
         weights = None if len(logits) == 1 else self.posterior.weights
         shared: dict[str, Any] = {"likelihood": likelihood, "inputs": inputs}
 
         def networks(count: int, temperature: float | None) -> Answer:
             some, own = logits[:count] / (temperature or 1.0), None if count == 1 else weights
-            return Answer(mixed(self.posterior.weights, likelihood.probabilities(some)), some, own, **shared)
+            probs = mixed(self.posterior.weights, likelihood.probabilities(some))
+            return Answer(probs, outlier_scores(probs, some, own, None, likelihood), **shared)
 
         sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
-        own = Answer(whole.probs, logits, weights, whole.ood_score, sets, **shared)
-        one = Answer(single.probs, single.logit_mean, None, single.ood_score, **shared)
+        scores = outlier_scores(whole.probs, logits, weights, whole.ood_score, likelihood)
+        own = Answer(whole.probs, scores, sets, **shared)
+        scores = outlier_scores(single.probs, single.logit_mean, None, single.ood_score, likelihood)
+        one = Answer(single.probs, scores, **shared)
         answers = self._in_order(networks, one, own)
         if weights is None or LOGITS not in self.factors:
             return answers
         mean = torch.tensordot(weights.to(logits), logits, 1) / self.factors[LOGITS]
-        averaged = Answer(likelihood.probabilities(mean), mean[None], None, **shared)
+        probs = likelihood.probabilities(mean)
+        averaged = Answer(probs, outlier_scores(probs, mean[None], likelihood=likelihood), **shared)
         last = {name: answers.pop(name) for name in (LAPLACE, MIXTURE)}
         return {**answers, LOGITS: averaged, **last}
 
-    def _regression(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, TallyRows]:
+    def _regression(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, Rows]:
         def networks(count: int, factors: Tensor | None) -> RegressionAnswer:
             return RegressionAnswer(networks_alone(self.posterior, whole, count, factors), inputs=inputs)
 
@@ -165,9 +174,7 @@ class _Methods:
         own = RegressionAnswer(whole, whole.ood_score, promised, inputs)
         return self._in_order(networks, RegressionAnswer(single, single.ood_score, inputs=inputs), own)
 
-    def _in_order(
-        self, networks: Callable[[int, Any], TallyRows], one: TallyRows, own: TallyRows
-    ) -> dict[str, TallyRows]:
+    def _in_order(self, networks: Callable[[int, Any], Rows], one: Rows, own: Rows) -> dict[str, Rows]:
         # The first network and all networks, each plain and scaled; then LLLA, and MoLA of several networks.
         count, answers = len(self.posterior.components), {}
         for name, some in ((SINGLE, 1), (ENSEMBLE, count))[: min(count, 2)]:
@@ -241,18 +248,13 @@ def run_evaluate(
                 data={},
                 chosen=methods.chosen(method),
                 seconds={},
-                labelled={
-                    test: regression_result(tally, classes)
-                    if regression
-                    else labelled_result(tally, errors=True, classes=classes)
-                },
+                labelled={test: labelled_result(tally, errors=True, classes=classes)},
                 outliers={name: outlier_result(tally, tallies[name][method], errors=True) for name in outliers},
             )
             for method, tally in inside.items()
         ),
         classes=classes,
-        leads={test: regression_leads(inside) if regression else labelled_leads(inside)}
-        | {name: outlier_leads(inside, tallies[name]) for name in outliers},
+        leads={test: labelled_leads(inside)} | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         notes=(*notes, *_overlaps(fitted, test, tuned_on)),
         left_out=account.left_out,
         noted=account.noted,
@@ -297,7 +299,7 @@ def _tuned(
         notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
     if posterior.is_dense:
         notes.append(
-            f"Every number is computed over positions, at most {COMPARED} of each input, drawn at random. Standard errors count "
+            f"Every number is computed over positions, at most {POSITIONS} of each input, drawn at random. Standard errors count "
             f"inputs, since the positions of one input are correlated."
         )
     elif discrete and not posterior.likelihood.mutually_exclusive:
@@ -371,7 +373,7 @@ def _noise_factors(posterior: MoLA, held_out: HeldOut) -> dict[str, Any]:
 
 
 def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
-    def answers() -> Iterator[tuple[dict[str, TallyRows], Tensor | None]]:
+    def answers() -> Iterator[tuple[dict[str, Rows], Tensor | None]]:
         seen = 0
         for batch in loader:
             labels = None
@@ -429,7 +431,7 @@ def _decisions(
         answers = [_answers_at(fitted, rate, tally, outlying) for rate in ERROR_RATES]
         sets = set_result(tally, COVERAGE, classes) if "held" in tally.columns else None
     for level in methods.intervals or {}:
-        held = mean_of(tally[f"promised[{level}]"], tally.groups)
+        held = tally.mean(f"promised[{level}]")
         width = float(tally[f"promised width[{level}]"].mean())
         intervals.append(IntervalResult(level, held.value, held.error, width))
     return DecisionResult(

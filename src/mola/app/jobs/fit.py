@@ -37,7 +37,7 @@ from mola.app.jobs.regression import networks_alone, noise_factors, summary
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.app.options import as_document, relative, to_toml
-from mola.compare import Answer, Tally
+from mola.compare.answers import Answer
 from mola.compare.regression import RegressionAnswer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
@@ -51,6 +51,7 @@ from mola.options import one_of
 from mola.posterior import MoLA
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
+from mola.tally import Tally
 from mola.tuning import RULES, Outliers, Rule, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
 
@@ -248,11 +249,11 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
         # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
-            plain.add(Answer(alone, likelihood=likelihood), labels)
-            whole.add(Answer(prediction.probs, ood_score=prediction.ood_score, likelihood=likelihood), labels)
+            plain.add(Answer(alone, likelihood=likelihood).columns(labels))
+            whole.add(Answer(prediction.probs, likelihood=likelihood).columns(labels))
         else:
-            plain.add(RegressionAnswer(networks_alone(posterior, prediction, count, factors)), labels)
-            whole.add(RegressionAnswer(prediction), labels)
+            plain.add(RegressionAnswer(networks_alone(posterior, prediction, count, factors)).columns(labels))
+            whole.add(RegressionAnswer(prediction).columns(labels))
         scores.append(prediction.ood_score.double())
         if decided:
             kept.append(decision_columns(prediction, labels))
@@ -262,10 +263,9 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
     }
     everyone = team.gather(torch.cat(scores) if scores else None).numpy()
     threshold, rate = usual_alarm(everyone)
-    summarise = Tally.labelled if discrete else summary
     measured = {
-        "networks": summarise(plain.together(team)),
-        "posterior": summarise(whole.together(team)),
+        "networks": summary(plain.gather(team)),
+        "posterior": summary(whole.gather(team)),
         "count": len(everyone),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,

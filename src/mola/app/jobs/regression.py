@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mola.baselines.noise import best_factors
-from mola.compare import Tally
-from mola.compare.regression import regression_measured
+from mola.compare.results import measured
 from mola.likelihoods import GAUSSIAN, Gaussian, Likelihood
 from mola.posterior import MoLA
 from mola.prediction import Field, RegressionPrediction
+from mola.tally import Tally
 from mola.tuning.held_out import HeldOut
 
 
@@ -70,7 +70,9 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """Return RMSE, NLL, CRPS, coverage of 90 % intervals and mean standard deviation, for a folder's document."""
-    found = regression_measured(tally)
+    """Return the metrics of a folder's document."""
+    found = {name: one.value for name, one in measured(tally).items()}
+    if "rmse" not in found:
+        return found
     names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
-    return {name: found[metric].value for name, metric in names.items()}
+    return {name: found[metric] for name, metric in names.items()}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mola.compare.measured import CLEAR
+from mola.compare.leads import CLEAR
 
 SAME = 1e-9
 """Methods whose means differ by less, in every run, are the same method under two names."""
@@ -81,7 +81,7 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
     """Return the methods that are better than all others by more than chance: the best, and its equals in every run.
 
-    The lead must be as certain as `mola.compare.measured.CLEAR` standard errors of many data: by Student's t, 2.9 errors of five
+    The lead must be as certain as `mola.compare.leads.CLEAR` standard errors of many data: by Student's t, 2.9 errors of five
     runs and 14 of two.
     """
     sign = 1 if better == "high" else -1

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mola.compare.measured import CLEAR
+from mola.compare.answers import ALL_SCORES
+from mola.compare.leads import CLEAR
 from mola.compare.record import Comparison, DecisionResult, SetInfo
 from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate
 from mola.compare.report.numbers import Numbers, On
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
-from mola.compare.tally import ALL_SCORES
 from mola.options import counted
 
 SCORE_NAMES = {

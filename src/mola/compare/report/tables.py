@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from mola.compare.measured import Lead
+from mola.compare.leads import Lead
 from mola.compare.report.estimate import Estimate, leaders
 from mola.compare.report.numbers import Numbers, On
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mola.compare.demo_result import DemoResult
-from mola.compare.measured import CLEAR, SAME, Lead
+from mola.compare.leads import CLEAR, SAME, Lead
 from mola.compare.record import Comparison
 from mola.compare.report.estimate import is_clear
 from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers

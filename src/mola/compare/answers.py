@@ -1,0 +1,160 @@
+"""Predictions of classifiers for a batch, as columns of a `mola.tally.Tally`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mola.distributed import Team
+from mola.errors import DataError
+from mola.likelihoods import CATEGORICAL, ClassificationLikelihood
+from mola.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
+from mola.tally import INPUT, Tally
+from mola.uncertainty import entropy
+
+SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
+"""Outlier scores of classifiers, higher for outliers."""
+
+ALL_SCORES = (*SCORES, "variance")
+"""Outlier scores of classifiers and of regression, whose score is the variance of the prediction."""
+
+FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
+"""Columns that are not outlier scores; "question" is the index of a label of multi-label data. Columns with brackets, such as
+"held[0.9]" of `mola.compare.regression`, are not outlier scores either."""
+
+
+def outlier_columns(tally: Tally) -> dict[str, Tensor]:
+    """Return the outlier scores of each row, by name."""
+    return {name: tally[name] for name in tally.columns if name not in FIXED and not name.endswith("]")}
+
+
+def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
+    r"""Return GEN, the generalised entropy (n,) of probabilities (n, C) (Liu et al., 2023): higher for outliers.
+
+    .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
+
+    over the M largest probabilities. The small exponent makes it sensitive to the small probabilities of the other classes if a
+    network is almost certain. The defaults of gamma and M are the authors' choice for 1000 classes.
+    """
+    # The rest of the largest probability is the sum of the others: 1 - p would be 0 for single-precision numbers near 1.
+    ordered = probs.double().sort(dim=1, descending=True).values.clamp(0, 1)
+    rest = 1 - ordered
+    rest[:, 0] = ordered[:, 1:].sum(1)
+    return (ordered * rest)[:, :largest].pow(exponent).sum(1)
+
+
+def outlier_scores(
+    probs: Tensor,
+    logits: Tensor | None = None,
+    weights: Tensor | None = None,
+    ood_score: Tensor | None = None,
+    likelihood: ClassificationLikelihood = CATEGORICAL,
+) -> dict[str, Tensor]:
+    """Return all of `SCORES` (n,) that are known, in float64.
+
+    Args:
+        probs: (n, C).
+        logits: logits (K, n, C) of the networks; energy and maximum logit are means over networks.
+        weights: weights (K,) of these networks; None is 1 / K each.
+        ood_score: the method's own score (n,).
+        likelihood: meaning of the probabilities.
+    """
+    exact = probs.double()
+    uncertain = entropy(likelihood.choices(exact))
+    found = {
+        "max probability": max_probability_score(exact, likelihood),
+        "entropy": uncertain if likelihood.mutually_exclusive else uncertain.mean(-1),
+    }
+    if logits is not None:
+        shares = torch.full((len(logits),), 1 / len(logits)) if weights is None else weights
+        energy = energy_score if likelihood.mutually_exclusive else label_energy_score
+        for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
+            found[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
+    return found if ood_score is None else {**found, "ood score": ood_score.double()}
+
+
+class Rows(Protocol):
+    """Predictions for a batch, as rows of a tally."""
+
+    def columns(self, labels: Tensor | None) -> dict[str, Tensor]:
+        """Return numbers (rows,) by name, outlier scores included."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Predictions of a classifier for a batch."""
+
+    probs: Tensor
+    """(n, C)"""
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    """Outlier scores (n,) by name."""
+    sets: Tensor | None = None
+    """Classes (n, C) in each prediction set."""
+    likelihood: ClassificationLikelihood = CATEGORICAL
+    inputs: Tensor | None = None
+    """Input (n,) of each row, if rows are positions; None if each row is an input."""
+
+    def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Return columns of a tally from class indices (n,), or from 0 and 1 (n, C) for multi-label data; None if unlabelled."""
+        probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
+        limits = torch.finfo(probs.dtype)
+        if not self.likelihood.mutually_exclusive:  # 1 - p may round to 0
+            return self._by_label(probs.double().clamp(limits.eps, 1 - limits.eps), labels)
+        # A probability that underflowed to 0 counts as the smallest positive number of its precision.
+        probs = probs.clamp_min(limits.tiny).double()
+        confidence, predicted = probs.max(1)
+        row = {} if self.inputs is None else {INPUT: self.inputs}
+        row |= {"confidence": confidence, "predicted": predicted}
+        if labels is not None:
+            row |= {"label": labels, **self.likelihood.distribution(probs).scores(labels)}
+        if self.sets is not None:
+            row["set size"] = self.sets.cpu().sum(1)
+            if labels is not None:
+                row["held"] = self.sets.cpu().gather(1, labels[:, None]).squeeze(1)
+        return {**row, **self.scores}
+
+    def _by_label(self, probs: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        known, scored = torch.ones_like(probs, dtype=torch.bool), {}
+        if labels is not None:
+            truth = self.likelihood.check_labels(labels, probs, "the labels")
+            known = ~truth.isnan()
+            scored = {"label": truth[known], "yes": probs[known]}
+            scored |= self.likelihood.distribution(probs).scores(truth)
+        count, outputs = probs.shape
+        own = torch.arange(count) if self.inputs is None else self.inputs.cpu()
+        return {
+            **({INPUT: own[:, None].expand_as(known)[known]} if outputs > 1 or self.inputs is not None else {}),
+            "confidence": torch.maximum(probs, 1 - probs)[known],
+            "predicted": (probs > 0.5)[known],
+            "question": torch.arange(outputs).expand_as(known)[known],
+            **scored,
+            **{name: one.cpu()[:, None].expand_as(known)[known] for name, one in self.scores.items()},
+        }
+
+
+def tally_set(
+    answers: Iterable[tuple[Mapping[str, Rows], Tensor | None]], team: Team | None = None, what: str = "the set"
+) -> dict[str, Tally]:
+    """Collect the rows of every method in one pass over a set of data.
+
+    Args:
+        answers: for each batch, the predictions by method, and the labels, if any.
+        team: processes that each read their own part of the set; None is this process alone.
+        what: the set, for messages.
+
+    Returns:
+        The rows of all data by method, equal in every process.
+    """
+    tallies: dict[str, Tally] = {}
+    for by_method, labels in answers:
+        for method, answer in by_method.items():
+            tallies.setdefault(method, Tally()).add(answer.columns(labels))
+    together = team or Team.single()
+    methods = next((one for one in together.collect(list(tallies)) if one), None)  # a process may have no data
+    if methods is None:
+        raise DataError(f"{what} holds no input that can be used.")
+    return {method: tallies.get(method, Tally()).gather(together) for method in methods}
