@@ -21,16 +21,7 @@ from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
 from mola.compare.report.reading import SuiteResults, read_suites
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import ARROWS, Column, Table, as_markdown, markdown_rows
-from mola.lab.uci import (
-    METHODS,
-    as_good,
-    estimates,
-    gap_findings,
-    gap_table,
-    published_table,
-    read_records,
-    score_table,
-)
+from mola.lab.uci import METHODS, as_good, gap_table, read_records, score_table
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "\N{EN DASH}"
@@ -117,22 +108,15 @@ def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]]
 
 def _uci(name: str) -> str:
     records = read_records(RESULTS)
-    if name in ("rmse", "nll"):
+    if name == "gaps":
+        return gap_table(records)
+    if name != "findings":
         return score_table(records, name)
-    if name == "findings":
-        scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
-        found = {words: estimates(records, score) for score, words in scores}
-        rows = [[words, *[str(len(as_good(one, method))) for method in METHODS]] for words, one in found.items()]
-        return markdown_rows(
-            [f"best, or within a standard error of the best, of {len(one_set(found))} sets", *METHODS], rows
-        )
-    others = {"gaps": gap_table, "gap findings": gap_findings}
-    return others[name](records) if name in others else published_table(list(estimates(records, "rmse")))
-
-
-def one_set(found: dict[str, Any]) -> Any:
-    """The sets of the first score: all scores have the same."""
-    return next(iter(found.values()))
+    scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
+    found = {words: as_good(records, score) for score, words in scores}
+    rows = [[words, *[str(one[method].sum()) for method in METHODS]] for words, one in found.items()]
+    count = len(found["negative log-likelihood"])
+    return markdown_rows([f"best, or within a standard error of the best, of {count} sets", *METHODS], rows)
 
 
 def _closed_forms(likelihood: str) -> str:

@@ -81,8 +81,6 @@ def test_heads_agree_with_a_hand_tiled_pass():
         torch.testing.assert_close(one.eval()(inputs), head)
     within = torch.special.entr(logits.softmax(-1)).sum(-1).mean(0)
     torch.testing.assert_close(mimo.predict(inputs).mutual_information, torch.special.entr(expected).sum(1) - within)
-    apart = [images(seed=seed)[0] for seed in (1, 2, 3)]
-    torch.testing.assert_close(mimo.logits(apart), by_hand(mimo, apart))
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 0.5), (1.0, 1.0)])
@@ -296,8 +294,6 @@ def test_bad_input_is_refused():
     with pytest.raises(OptionError, match="example"):
         Mimo(conv_net(), 2, example=inputs[:0])
     mimo = Mimo(conv_net(), 2, example=inputs)
-    with pytest.raises(DataError, match="got 3"):
-        mimo.logits([inputs] * 3)
     with pytest.raises(DataError, match="one tensor"):
         mimo({"pixels": inputs})
     with pytest.raises(DataError, match="a label for each"):

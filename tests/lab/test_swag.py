@@ -92,7 +92,7 @@ def test_float32_moments_do_not_cancel():
     """Weights near 1000 that move by 1e-2: the mean of squares minus the square of the mean would be all rounding."""
     steps = torch.randn(30, 50, generator=torch.Generator().manual_seed(0)) * 1e-2
     snapshots = (1000 + steps).float()
-    moments = Moments.start({"w": snapshots[0]})
+    moments = Moments()
     for snapshot in snapshots:
         moments.add({"w": snapshot}, 4)
     exact = snapshots.double().var(0, correction=0)
@@ -182,7 +182,7 @@ def test_an_interrupted_path_goes_on_to_the_same_bits(tmp_path, stop):
         fit_swag(network, Broken(problem), **options)
     loader = Batches(problem)
     again = fit_swag(network, loader, **options)
-    assert loader.passes == 6 + 5 - stop, "epochs and statistics of draws that were done are kept"
+    assert loader.passes == max(6 - stop, 0) + 5, "epochs that were done are kept"
     for name, tensor in whole.moments.tensors().items():
         assert torch.equal(tensor, again.moments.tensors()[name]), name
     for name, tensor in whole.statistics.items():
@@ -214,7 +214,7 @@ def test_frozen_parameters_stay_where_they_are():
     assert set(swag.sample(0)) == {"2.weight", "2.bias"}
     assert torch.equal(swag.network[0].weight, problem.network[0].weight)
     problem.network.requires_grad_(False)
-    with pytest.raises(OptionError, match="no parameter of Sequential requires gradients"):
+    with pytest.raises(OptionError, match="require gradients"):
         fit(problem)
 
 

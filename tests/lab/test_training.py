@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content):
 
 
 def test_a_training_that_diverges_says_so():
-    with pytest.raises(DataError, match="lower the learning rate"):
+    with pytest.raises(DataError, match="lower learning rate"):
         train(_build, two_moons(40), Recipe(epochs=3, learning_rate=1e30, optimiser="sgd"), seed=0)
 
 

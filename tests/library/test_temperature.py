@@ -8,14 +8,8 @@ import torch
 from scipy import optimize, special
 from torch import nn
 
-import mola
-from mola.baselines import (
-    TemperatureScaled,
-    fit_temperature,
-    temperature_scaled,
-)
-from mola.errors import DataError, MolaWarning, OptionError, StorageError
-from tests.closeness import assert_close
+from mola.baselines import fit_temperature, temperature_scaled
+from mola.errors import DataError, MolaWarning, OptionError
 from tests.conftest import make_problem
 
 
@@ -103,114 +97,39 @@ def problems():
     return made
 
 
-@pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
-def test_the_predictor_is_the_formula(mode):
-    made = problems()
-    networks, loader, inputs = [one.network for one in made], made[0].loader, made[1].inputs
-    predictor = temperature_scaled(networks, loader, mode=mode, weights=[0.5, 0.3, 0.2], progress=False)
-    with torch.no_grad():
-        logits = [network(inputs) for network in networks]
-        if mode == "pooled":
-            mean = sum(w * z.softmax(-1) for w, z in zip([0.5, 0.3, 0.2], logits, strict=True))
-            expected = mean ** (1 / predictor.temperatures[0])
-            expected = expected / expected.sum(1, keepdim=True)
-        else:
-            expected = sum(
-                w * (z / t).softmax(-1) for w, z, t in zip([0.5, 0.3, 0.2], logits, predictor.temperatures, strict=True)
-            )
-        own = [network(made[0].inputs) for network in networks]
-    pool = torch.einsum("k,knc->nc", torch.tensor([0.5, 0.3, 0.2]), torch.stack(own).softmax(-1)).log()
-    wanted = {
-        "shared": lambda: [fit_temperature(torch.stack(own), made[0].labels, torch.tensor([0.5, 0.3, 0.2]))] * 3,
-        "members": lambda: [fit_temperature(one, made[0].labels) for one in own],
-        "pooled": lambda: [fit_temperature(pool, made[0].labels)] * 3,
-    }
-    assert predictor.temperatures == pytest.approx(wanted[mode](), rel=1e-6)
-    torch.testing.assert_close(predictor(inputs), expected)
-    said = predictor.predict([(part,) for part in inputs.split(7)])
-    torch.testing.assert_close(said.probs, expected)
-    np.testing.assert_allclose(predictor.predict_proba(inputs.numpy()), expected.numpy())
-
-
-@pytest.mark.parametrize(
-    ("temperatures", "pooled", "words"),
-    [
-        (0.0, False, "above 0"),
-        (float("nan"), False, "finite"),
-        ([1.0, 2.0], False, "expected one value, or 3"),
-        ([1.0, 2.0, 3.0], True, "one temperature"),
-    ],
-)
-def test_bad_temperatures_are_refused(temperatures, pooled, words):
-    with pytest.raises(OptionError, match=words):
-        TemperatureScaled([one.network for one in problems()], temperatures, pooled=pooled)
-
-
+@pytest.mark.parametrize("mean", ["probabilities", "logits"])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-def test_the_mean_of_logits_is_an_ensemble_with_pooling_0_and_a_temperature(likelihood, tmp_path):
-    made = problems()
+def test_the_predictor_is_the_formula_at_its_best_temperature(likelihood, mean):
+    made, weights = problems(), torch.tensor([0.5, 0.3, 0.2])
     networks, inputs, labels = [one.network for one in made], made[0].inputs, made[0].labels
-    weights = [0.5, 0.3, 0.2]
+    with torch.no_grad():
+        logits = torch.stack([network(inputs) for network in networks])
     if likelihood == "bernoulli":
-        with torch.no_grad():
-            labels = torch.bernoulli((sum(network(inputs) for network in networks) / 6).sigmoid())
+        labels = torch.bernoulli((logits.sum(0) / 6).sigmoid())
         labels[0, 1] = torch.nan
-    options = {"weights": weights, "likelihood": likelihood, "progress": False}
-    predictor = temperature_scaled(networks, [(inputs, labels)], mean="logits", **options)
-    plain = mola.ensemble(networks, weights, likelihood=likelihood).with_pooling(0.0)
-    expected = plain.with_temperature(predictor.temperature)
-    torch.testing.assert_close(predictor(inputs), expected(inputs))
-    torch.testing.assert_close(
-        predictor.predict(inputs).mutual_information, expected.predict(inputs).mutual_information
-    )
-    again = TemperatureScaled.load(predictor.save(tmp_path), networks)
-    assert_close(again(inputs), predictor(inputs), "float64")
-    with pytest.raises(StorageError, match="3 networks, got 2"):
-        TemperatureScaled.load(tmp_path, networks[:2])
-    with pytest.raises(StorageError, match=r"networks\[0\].*weights differ"):
-        TemperatureScaled.load(tmp_path, networks[::-1])
+    options = {"mean": mean, "weights": weights, "likelihood": likelihood, "progress": False}
+    predictor = temperature_scaled(networks, [(inputs, labels)], **options)
 
-    def loss(posterior):
-        probs = posterior(inputs)
+    def formula(temperature):
+        link = (lambda z: z.softmax(-1)) if likelihood == "categorical" else torch.sigmoid
+        if mean == "logits":
+            return link(torch.einsum("k,knc->nc", weights, logits) / temperature)
+        return torch.einsum("k,knc->nc", weights, link(logits / temperature))
+
+    def loss(probs):
         if likelihood == "categorical":
             return float(nn.functional.nll_loss(probs.log(), labels))
         known = ~labels.isnan()
         return float(nn.functional.binary_cross_entropy(probs[known], labels[known]))
 
+    torch.testing.assert_close(predictor(inputs), formula(predictor.temperature))
     for factor in (0.9, 0.99, 1.01, 1.1):
-        assert loss(plain.with_temperature(factor * predictor.temperature)) > loss(predictor)
-
-
-@pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
-def test_binary_labels_are_two_classes(mode):
-    torch.manual_seed(0)
-    networks = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(2)]
-    twins = [nn.Sequential(network, PairOfLogits()) for network in networks]
-    inputs = 2 * torch.randn(60, 3)
-    with torch.no_grad():
-        labels = torch.bernoulli(sum(network(inputs)[:, 0] for network in networks).sigmoid()).long()
-    one = temperature_scaled(networks, [(inputs, labels)], mode=mode, likelihood="bernoulli", progress=False)
-    two = temperature_scaled(twins, [(inputs, labels)], mode=mode, progress=False)
-    assert one.temperatures == pytest.approx(two.temperatures, rel=1e-6)
-    torch.testing.assert_close(one(inputs)[:, 0], two(inputs)[:, 1])
-    found, expected = one.predict(inputs), two.predict(inputs)
-    torch.testing.assert_close(found.mutual_information[:, 0], expected.mutual_information)
-
-
-class PairOfLogits(nn.Module):
-    def forward(self, logits):
-        return torch.cat([torch.zeros_like(logits), logits], 1)
+        assert loss(formula(factor * predictor.temperature)) > loss(predictor(inputs))
 
 
 def test_regressions_and_other_settings_are_refused():
     problem = make_problem()
     with pytest.raises(OptionError, match="scale_noise"):
         temperature_scaled(problem.network, problem.loader, likelihood="gaussian")
-    with pytest.raises(OptionError, match="mode must be one of"):
-        temperature_scaled(problem.network, problem.loader, mode="share")
     with pytest.raises(OptionError, match="mean must be one of"):
         temperature_scaled(problem.network, problem.loader, mean="logit")
-    with pytest.raises(OptionError, match="temperature_scaled again"):
-        TemperatureScaled(problem.network, 2.0).with_weights([1.0])
-    with pytest.raises(OptionError, match="its own temperature"):
-        _ = TemperatureScaled([problem.network, make_problem(1).network], [1.0, 2.0]).temperature

@@ -4,18 +4,13 @@ from mola.baselines.dropout import McDropout
 from mola.baselines.mimo import Mimo, mimo_mola
 from mola.baselines.noise import scale_noise
 from mola.baselines.swag import MultiSwag, Swag
-from mola.baselines.temperature import (
-    TemperatureScaled,
-    fit_temperature,
-    temperature_scaled,
-)
+from mola.baselines.temperature import fit_temperature, temperature_scaled
 
 __all__ = [
     "McDropout",
     "Mimo",
     "MultiSwag",
     "Swag",
-    "TemperatureScaled",
     "fit_temperature",
     "mimo_mola",
     "scale_noise",

@@ -7,7 +7,7 @@ sequences are padded. The average has the same distribution for each input as wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,6 @@ KIND = "mc-dropout"
 SCHEMA: dict[str, Any] = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
 
 MASKS = 0  # purpose of the seeds of the draws
-WHOLE_CHANNELS: tuple[type[nn.Module], ...] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-SELF_NORMALISING: tuple[type[nn.Module], ...] = (nn.AlphaDropout, nn.FeatureAlphaDropout)
-ALPHA = -1.7580993408473766  # a SELU's value at minus infinity (Klambauer et al., 2017), which replaces a dropped unit
 
 _lock = threading.RLock()  # masks are hooks on the user's layers for the duration of a pass
 
@@ -83,15 +80,12 @@ class McDropout(Mixture):
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        return self._draws(inputs, derived_seeds(self.seed if seed is None else seed, MASKS, self.samples))
+        seeds = derived_seeds(self.seed if seed is None else seed, MASKS, self.samples)
+        return [self._draw(inputs, own) for own in seeds]
 
-    def _draws(self, inputs: Inputs, seeds: Sequence[int]) -> list[Tensor]:
-        members = []
-        with _lock, evaluating(self.network), located("the network"):
-            for seed in seeds:
-                with _masked(self.network, seed):
-                    members.append(member_output(self.network, inputs, self.likelihood))
-        return members
+    def _draw(self, inputs: Inputs, seed: int) -> Tensor:
+        with _lock, evaluating(self.network), _masked(self.network, seed), located("the network"):
+            return member_output(self.network, inputs, self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
         """Save the settings and a checksum of the network, for `McDropout.load(directory, network)`."""
@@ -115,7 +109,7 @@ class McDropout(Mixture):
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:
-    return predictor._draws(inputs, derived_seeds(predictor.seed, MASKS, index + 1)[-1:])[0]
+    return predictor._draw(inputs, derived_seeds(predictor.seed, MASKS, index + 1)[-1])
 
 
 def _active(network: nn.Module) -> list[_DropoutNd]:
@@ -124,30 +118,25 @@ def _active(network: nn.Module) -> list[_DropoutNd]:
 
 @contextmanager
 def _masked(network: nn.Module, seed: int) -> Iterator[None]:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    handles = [module.register_forward_hook(_dropping(generator)) for module in _active(network)]
     # The fast path of transformers in eval mode packs padded sequences and skips layers.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    handles = [module.register_forward_hook(_drop) for module in _active(network)]
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()
 
 
-def _dropping(generator: torch.Generator) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    def drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-        assert isinstance(layer, _DropoutNd)
-        shape = (1, *passed.shape[1:])
-        if isinstance(layer, WHOLE_CHANNELS):
-            shape = (1, passed.shape[1], *[1] * (passed.dim() - 2))
-        drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-        kept = (drawn >= layer.p).to(passed.device, passed.dtype)
-        if isinstance(layer, SELF_NORMALISING):
-            scale = ((1 - layer.p) * (1 + layer.p * ALPHA**2)) ** -0.5 if layer.p < 1 else 0.0
-            return scale * (passed * kept + ALPHA * (1 - kept)) - scale * ALPHA * layer.p
-        return passed * kept / (1 - layer.p) if layer.p < 1 else torch.zeros_like(passed)
-
-    return drop
+def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
+    # Every kind of dropout is linear in its input, for a given mask: two passes of one datum, of zeros and of ones, give the line.
+    layer.training, state = True, torch.get_rng_state()
+    offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
+    torch.set_rng_state(state)
+    slope = layer.forward(torch.ones_like(offset)) - offset
+    layer.training = False
+    return passed * slope.to(passed) + offset.to(passed)

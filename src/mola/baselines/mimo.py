@@ -46,18 +46,13 @@ class Mimo(Mixture):
     """
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
-        if not isinstance(network, nn.Module):
-            raise OptionError(
-                f"network: expected one nn.Module, whose architecture is widened; got {type(network).__name__}."
-            )
         members = whole_number(members, "members")
         if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
             raise OptionError(
                 "example: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) with n > 0."
             )
         super().__init__([partial(_one_member, self, index) for index in range(members)])
-        with torch.inference_mode(False):
-            trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
+        trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
         self.trunk: Trunk = Trunk(trunk, members)
         self.heads: nn.ModuleList = nn.ModuleList(heads)
 
@@ -71,24 +66,13 @@ class Mimo(Mixture):
         """K ordinary classifiers, each the trunk on K copies of the input with one head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
-    def logits(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return logits (K, n, C) of every head, in eval mode and without gradients.
-
-        Args:
-            inputs: one batch for all heads, or K batches, one for each head, as in training.
-        """
-        batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
-        if len(batches) != self.members:
-            raise DataError(f"expected one batch, or {self.members} (one for each head); got {len(batches)}.")
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return logits (K, n, C) of every head, in eval mode and without gradients."""
         with evaluating(self), torch.no_grad():
-            features = call(self.trunk.network, stack_inputs(batches))
+            features = call(self.trunk, inputs)
             return torch.stack([head(features) for head in self.heads])
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        if not isinstance(inputs, Tensor):
-            raise DataError(
-                f"MIMO takes one tensor as inputs, which it repeats along dimension 1; got {type(inputs).__name__}."
-            )
         logits = self.logits(inputs)
         check_finite(logits.flatten(0, 1)[:, :0], logits.flatten(0, 1))
         probs = CATEGORICAL.probabilities(to_float64(logits))
@@ -153,16 +137,8 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
     return MimoMoLA(fitted.components, fitted.link, weights, fitted.tuning, fitted.scaling)
 
 
-# --- networks -----------------------------------------------------------------------------------------------------------
-
-
 class Trunk(nn.Module):
-    """The trunk that K heads share: features (n, P) of K copies of the input, side by side.
-
-    Args:
-        network: from stacked inputs to features.
-        members: K.
-    """
+    """The trunk that K heads share: features (n, P) of K copies of the input, side by side."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
@@ -207,26 +183,23 @@ def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tupl
         name, first = _first_layer(network, head, example)
         generator = torch.Generator("cpu").manual_seed(seed)
         heads = [_drawn_head(head.layer, generator) for _ in range(members)]
-        wide = _widened_layer(first, members, generator)
-    _replace(network, first, wide)
-    _replace(network, head.layer, nn.Identity())
-    with evaluating(network):
         try:
+            if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head.layer))):
+                raise DataError("it is a grouped convolution, or it or the head is parametrised, as by weight_norm.")
+            wide = _widened_layer(first, members, generator)
+            _replace(network, first, wide)
+            _replace(network, head.layer, nn.Identity())
             features = call(network, stack_inputs([example] * members))
+            if features.shape != (len(example), head.layer.in_features):
+                raise DataError(
+                    f"features have shape {tuple(features.shape)} for {head.layer.in_features} inputs of heads."
+                )
         except (DataError, HeadError) as error:
-            reason = f"the widened network fails on stacked inputs: {error}"
-            raise OptionError(_refusal(network, name, reason)) from error
-    if features.shape != (len(example), head.layer.in_features):
-        reason = f"the trunk returns shape {tuple(features.shape)} for heads with {head.layer.in_features} features."
-        raise OptionError(_refusal(network, name, reason))
+            raise OptionError(
+                f"{type(network).__name__} cannot be widened at its first layer {name!r}: {error} MIMO stacks inputs along dimension "
+                f"1, which the first layer must read as channels or features, and nothing before it may change."
+            ) from error
     return network, heads
-
-
-def _refusal(network: nn.Module, name: str, reason: str) -> str:
-    return (
-        f"{type(network).__name__} cannot be widened at its first layer {name!r}: {reason} MIMO stacks inputs along dimension 1, "
-        f"which the first layer must read as channels or features, and nothing before it may change."
-    )
 
 
 def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, nn.Module]:
@@ -246,13 +219,7 @@ def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, 
             f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r} for the inputs to share: "
             f"MIMO needs a trunk."
         )
-    name, first = ran[0]
-    if getattr(first, "groups", 1) != 1:
-        raise OptionError(_refusal(network, name, f"it is a grouped convolution ({first})."))
-    if parametrize.is_parametrized(first) or parametrize.is_parametrized(head.layer):
-        reason = "it, or the head, is parametrised (weight or spectral normalisation)."
-        raise OptionError(_refusal(network, name, reason))
-    return name, first
+    return ran[0]
 
 
 def _resampled(entries: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:

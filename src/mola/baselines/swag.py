@@ -13,17 +13,16 @@ several SWAGs, each from its own trained network. `mola.lab.training` fits them.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mola.baselines.members import (
     all_tensors,
@@ -44,49 +43,40 @@ from mola.options import whole_number
 from mola.saving.files import read_folder, write_folder
 from mola.saving.posterior import describe, rebuild
 
-SCHEMA: dict[str, Any] = {
-    **dict.fromkeys(("snapshots", "rank", "samples", "seed"), int),
-    **{"scale": float, "likelihood": {"name": str}},
-}
+OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
+SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
 SMALLEST_VARIANCE = 1e-30  # of a weight that did not move
 DRAWS = 1  # purpose of the seeds of the draws
 
-_lock = threading.RLock()  # a functional call puts tensors into the module for its duration
+_lock = threading.RLock()  # a draw occupies the network for the duration of a pass
 
 
 @dataclass
 class Moments:
-    """Mean, spread and last deviations of named weights over snapshots."""
+    """Mean, spread and last deviations of named weights over snapshots, in main memory."""
 
-    count: int
+    count: int = 0
     """Number of snapshots."""
-    mean: dict[str, Tensor]
-    squares: dict[str, Tensor]
+    mean: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[str, Tensor] = field(default_factory=dict)
     """Sum of squared deviations from the mean (Welford's, which does not cancel in float32), for each weight."""
-    columns: dict[str, Tensor]
+    columns: dict[str, Tensor] = field(default_factory=dict)
     """(K, ...): the last deviations, oldest first."""
-
-    @staticmethod
-    def start(weights: Mapping[str, Tensor]) -> Moments:
-        """Return the moments of no snapshot, at least in float32: small steps would be lost in a mean in half precision."""
-        zeros = {
-            name: torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-            for name, tensor in weights.items()
-        }
-        columns = {name: zero.new_zeros((0, *zero.shape)) for name, zero in zeros.items()}
-        return Moments(0, zeros, {name: zero.clone() for name, zero in zeros.items()}, columns)
 
     def add(self, weights: Mapping[str, Tensor], rank: int) -> None:
         """Add one snapshot in place and keep the last `rank` deviations."""
         self.count += 1
-        for name, theta in weights.items():
-            mean = self.mean[name]
+        for name, tensor in weights.items():
+            # At least in float32: small steps would be lost in a mean in half precision.
+            theta = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
+            mean = self.mean.setdefault(name, torch.zeros_like(theta))
             before = theta - mean
             mean.add_(before / self.count)
             after = theta - mean
-            self.squares[name].addcmul_(before, after)
+            self.squares.setdefault(name, torch.zeros_like(theta)).addcmul_(before, after)
+            columns = self.columns.setdefault(name, theta.new_zeros((0, *theta.shape)))
             if rank:
-                self.columns[name] = torch.cat([self.columns[name][1 - rank :], after[None]])
+                self.columns[name] = torch.cat([columns[1 - rank :], after[None]])
 
     @property
     def rank(self) -> int:
@@ -98,22 +88,18 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Return the weights drawn from the Gaussian with its covariance times `scale`; the same on every device."""
+        """Return the weights drawn from the Gaussian with its covariance times `scale`."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
         for name in sorted(self.mean):  # files do not keep the order
             mean = self.mean[name]
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(mean.device)
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device="cpu")
             step = self.variance(name).sqrt() * noise
             if self.rank:
                 step = step + torch.tensordot(shared.to(mean) / (self.rank - 1) ** 0.5, self.columns[name], dims=1)
             drawn[name] = mean + scale**0.5 * step
         return drawn
-
-    def to(self, device: torch.device) -> Moments:
-        """Return the same moments on another device."""
-        return Moments.from_tensors(self.count, {name: one.to(device) for name, one in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all values by name, for files."""
@@ -123,7 +109,7 @@ class Moments:
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
         """Undo `tensors`."""
-        return Moments(count, below(tensors, "mean."), below(tensors, "squares."), below(tensors, "columns."))
+        return Moments(count, *(below(tensors, f"{kind}.") for kind in ("mean", "squares", "columns")))
 
 
 class Swag(Mixture):
@@ -168,7 +154,7 @@ class Swag(Mixture):
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
         """Return the same draws under a likelihood with other settings, such as another noise."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("samples", "scale", "seed")}
+        options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
     def train(self, mode: bool = True) -> Self:
@@ -185,11 +171,7 @@ class Swag(Mixture):
         """Return the weights and BatchNorm statistics of one draw by name, on the device and in the precision of the network."""
         if not 0 <= index < self.samples:
             raise OptionError(f"index must lie between 0 and {self.samples - 1}, the last draw; got {index!r}.")
-        own = all_tensors(self.network)
-        name, mean = next(iter(self.moments.mean.items()))
-        if mean.device != own[name].device:  # the network was moved
-            self.moments = self.moments.to(own[name].device)
-        drawn = draw(self.moments, self.seed, index, self.scale)
+        own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
         drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
 
@@ -202,9 +184,7 @@ class Swag(Mixture):
             "kind": "swag",
             "snapshots": self.moments.count,
             "rank": self.moments.rank,
-            "samples": self.samples,
-            "scale": self.scale,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in OPTIONS},
             "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
         }
         parts = {
@@ -224,7 +204,7 @@ class Swag(Mixture):
             network: a network of the same architecture, trained or not; it is copied, not modified.
         """
         document, tensors = read_folder(directory, "swag", SCHEMA)
-        own = own_copy(network)
+        own = copy.deepcopy(network)
         moved = below(tensors, "moments.mean.")
         rest = _unmoved(own, moved)
         wrong = shape_differences(tensors, _expected_shapes(document, own, moved, below(tensors, "statistics.")))
@@ -243,7 +223,7 @@ class Swag(Mixture):
                 Moments.from_tensors(document["snapshots"], below(tensors, "moments.")),
                 below(tensors, "statistics."),
                 likelihood=rebuild(document["likelihood"], LIKELIHOODS, "likelihood"),
-                **{name: document[name] for name in ("samples", "scale", "seed")},
+                **{name: document[name] for name in OPTIONS},
             )
 
 
@@ -252,34 +232,25 @@ def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Ten
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
-def own_copy(network: nn.Module) -> nn.Module:
-    """Copy a network, or raise `OptionError` if it cannot be copied."""
-    try:
-        return copy.deepcopy(network)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(
-            f"{type(network).__name__} cannot be copied ({error}), and SWAG works on a copy. Pass a network that copy.deepcopy "
-            f"takes: without locks, open files, or results of earlier passes."
-        ) from error
-
-
-class _WithTensors(nn.Module):
-    def __init__(self, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.network = network
-
-        @functools.wraps(network.forward)  # mappings are passed by its signature
-        def forward(*arguments: Any, **keywords: Any) -> Any:
-            with _lock:
-                return functional_call(network, dict(tensors), arguments, keywords)
-
-        self.forward = forward
+@contextmanager
+def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other values into a network's parameters and buffers, by name, for a while."""
+    own = all_tensors(network)
+    kept = {name: own[name].clone() for name in tensors}
+    with torch.no_grad():
+        try:
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+            yield
+        finally:
+            for name, tensor in kept.items():
+                own[name].copy_(tensor)
 
 
 def _one_draw(swag: Swag, index: int, inputs: Inputs) -> Tensor:
-    network = _WithTensors(swag.network, swag.sample(index)).eval()
-    with located(f"draw {index}"), evaluating(swag.network):
-        return member_output(network, inputs, swag.likelihood)
+    tensors = swag.sample(index)
+    with _lock, located(f"draw {index}"), evaluating(swag.network), holding(swag.network, tensors):
+        return member_output(swag.network, inputs, swag.likelihood)
 
 
 def _unmoved(network: nn.Module, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:

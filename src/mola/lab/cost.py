@@ -20,8 +20,8 @@ from mola.baselines import Mimo, MultiSwag
 from mola.lab.activations import Network, Progress
 from mola.lab.runner import environment
 from mola.lab.suite import Budget, Source, SwagBudget
-from mola.lab.training.passes import has_statistics, recompute_statistics
-from mola.lab.training.swag import fit_swag, sgd_epoch
+from mola.lab.training.loop import train_epoch
+from mola.lab.training.swag import fit_swag, norm_layers, recompute_statistics, swag_loss
 
 REPEATS = 5
 
@@ -29,31 +29,18 @@ FEWER = 16
 """Factor by which methods that draw many networks for each prediction are measured on fewer images."""
 
 Loader = Sequence[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class _Work:
-    # A part of a fit: on a loader, done several times.
-    run: Callable[[Loader], object]
-    loader: Loader
-    times: int = 1
-
-    def extended(self, whole: float, half: float, count: int) -> float:
-        # The time on `count` data, from the times on the loader and on half of it, along a line: fixed costs are not multiplied.
-        more, fewer = _count(self.loader), _count(_half(self.loader))
-        if more == fewer:
-            return self.times * whole * count / more
-        return self.times * (whole + max(0.0, whole - half) / (more - fewer) * (count - more))
+Work = tuple[Callable[[Loader], object], Loader, int]
+"""A part of a fit: what is done to a loader, the loader, and how often."""
 
 
 @dataclass(frozen=True)
 class _Method:
-    # The networks are kept besides the predictor's files.
     name: str
     predictor: Any
     networks: Sequence[nn.Module]
+    """Networks that are kept besides the predictor's files."""
     test: Loader
-    fit: Sequence[_Work] = ()
+    fit: Sequence[Work] = ()
 
 
 def measure_cost(
@@ -66,7 +53,7 @@ def measure_cost(
     images: int = 2000,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Measure time and memory of all methods on real networks, including whole forward passes.
+    """Measure time and memory of all methods on real networks, including whole forward passes; return the document for `cost.json`.
 
     Repeats are interleaved, so that all methods share the conditions of a busy machine; medians are reported, of CPU time with one
     thread. Methods are fitted on the first `images` training images and on half of them, and the time is extended to all along a
@@ -75,39 +62,42 @@ def measure_cost(
 
     Denormal numbers are flushed to zero meanwhile: they slow a processor down many times, and weight decay leaves thousands in some
     networks, but none in SWAG's draws from these.
-
-    Returns:
-        The document for `cost.json`.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
-    times: dict[tuple[str, int | str], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int | str, int], list[float]] = defaultdict(list)
     flushed = torch.set_flush_denormal(True)
     try:
         methods = _methods([network.load() for network in networks], fitting, testing, short, budget)
         for repeat in range(repeats):
             for index, method in enumerate(methods):
                 progress(f"cost of {method.name}", (repeat + index / len(methods)) / repeats)
-                for part, work in enumerate(method.fit):
-                    times[method.name, part].append(_seconds(partial(work.run, work.loader)))
-                    times[method.name, f"half of {part}"].append(_seconds(partial(work.run, _half(work.loader))))
-                times[method.name, "predict"].append(_seconds(partial(_predict, method.predictor, method.test)))
+                for part, (work, loader, _) in enumerate(method.fit):
+                    for share in (loader, _half(loader)):
+                        times[method.name, part, _count(share)].append(_seconds(partial(work, share)))
+                times[method.name, "predict", 0].append(_seconds(partial(_predict, method.predictor, method.test)))
     finally:
         torch.set_flush_denormal(False)
     # Medians before the line: it multiplies the noise of one measurement.
     median = {key: statistics.median(values) for key, values in times.items()}
+
+    def extended(name: str, part: int, loader: Loader) -> float:
+        # Along a line through the times on the loader and on half of it, so that fixed costs are not multiplied.
+        more, fewer = _count(loader), _count(_half(loader))
+        whole, half = median[name, part, more], median[name, part, fewer]
+        if more == fewer:
+            return whole * train.count / more
+        return whole + max(0.0, whole - half) / (more - fewer) * (train.count - more)
+
     rows = [
         {
-            "method": method.name,
-            "fit_seconds": sum(
-                work.extended(median[method.name, part], median[method.name, f"half of {part}"], train.count)
-                for part, work in enumerate(method.fit)
-            )
+            "method": one.name,
+            "fit_seconds": sum(n * extended(one.name, part, loader) for part, (_, loader, n) in enumerate(one.fit))
             or None,
-            "predict_seconds": median[method.name, "predict"] * _count(testing) / _count(method.test),
-            "bytes": _bytes(method),
+            "predict_seconds": median[one.name, "predict", 0] * _count(testing) / _count(one.test),
+            "bytes": _bytes(one),
         }
-        for method in methods
+        for one in methods
     ]
     settings = {
         "components": len(networks),
@@ -133,7 +123,7 @@ def _methods(
         def fit(batches: Loader) -> mola.MoLA:
             return mola.fit(given, batches, progress=False, **options)
 
-        return _Method(name, fit(fitting), given, testing, [_Work(fit, fitting)])
+        return _Method(name, fit(fitting), given, testing, [(fit, fitting, 1)])
 
     laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
     methods = [
@@ -163,13 +153,17 @@ def _methods(
     ]
 
 
-def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]:
+def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[Work]:
     # An epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
-    work = [_Work(partial(sgd_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
-    if has_statistics(network):
-        work.append(_Work(partial(recompute_statistics, network), batches, budget.samples))
+
+    def epoch(loader: Loader) -> None:
+        train_epoch(network, loader, optimiser, swag_loss(network), "an epoch")
+
+    work: list[Work] = [(epoch, batches, budget.snapshots)]
+    if norm_layers(network):
+        work.append((partial(recompute_statistics, network), batches, budget.samples))
     return work
 
 

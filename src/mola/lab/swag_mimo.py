@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,30 +17,17 @@ from mola.baselines.swag import Swag
 from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted, LastLayer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
-from mola.lab.context import Context, Predictor, StoredPrediction
+from mola.lab.context import Context, StoredPrediction
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
-from mola.lab.training import Recipe, member_seeds, train_mimo
+from mola.lab.training import Recipe, Shuffled, member_seeds, train_mimo
 from mola.lab.training import fit_swag as fit_swag_path
-from mola.likelihoods import CATEGORICAL
-from mola.network import call, evaluating
+from mola.saving.files import DOCUMENT
 
 RESUMED = "fit time is of this command alone: what had been trained before was taken up."
 
 
-class Shuffled:
-    """Training data as a loader: a new order every time, drawn from torch's random state; all images, or some of them in each pass."""
-
-    def __init__(self, training: TrainingData, batch_size: int, images: int | None = None) -> None:
-        self.training, self.batch_size = training, batch_size
-        self.count = len(training.data) if images is None else min(images, len(training.data))
-
-    def __len__(self) -> int:
-        return math.ceil(self.count / self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self.training.data
-        for rows in torch.split(torch.randperm(len(data))[: self.count], self.batch_size):
-            yield fast_inputs(self.training.prepare(data.inputs[rows])), data.labels[rows]
+def _loader(training: TrainingData, batch_size: int, images: int | None = None) -> Shuffled:
+    return Shuffled(training.data, batch_size, lambda inputs: fast_inputs(training.prepare(inputs)), images)
 
 
 def _example(training: TrainingData) -> Tensor:
@@ -53,10 +38,13 @@ def _example(training: TrainingData) -> Tensor:
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """Fit SWAG from a trained network, resuming a checkpoint; the seed follows from the network, so that all runs share the result."""
-    return fit_swag_path(
-        fast_network(network.load().to(device), _example(training)),
-        Shuffled(training, budget.batch_size, budget.images),
+    """Fit SWAG from a trained network, or resume; the seed follows from the network, so that all runs share the result."""
+    model = fast_network(network.load().to(device), _example(training))
+    if folder is not None and (folder / "swag" / DOCUMENT).exists():
+        return Swag.load(folder / "swag", model)
+    swag = fit_swag_path(
+        model,
+        _loader(training, budget.batch_size, budget.images),
         learning_rate=budget.learning_rate,
         epochs=budget.snapshots,
         rank=budget.snapshots,
@@ -65,6 +53,9 @@ def fit_swag(
         checkpoint=folder,
         progress=False,
     )
+    if folder is not None:
+        swag.save(folder / "swag")
+    return swag
 
 
 def fit_mimo(
@@ -85,7 +76,7 @@ def fit_mimo(
     fast_network(mimo, example)
     return train_mimo(
         mimo,
-        Shuffled(training, recipe.batch_size),
+        _loader(training, recipe.batch_size),
         epochs=budget.epochs,
         batch_repetition=budget.batch_repetition,
         optimiser=recipe.make_optimiser,
@@ -114,33 +105,13 @@ class SwagMixture:
         for network in context.networks[: self.components]:
             folder = context.folder("swag", network.checksum, asdict(self.budget))
             swags[folder.name] = fit_swag(network, context.training(), self.budget, folder, context.device)
-        predictors = {key: partial(_predictors, swag) for key, swag in swags.items()}
+        predictors = {key: partial(getattr, swag, "predictors") for key, swag in swags.items()}
         return Fitted(
             lambda name: context.predictions(name, predictors),
             lambda found, scores: StoredPrediction.mean(found).answer(len(found) * self.budget.samples),
             {"notes": [RESUMED]},
             time.perf_counter() - start,
         )
-
-
-def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
-    """Yield a network with the weights of each draw; it is the same object every time, so use it before the next draw."""
-    network = copy.deepcopy(swag.network)
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    for index in range(swag.samples):
-        with torch.no_grad():
-            for name, drawn in swag.sample(index).items():
-                tensors[name].copy_(drawn)
-        yield network
-
-
-def _predictors(swag: Swag) -> Iterator[Predictor]:
-    return (partial(_probabilities, network) for network in drawn_networks(swag))
-
-
-def _probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
-    with evaluating(network):
-        return CATEGORICAL.probabilities(call(network, inputs))
 
 
 @dataclass(frozen=True)

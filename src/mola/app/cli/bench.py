@@ -141,7 +141,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _bench_uci(options: BenchOptions) -> None:
-    from mola.lab.uci import SETS, as_good, estimates, gap_table, read_records, run_uci, score_table
+    from mola.lab.uci import SETS, as_good, gap_table, read_records, run_uci, score_table
     from mola.options import one_of
 
     if options.data is None:
@@ -163,10 +163,9 @@ def _bench_uci(options: BenchOptions) -> None:
         return
     records, console = read_records(options.results), Console(highlight=False)
     for score in ("rmse", "nll"):
-        found = estimates(records, score)
-        good = as_good({name: one for name, one in found.items() if "MoLA" in one}, "MoLA")
+        good = as_good(records, score)["MoLA"]
         console.print(f"{score.upper()}\n{score_table(records, score)}", soft_wrap=True)
-        console.print(f"MoLA is the best, or within a standard error of it, in {len(good)} of {len(found)} sets.")
+        console.print(f"MoLA is the best, or within a standard error of it, in {good.sum()} of {len(good)} sets.")
     if any(one["split"].startswith("gap") for one in records):
         console.print(gap_table(records), soft_wrap=True)
     console.print(f"Records are in [bold]{escape(str(folder))}[/bold].", soft_wrap=True)

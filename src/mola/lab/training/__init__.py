@@ -1,10 +1,8 @@
 """Training for benchmarks: networks, ensembles, SWAG and MIMO. The same seed gives the same weights, interrupted or not."""
 
-from mola.lab.training.checkpoint import DivergedError, TrainingCheckpoint
-from mola.lab.training.loop import member_seeds, train, train_ensemble
+from mola.lab.training.loop import DivergedError, TrainingCheckpoint, member_seeds, train, train_ensemble
 from mola.lab.training.mimo import train_mimo
-from mola.lab.training.mlps import digits_mlp, train_mlps
-from mola.lab.training.recipe import RECIPES, Labelled, Recipe
+from mola.lab.training.recipe import RECIPES, Labelled, Recipe, Shuffled, digits_mlp, train_mlps
 from mola.lab.training.swag import fit_multi_swag, fit_swag
 from mola.perceptrons import mlp
 
@@ -13,6 +11,7 @@ __all__ = [
     "DivergedError",
     "Labelled",
     "Recipe",
+    "Shuffled",
     "TrainingCheckpoint",
     "digits_mlp",
     "fit_multi_swag",

@@ -1,18 +1,191 @@
-"""The training loop: the same seed gives the same network, interrupted or not."""
+"""The training loop of networks, SWAG and MIMO: the same seed gives the same weights, interrupted or not."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import shutil
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
+from tqdm.auto import tqdm
 
-from mola.errors import DataError
-from mola.lab.training.checkpoint import TrainingCheckpoint
-from mola.lab.training.recipe import Labelled, Recipe
+from mola.baselines.members import all_tensors, below, shape_differences
+from mola.errors import DataError, StorageError
+from mola.lab.training.recipe import Labelled, Recipe, Shuffled
+from mola.network import Batch, batches
+from mola.saving.files import DOCUMENT, read_folder, write_folder
+
+
+class DivergedError(DataError):
+    """The loss is no longer finite, or far too large: the learning rate is too high."""
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """The folder with the state of a training after its last complete epoch: network, optimiser and other tensors."""
+
+    folder: Path
+    kind: str
+    """Kind of training, such as "swag-checkpoint"."""
+    identity: Mapping[str, Any]
+    """JSON values; a checkpoint with other values is refused."""
+
+    def save(
+        self, epochs: int, network: nn.Module, optimiser: Optimizer, steps: int, more: Mapping[str, Tensor]
+    ) -> None:
+        """Save the state after an epoch; the folder always holds a complete state."""
+        tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
+        for index, state in optimiser.state_dict()["state"].items():
+            known = {name: value for name, value in state.items() if value is not None}
+            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
+        tensors |= {f"more.{name}": tensor for name, tensor in more.items()}
+        document = {"kind": self.kind, "epochs": epochs, "steps": steps, "identity": dict(self.identity)}
+        write_folder(self.folder, document, tensors)
+
+    def restore(
+        self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Restore a state into a fresh network, optimiser and schedule; return the epochs done, or 0, and the other tensors.
+
+        Raises:
+            StorageError: the folder is damaged, or holds another training or more than `epochs`.
+        """
+        if not (self.folder / DOCUMENT).exists():
+            return 0, {}
+        try:
+            document, tensors = read_folder(self.folder, self.kind, {"epochs": int, "steps": int, "identity": {}})
+        except StorageError as error:
+            raise StorageError(f"{error} To train from the start, choose another folder or delete this one.") from error
+        own, kept = all_tensors(network), below(tensors, "network.")
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        identity = json.loads(json.dumps(self.identity))
+        if document["identity"] != identity or shape_differences(kept, shapes):
+            raise StorageError(
+                f"{self.folder} is the checkpoint of another training or another network: expected {identity}, got "
+                f"{document['identity']}. Delete it, or use another folder."
+            )
+        if document["epochs"] > epochs:
+            raise StorageError(
+                f"{self.folder} holds {document['epochs']} epochs, more than the requested {epochs}. Request as many, or use another "
+                f"folder."
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(kept[name])
+        if schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # torch warns that the optimiser has not been stepped before the schedule
+                for _ in range(document["steps"]):
+                    schedule.step()
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in sorted(below(tensors, "optimiser.").items()):  # files do not keep the order
+            index, key = name.split(".", 1)
+            state.setdefault(int(index), {})[key] = tensor
+        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+        return document["epochs"], below(tensors, "more.")
+
+    def remove(self) -> None:
+        """Delete the checkpoint: the training is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remaining_epochs(
+    checkpoint: TrainingCheckpoint | None,
+    epochs: int,
+    network: nn.Module,
+    optimiser: Optimizer,
+    schedule: LRScheduler | None = None,
+    *,
+    state: Callable[[], Mapping[str, Tensor]] = dict,
+    resume: Callable[[int, dict[str, Tensor]], None] = lambda done, state: None,
+    on_epoch: Callable[[int], None] = lambda epoch: None,
+    progress: str = "",
+) -> Iterator[int]:
+    """Yield the epochs that are left, from 0, and save the training after each.
+
+    `state` returns tensors to save besides network and optimiser, and `resume` takes them back. `on_epoch` is called after every
+    epoch, and once after a restart, with the number of epochs done.
+    """
+    done = 0
+    if checkpoint is not None:
+        done, found = checkpoint.restore(epochs, network, optimiser, schedule)
+        if done:
+            resume(done, found)
+            on_epoch(done)
+    bar = {"desc": progress, "initial": done, "total": epochs, "disable": None if progress else True, "leave": False}
+    for epoch in tqdm(range(done, epochs), **bar):
+        yield epoch
+        if checkpoint is not None:
+            checkpoint.save(epoch + 1, network, optimiser, 0 if schedule is None else schedule.last_epoch, state())
+        on_epoch(epoch + 1)
+
+
+@contextmanager
+def seeded(network: nn.Module, seed: int) -> Iterator[None]:
+    """Seed torch's random state of the CPU and of the network's devices; it is restored at the end."""
+    devices = {tensor.device for tensor in network.parameters()}
+    cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(devices=cards):
+        # One by one: torch.manual_seed would also seed devices whose state is not restored.
+        torch.default_generator.manual_seed(seed)
+        for card in cards:
+            with torch.cuda.device(card):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def train_epoch(
+    network: nn.Module,
+    loader: Iterable[Any],
+    optimiser: Optimizer,
+    loss_of: Callable[[Batch, str], tuple[Tensor, float]],
+    where: str,
+    *,
+    schedule: LRScheduler | None = None,
+    seed: int | None = None,
+) -> None:
+    """Take a step on every batch of a loader.
+
+    `loss_of` takes a batch and its place, and returns the loss and the largest mean loss of a training that has not diverged. A
+    seed determines shuffling, augmentation and dropout; None uses torch's random state as it is.
+    """
+    losses, largest = [], math.inf
+    with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
+        network.train()
+        for index, batch in enumerate(batches(loader, "training loader")):
+            place = f"batch {index} of the training loader"
+            optimiser.zero_grad()
+            loss, largest = loss_of(batch, place)
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):  # before the step, which would spoil the weights
+                if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
+                    raise DataError(f"{place}: the inputs hold NaN or infinite values. Clean or leave out those data.")
+                break
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            if schedule is not None:
+                schedule.step()
+    mean = statistics.fmean(losses)
+    if not mean <= largest or math.isinf(mean):
+        raise DivergedError(
+            f"the training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
+            f"Use a lower learning rate; if none is low enough, the network did not fit these data to begin with."
+        )
 
 
 def member_seeds(members: int, seed: int) -> list[int]:
@@ -49,54 +222,35 @@ def train(
     """
     if not len(data):
         raise DataError("there are no training data: expected at least one row.")
-    inputs, labels = data.inputs, data.labels
-    with torch.random.fork_rng(devices=[inputs.device.index or 0] if inputs.device.type == "cuda" else []):
+    cuda = data.inputs.device.type == "cuda"
+    with torch.random.fork_rng(devices=[data.inputs.device.index or 0] if cuda else []):
         torch.manual_seed(seed)
         network = build()
-        state = torch.get_rng_state()
-        example = prepare(inputs[:1])
-        torch.set_rng_state(state)
-        network = network.to(example.device, example.dtype).train()
+        random = torch.get_rng_state()
+        example = prepare(data.inputs[:1])
+        torch.set_rng_state(random)
+        network = network.to(example.device, example.dtype)
         optimiser = recipe.make_optimiser(network.parameters())
         schedule = recipe.make_schedule(optimiser, len(data))
-        done = steps = 0
-        if checkpoint is not None:
-            done, steps, states = checkpoint.restore(recipe.epochs, network, optimiser, schedule)
-            if done:
-                _set_random_states(states, example.device)
-                on_epoch(done)
-        for epoch in range(done + 1, recipe.epochs + 1):
-            for rows in torch.split(torch.randperm(len(data)), recipe.batch_size):
-                loss = _step(network, optimiser, prepare(inputs[rows]), labels[rows])
-                schedule.step()
-                steps += 1
-            if not math.isfinite(float(loss)):
-                raise DataError(
-                    f"the loss is {float(loss)} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
-                )
-            if checkpoint is not None:
-                checkpoint.save(epoch, network, optimiser, steps=steps, more=_random_states(example.device))
-            on_epoch(epoch)
+        loader = Shuffled(data, recipe.batch_size, prepare)
+
+        def state() -> dict[str, Tensor]:
+            return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(example.device)} if cuda else {})
+
+        def resume(done: int, kept: dict[str, Tensor]) -> None:
+            torch.set_rng_state(kept["cpu"])
+            if cuda:
+                torch.cuda.set_rng_state(kept["cuda"], example.device)
+
+        def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
+            assert batch.labels is not None
+            return functional.cross_entropy(network(batch.inputs), batch.labels), math.inf
+
+        options: dict[str, Any] = {"state": state, "resume": resume, "on_epoch": on_epoch}
+        for epoch in remaining_epochs(checkpoint, recipe.epochs, network, optimiser, schedule, **options):
+            where = f"epoch {epoch + 1} of {recipe.epochs}"
+            train_epoch(network, loader, optimiser, loss_of, where, schedule=schedule)
     return network.eval()
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    accelerator = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"random.cpu": torch.get_rng_state(), **accelerator}
-
-
-def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["random.cpu"])
-    if "random.cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["random.cuda"], device)
-
-
-def _step(network: nn.Module, optimiser: Optimizer, inputs: Tensor, labels: Tensor) -> Tensor:
-    optimiser.zero_grad()
-    loss = functional.cross_entropy(network(inputs), labels)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimiser.step()
-    return loss.detach()
 
 
 def train_ensemble(
@@ -113,6 +267,6 @@ def train_ensemble(
     `on_epoch` is called after every epoch with the member's index and its number of epochs done.
     """
     return [
-        train(build, data, recipe, seed=own, on_epoch=lambda epoch, member=member: on_epoch(member, epoch))  # type: ignore[misc]
+        train(build, data, recipe, seed=own, on_epoch=partial(on_epoch, member))
         for member, own in enumerate(member_seeds(members, seed))
     ]

@@ -1,18 +1,20 @@
-"""Training data in memory, and recipes: optimiser and schedule as values."""
+"""Training data in memory, recipes (optimiser and schedule as values), and perceptrons trained by a recipe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from mola import perceptrons
 from mola.errors import OptionError
 from mola.options import one_of
 
@@ -37,6 +39,25 @@ class Labelled:
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
         """Return a loader: the data in their order as a list of (inputs, labels)."""
         return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Training data as a loader in a new order every time, drawn from torch's random state."""
+
+    data: Labelled
+    batch_size: int
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
+    """Turns a batch of stored inputs into network inputs."""
+    images: int | None = None
+    """Number of data in each pass; None is all."""
+
+    def __len__(self) -> int:
+        return math.ceil(min(len(self.data), self.images or len(self.data)) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.split(torch.randperm(len(self.data))[: self.images], self.batch_size):
+            yield self.prepare(self.data.inputs[rows]), self.data.labels[rows]
 
 
 @dataclass(frozen=True)
@@ -78,3 +99,43 @@ RECIPES: dict[str, Recipe] = {
     "cifar10": Recipe(epochs=100, batch_size=128, learning_rate=0.1, weight_decay=5e-4, optimiser="sgd", augment=True),
 }
 """The paper's recipes, by data set."""
+
+
+def digits_mlp(classes: int = 10) -> nn.Sequential:
+    """Make the network of the embedded digits: two hidden layers of 256 without biases, for which the far-field theory is exact."""
+    return perceptrons.mlp(64, (256, 256), classes, bias=False)
+
+
+LOSSES: dict[str, perceptrons.Loss] = {
+    "cross-entropy": partial(functional.cross_entropy, reduction="none"),
+    "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
+}
+"""Functions of outputs and labels that give the loss (n,) of each datum, by name; half the squared error is the NLL at unit noise."""
+
+
+def train_mlps(
+    inputs: int,
+    hidden: Sequence[int],
+    classes: int,
+    data: Labelled,
+    recipe: Recipe,
+    *,
+    members: int,
+    seed: int,
+    loss: str = "cross-entropy",
+) -> list[nn.Sequential]:
+    """Train perceptrons side by side that differ by their seed alone, as `train_ensemble` would one by one; `LOSSES` lists losses."""
+    return perceptrons.train_mlps(
+        data.inputs.reshape(len(data), inputs),
+        data.labels,
+        classes,
+        LOSSES[one_of(loss, LOSSES, "loss")],
+        hidden=hidden,
+        members=members,
+        seed=seed,
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        optimiser=OPTIMISERS[recipe.optimiser],
+    )

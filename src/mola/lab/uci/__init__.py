@@ -2,18 +2,6 @@
 
 from mola.lab.uci.comparison import METHODS, read_records, run_uci
 from mola.lab.uci.data import SETS, read_uci
-from mola.lab.uci.tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
+from mola.lab.uci.tables import as_good, gap_table, score_table
 
-__all__ = [
-    "METHODS",
-    "SETS",
-    "as_good",
-    "estimates",
-    "gap_findings",
-    "gap_table",
-    "published_table",
-    "read_records",
-    "read_uci",
-    "run_uci",
-    "score_table",
-]
+__all__ = ["METHODS", "SETS", "as_good", "gap_table", "read_records", "read_uci", "run_uci", "score_table"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,7 @@ from mola.baselines.swag import Swag
 from mola.errors import MolaWarning, StorageError
 from mola.fitting import ensemble, fit
 from mola.lab.runner import environment
-from mola.lab.suite import TrainingData
-from mola.lab.swag_mimo import Shuffled
-from mola.lab.training import DivergedError, Labelled, Recipe, fit_swag, train_mlps
+from mola.lab.training import DivergedError, Labelled, Recipe, Shuffled, fit_swag, train_mlps
 from mola.lab.uci.data import SETS, Split, UciSet, read_uci
 from mola.likelihoods import Gaussian
 from mola.metrics import auroc
@@ -53,7 +51,7 @@ RATES = (3e-2, 3e-3)
 
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
-METHODS = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
+METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
 """In the order of tables."""
 
 GAP_METHODS = METHODS[:-1]
@@ -84,27 +82,27 @@ def run_uci(
 
     Args:
         data: folder with a subfolder for each set.
-        results: folder for the records, in a subfolder `uci`.
+        results: folder for the records, in a subfolder `uci`, which is returned.
         sets: names of sets.
         splits: largest number of published splits of each set; None is all.
         gaps: also run the splits that hold out the middle of each feature.
         fresh: whether to replace records.
         progress: called with the set, the splits done, and their number.
-
-    Returns:
-        The folder of the records.
     """
-    folder = results / "uci"
     for name in sets:
         found = read_uci(data, name)
-        jobs = list(_jobs(found, splits, gaps))
+        jobs = [(f"split-{number}", found.split(number), METHODS) for number in range(len(found.tests))[:splits]]
+        for feature in range(found.inputs.shape[1] if gaps else 0):
+            if len(set(found.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
+                jobs.append((f"gap-{feature}", found.gap(feature), GAP_METHODS))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
-            path, settings = folder / name / f"{label}.json", _settings(found, methods)
+            path, settings = results / "uci" / name / f"{label}.json", _settings(found, methods)
             if not fresh and path.exists():
                 record = _read(path)
                 if record["settings"] == settings and record["data"] == found.checksum:
                     continue
+            seed = int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
             document = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -112,7 +110,7 @@ def run_uci(
                 "split": label,
                 "settings": settings,
                 "data": found.checksum,
-                "methods": compare(found, split, methods, seed=_seed(label)),
+                "methods": compare(found, split, methods, seed=seed),
                 "environment": environment(),
             }
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,19 +119,7 @@ def run_uci(
             ]
             write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
         progress(name, len(jobs), len(jobs))
-    return folder
-
-
-def _jobs(data: UciSet, splits: int | None, gaps: bool) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
-    for number in range(len(data.tests))[:splits]:
-        yield f"split-{number}", data.split(number), METHODS
-    for feature in range(data.inputs.shape[1] if gaps else 0):
-        if len(set(data.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
-            yield f"gap-{feature}", data.gap(feature), GAP_METHODS
-
-
-def _seed(label: str) -> int:
-    return int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
+    return results / "uci"
 
 
 def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
@@ -152,12 +138,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = parse(path.read_bytes(), path)
         check(document, SCHEMA, "")
+        if (document["format"], document["version"]) != (FORMAT, VERSION):
+            raise StorageError(f"expected format {FORMAT} {VERSION}.")
     except (ValueError, StorageError) as error:
         raise StorageError(f"{path}: {error} Delete it and run again: the rest is kept.") from error
-    if (document["format"], document["version"]) != (FORMAT, VERSION):
-        raise StorageError(
-            f"{path}: expected format {FORMAT} {VERSION}, got {document['format']} {document['version']}."
-        )
     return document
 
 
@@ -171,18 +155,10 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
-    """Train the networks of a split, and score methods on its test rows.
+    """Train the networks of a split, and score methods on its test rows; the seed is of the networks and of the held-out rows.
 
-    Args:
-        data: the set.
-        split: a split of the set.
-        methods: some of `METHODS`.
-        seed: seed of the networks and of the held-out rows.
-
-    Returns:
-        For each method "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (its share of the variance) on the
-        test rows, "std_inside" on the validation rows, "ood" (AUROC of the outlier score, test rows against validation rows),
-        "noise", "prior_precision", "distance_exponent" and "seconds".
+    Scores are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (its share of the variance) on the test
+    rows, "std_inside" on the validation rows, and "ood" (AUROC of the outlier score, test rows against validation rows).
     """
     inputs, targets = split.train[0].float(), split.train[1].float()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
@@ -199,7 +175,6 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     )
     in_units = targets.double() * split.scale + split.location
     train, validation = ((inputs[rows], in_units[rows]) for rows in (seen, held))
-    test = (split.test[0].float(), split.test[1])
     likelihood = Gaussian(location=split.location, scale=split.scale)
     found = {}
     with warnings.catch_warnings():
@@ -207,14 +182,14 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
         for method in methods:
             start = time.perf_counter()
             predictor = _predictor(method, networks, likelihood, train, validation, seed)
-            found[method] = _scores(predictor, validation[0], *test) | {"seconds": time.perf_counter() - start}
+            scores = _scores(predictor, validation[0], split.test[0].float(), split.test[1])
+            found[method] = scores | {"seconds": time.perf_counter() - start}
     return found
 
 
 def _predictor(
     method: str, networks: Sequence[nn.Module], likelihood: Gaussian, train: Rows, validation: Rows, seed: int
 ) -> Any:
-    # A method, fitted and tuned.
     if method in ("MAP", "LLLA", "SWAG"):
         networks = networks[:1]
     if method in ("MAP", "DE"):
@@ -227,19 +202,11 @@ def _predictor(
 
 
 def _swag(network: nn.Module, likelihood: Gaussian, train: Rows, seed: int) -> Swag:
-    data = TrainingData(Labelled(*train), lambda rows: rows)
+    options: dict[str, Any] = {"weight_decay": RECIPE.weight_decay, "likelihood": likelihood, "progress": False}
     for rate in RATES:
         try:
-            return fit_swag(
-                network,
-                Shuffled(data, SWAG_BATCH),
-                learning_rate=rate,
-                epochs=SWAG_EPOCHS,
-                weight_decay=RECIPE.weight_decay,
-                seed=seed,
-                likelihood=likelihood,
-                progress=False,
-            )
+            loader = Shuffled(Labelled(*train), SWAG_BATCH)
+            return fit_swag(network, loader, learning_rate=rate, epochs=SWAG_EPOCHS, seed=seed, **options)
         except DivergedError as error:
             diverged = error
     raise diverged

@@ -38,19 +38,16 @@ SETS = (
 
 @dataclass(frozen=True)
 class Split:
-    """Training and test rows, standardised by the training rows.
-
-    Attributes:
-        train: inputs (n, P) and targets (n, 1), standardised.
-        test: inputs (m, P), standardised likewise, and targets (m, 1) in their own units.
-        location: mean of the training targets.
-        scale: their standard deviation.
-    """
+    """Training and test rows, standardised by the training rows."""
 
     train: tuple[Tensor, Tensor]
+    """Inputs (n, P) and targets (n, 1), standardised."""
     test: tuple[Tensor, Tensor]
+    """Inputs (m, P), standardised likewise, and targets (m, 1) in their own units."""
     location: float
+    """Mean of the training targets."""
     scale: float
+    """Standard deviation of the training targets."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +98,7 @@ class UciSet:
 
 
 def read_uci(folder: str | Path, name: str) -> UciSet:
-    """Read a set with its published splits, in float64.
-
-    Args:
-        folder: folder with a subfolder for each set.
-        name: one of `SETS`.
-    """
+    """Read one of `SETS` with its published splits, in float64, from a folder with a subfolder for each set."""
     place = Path(folder) / one_of(name, SETS, "set")
     rows = _numbers(place / "data.txt", 2)
     features, target = (_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
@@ -131,7 +123,7 @@ def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...
     except ValueError as error:
         raise DataError(f"{path} does not hold numbers in rows: {error}") from error
     if not numbers.size or not np.isfinite(numbers).all():
-        raise DataError(f"{path} must hold finite numbers, got {numbers.size}, finite or not.")
+        raise DataError(f"{path} must hold finite numbers.")
     return numbers
 
 
