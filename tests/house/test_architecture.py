@@ -91,7 +91,7 @@ def unsafe_loads(source):
             )
 
 
-TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
+TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/reading.py": ["torch.export.load"]}
 """Loaders that unpickle, called only for files that the user trusts (test_jobs.py, test_export.py) or that were just written."""
 
 

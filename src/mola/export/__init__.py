@@ -4,10 +4,8 @@ A file holds the networks and, as constants, all that the Bayesian head needs. I
 """
 
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS, Pixels
-from mola.export.onnx_file import onnx
 from mola.export.reading import LoadedExport, load
-from mola.export.torch_file import torch_export
-from mola.export.writing import NamedTensor, Written
+from mola.export.writing import NamedTensor, Written, onnx, torch_export
 
 __all__ = [
     "OUTPUTS",

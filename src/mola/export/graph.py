@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -46,37 +45,32 @@ class Signature:
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
         """Return the signature of a batch; positional arguments are named as in the network's `forward`."""
-        if isinstance(example, Tensor):
-            found = Signature("tensor", ("input",), (0,))
-        elif isinstance(example, Mapping):
-            items = {key: value for key, value in example.items() if key != LABELS}
-            places = tuple(key for key, value in items.items() if isinstance(value, Tensor))
-            found = Signature("mapping", tuple(map(str, places)), places, _fixed(items))
+        kind, items = "tensor", {0: example}
+        if isinstance(example, Mapping):
+            kind, items = "mapping", {key: value for key, value in example.items() if key != LABELS}
         elif isinstance(example, (tuple, list)):
-            positions = tuple(index for index, value in enumerate(example) if isinstance(value, Tensor))
-            names = _positional_names(network, positions)
-            found = Signature("tuple", names, positions, _fixed(dict(enumerate(example))))
-        else:
-            found = Signature("none", (), ())
-        nested = [key for key, value in found.fixed.items() if isinstance(value, (Mapping, tuple, list))]
-        if not found.names or nested:
+            kind, items = "tuple", dict(enumerate(example))
+        places = [key for key, value in items.items() if isinstance(value, Tensor)]
+        fixed = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
+        nested = [key for key, value in fixed.items() if isinstance(value, (Mapping, tuple, list))]
+        if not places or nested:
             raise DataError(
                 f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
                 f"{type(example).__name__}{f' with nested values at {nested}' if nested else ''}. Pass what posterior.predict takes."
             )
-        found._check_batch(example)
-        return found
-
-    def _check_batch(self, example: Inputs) -> None:
-        tensors = dict(zip(self.names, self.tensors(example), strict=True))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        names = ["input"] if kind == "tensor" else list(map(str, places))
+        if kind == "tuple":
+            known = list(signature_of(network).parameters)
+            names = [known[place] if place < len(known) else f"input_{place}" for place in places]
+        shapes = {name: tuple(items[place].shape) for name, place in zip(names, places, strict=True)}
         if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
             raise DataError(
                 f"example: expected the batch as first axis of every tensor, with at least one row; got shapes {shapes}."
             )
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        for name, place in zip(names, places, strict=True):
+            if items[place].is_floating_point() and not bool(torch.isfinite(items[place]).all()):
                 raise DataError(f"example: {name} contains NaN or infinity. Pass a batch as the networks see it.")
+        return Signature(kind, tuple(names), tuple(places), fixed)
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
         """Return the tensors of a batch like the example, in order; NumPy arrays are converted."""
@@ -95,25 +89,6 @@ class Signature:
             return tensors[0]
         values = dict(zip(self.places, tensors, strict=True)) | dict(self.fixed)
         return values if self.kind == "mapping" else tuple(values[position] for position in sorted(values))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return kind, names and places."""
-        return {"kind": self.kind, "names": list(self.names), "places": list(self.places)}
-
-    @staticmethod
-    def from_json(entry: dict[str, Any]) -> Signature:
-        """Undo `as_json`."""
-        return Signature(entry["kind"], tuple(entry["names"]), tuple(entry["places"]))
-
-
-def _fixed(items: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in items.items() if not isinstance(value, Tensor)}
-
-
-def _positional_names(network: nn.Module, places: Sequence[int]) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [name for name, one in signature_of(network).parameters.items() if one.kind in kinds]
-    return tuple(known[place] if place < len(known) else f"input_{place}" for place in places)
 
 
 class Pixels(nn.Module):

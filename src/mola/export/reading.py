@@ -1,19 +1,51 @@
-"""Read an exported file back, and run it."""
+"""Read an exported file back, and run it.
+
+PyTorch's reader of `.pt2` files does more than read: it unpickles constants and old kinds of weights, evaluates the expressions of
+sizes, and compiles guards and names as Python. So such a file is read only if the user trusts its author.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from mola.errors import DataError, ExportError, OptionError, StorageError
-from mola.export import onnx_file, torch_file
-from mola.export.document import from_properties
+from mola.errors import DataError, OptionError, StorageError, importing
 from mola.export.graph import Signature
-from mola.export.writing import Run, reason
 from mola.network import Inputs
+from mola.saving.schema import Optional, check, parse
+
+FORMAT_VERSION = 1
+PREFIX = "mola."
+"""Begins the names of a file's properties."""
+
+PROPERTIES = "mola.json"
+"""Name of the entry with the properties in the archive of a `.pt2` file."""
+
+THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
+"""Thresholds of decisions. They are not part of the graph, so they can be changed later."""
+
+SCHEMA: dict[str, Any] = {
+    "format_version": int,
+    "signature": {"kind": str, "names": [str], "places": []},
+    "outputs": [str],
+    "classes": [str],
+    "networks": [str],
+    **{name: Optional(float) for name in THRESHOLDS},
+}
+
+Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
+"""A file: from input tensors to outputs by name."""
 
 DECISIONS = (
     ("outlying", "ood_threshold", "ood_score"),
@@ -29,14 +61,13 @@ class LoadedExport:
     Args:
         run: from tensors to outputs by name.
         document: what the file records about itself.
-        metadata: the user's own.
     """
 
-    def __init__(self, run: Run, document: dict[str, Any], metadata: dict[str, str]) -> None:
+    def __init__(self, run: Run, document: dict[str, Any]) -> None:
         self._run = run
         self.document: dict[str, Any] = document
-        self.metadata: dict[str, str] = metadata
-        self.signature: Signature = Signature.from_json(document["signature"])
+        own = document["signature"]
+        self.signature: Signature = Signature(own["kind"], tuple(own["names"]), tuple(own["places"]))
 
     @property
     def classes(self) -> list[str]:
@@ -89,10 +120,6 @@ class LoadedExport:
             found["answer"] &= ~found["outlying"]
         return found
 
-    def __repr__(self) -> str:
-        networks, structure = len(self.document["networks"]), self.document["structure"]
-        return f"LoadedExport({networks} networks, structure={structure}, {len(self.classes)} classes, outputs={self.outputs})"
-
 
 def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     """Read a file of `mola.export.onnx` (with onnxruntime) or `mola.export.torch_export`, recognised by its content.
@@ -113,12 +140,93 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
                 f"{path} is a program of torch.export, and PyTorch's reader can run code from such a file. If you trust its author, "
                 f"read it with mola.export.load(path, trust=True). An ONNX file needs no trust."
             )
-        run, properties = torch_file.read(content, path)
+        run, properties = read_program(content, path)
     else:
-        try:
-            run, properties = onnx_file.read(content)
-        except ExportError as error:
-            raise StorageError(
-                f"{path} is neither an ONNX file nor a program of torch.export: {reason(error)}"
-            ) from error
-    return LoadedExport(run, *from_properties(properties, path))
+        run, properties = read_onnx(content, path)
+    return LoadedExport(run, document_of(properties, path))
+
+
+def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
+    """Return the description in the properties of a file; `StorageError` if it was not written by this mola."""
+    document = {
+        name.removeprefix(PREFIX): parse(value, f"{path}: property {name}")
+        for name, value in properties.items()
+        if name.startswith(PREFIX)
+    }
+    if "format_version" not in document:
+        raise StorageError(f"{path} was not exported by mola: it has no property {PREFIX}format_version.")
+    if document["format_version"] != FORMAT_VERSION:
+        raise StorageError(
+            f"{path} has format version {document['format_version']!r}, and this mola reads {FORMAT_VERSION}. Update mola, or run "
+            f"the file without it."
+        )
+    check(document, SCHEMA, "")
+    return document
+
+
+def require(package: str) -> Any:
+    """Import a package of the extra `export`."""
+    with importing("ONNX export", package, "export"):
+        return importlib.import_module(package)
+
+
+def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
+    """Return the graph, in onnxruntime on the CPU, and the properties of an ONNX file."""
+    runtime = require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise StorageError(f"{path} is not an ONNX file that this onnxruntime can run: {reason(error)}.") from error
+    inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
+
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        arrays = [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
+        found = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+
+    return run, session.get_modelmeta().custom_metadata_map
+
+
+def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
+    """Return the program and the properties of a `.pt2` file that is trusted: reading it can run code."""
+    extra = {PROPERTIES: ""}
+    try:
+        with quietly():
+            module = torch.export.load(io.BytesIO(content), extra_files=extra).module()
+        properties = json.loads(extra[PROPERTIES] or "{}")
+    except Exception as error:  # the reader raises a dozen kinds on damaged files
+        raise StorageError(
+            f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
+        ) from error
+
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.cpu() for name, value in module(*tensors).items()}
+
+    return run, properties
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of the original error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence the warnings and notes of torch's exporters, which are not for users of this library."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,24 +1,35 @@
-"""Trace a posterior for batches of any size, compare the result with PyTorch, and write the file in one step."""
+"""Write a posterior as a file: trace it for batches of any size, compare the file with PyTorch, and write it in one step."""
 
 from __future__ import annotations
 
 import copy
-import logging
+import io
+import json
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mola.component import Component
 from mola.errors import ExportError, OptionError, StorageError
-from mola.export.document import as_properties, check_classes, describe, user_properties
 from mola.export.graph import PosteriorGraph, Signature, check_outputs
+from mola.export.reading import (
+    FORMAT_VERSION,
+    PREFIX,
+    PROPERTIES,
+    THRESHOLDS,
+    Run,
+    quietly,
+    read_onnx,
+    read_program,
+    reason,
+    require,
+)
 from mola.network import Inputs, evaluating, head_by_name
 from mola.posterior import MoLA
 from mola.saving.files import write_atomically
@@ -33,30 +44,14 @@ FLOAT16_TOLERANCE = 5e-2
 BATCHES = (1, 3, 8)
 """Sizes of the batches that are compared."""
 
-Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
-"""A file: from input tensors to outputs by name."""
+OPSET = 18
+"""Version of ONNX's operators: the newest that torch writes without converting."""
 
+LARGEST = 2**31 - 1
+"""Bytes of one ONNX file: what protobuf can hold."""
 
-@dataclass(frozen=True)
-class Options:
-    """Options of both kinds of file; see `mola.export.onnx`."""
-
-    classes: Sequence[str] | None = None
-    outputs: Sequence[str] | None = None
-    float16: bool = False
-    preparation: nn.Module | None = None
-    metadata: Mapping[str, Any] | None = None
-    thresholds: Mapping[str, float | None] = field(default_factory=dict)
-    check: bool = True
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A traced program, the module that was traced, and the document of the file."""
-
-    program: torch.export.ExportedProgram
-    graph: PosteriorGraph
-    document: dict[str, Any]
+Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
+"""From a trace, the module that was traced and the properties of the file to the content of the file."""
 
 
 @dataclass(frozen=True)
@@ -87,44 +82,89 @@ class Written:
         return asdict(self) | {"path": str(self.path)}
 
 
-def write(
+def onnx(
     posterior: MoLA,
     path: str | Path,
     example: Inputs,
-    options: Options,
-    serialise: Callable[[Traced, dict[str, str]], bytes],
-    runner: Callable[[bytes], Run],
-    runtime: str,
+    *,
+    classes: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    float16: bool = False,
+    preparation: nn.Module | None = None,
+    ood_threshold: float | None = None,
+    answer_threshold: float | None = None,
+    set_threshold: float | None = None,
+    check: bool = True,
 ) -> Written:
-    """Trace, serialise, compare with PyTorch, and write all of the file or nothing.
+    """Write a posterior as one ONNX file, from inputs to probabilities and uncertainty, that runs without PyTorch.
 
-    `serialise` makes the content of the file from a trace and the file's properties, and `runner` makes something that
-    runs it from that content; `runtime` is its name in messages.
+    Outputs are named as the fields of `posterior.predict` and equal them, draws included. The batch may have any size.
+    NaN in gives NaN out. Classes, inputs, prior precisions, weights, link, structure and rule are in the file as JSON,
+    under names that begin with "mola.".
+
+    Args:
+        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`; it and its networks are not changed.
+        path: file to write; an existing file stays until the new file is complete.
+        example: one batch of inputs: a tensor (the input is named "input"), a tuple (inputs are named as in the
+            networks' `forward`), or a mapping (as its keys).
+        classes: names, in the order of the networks' outputs.
+        outputs: fields of the prediction; None is `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS`.
+            "logit_mean" and "logit_variance", or "within", "between" and the fields of the components, can be added.
+            "epistemic" and "aleatoric" cost most.
+        float16: networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
+        preparation: a module that the one input goes through first, such as `mola.export.Pixels`.
+        ood_threshold: score above which an input is an outlier.
+        answer_threshold: confidence above which to answer, of `mola.abstain_threshold`.
+        set_threshold: probability from which on classes are in a set, of `mola.prediction_sets`.
+        check: run the file and compare it with the posterior before it is written.
+
+    Returns:
+        Path, size, inputs, outputs and the largest differences. `ExportError` if a network cannot be traced or the file
+        disagrees with the posterior.
     """
-    path = _checked_path(path)
-    properties = user_properties(options.metadata)  # refused before the work, which takes longer
-    traced = trace(posterior, example, options)
-    content = serialise(traced, properties | as_properties(traced.document))
-    differences = _compare(traced.graph, example, runner(content), runtime) if options.check else None
+    for package in ("onnx", "onnxscript", *(["onnxruntime"] if check else [])):
+        require(package)
+    options: dict[str, Any] = {"classes": classes, "outputs": outputs, "float16": float16, "preparation": preparation}
+    options |= dict(zip(THRESHOLDS, (ood_threshold, answer_threshold, set_threshold), strict=True))
+    return _write(posterior, path, example, _as_onnx, read_onnx, check=check, **options)
+
+
+def torch_export(posterior: MoLA, path: str | Path, example: Inputs, **options: Any) -> Written:
+    """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.export.load(path, trust=True)`.
+
+    Options, result and errors are those of `mola.export.onnx`.
+    """
+    return _write(posterior, path, example, _as_program, read_program, **options)
+
+
+def _write(
+    posterior: MoLA,
+    path: str | Path,
+    example: Inputs,
+    serialise: Serialise,
+    read: Callable[[bytes, object], tuple[Run, dict[str, str]]],
+    *,
+    check: bool = True,
+    ood_threshold: float | None = None,
+    answer_threshold: float | None = None,
+    set_threshold: float | None = None,
+    **options: Any,
+) -> Written:
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StorageError(f"{path} cannot be written: expected the name of a file in a folder that you may write to.")
+    program, graph, document = trace(posterior, example, **options)
+    document |= dict(zip(THRESHOLDS, (ood_threshold, answer_threshold, set_threshold), strict=True))
+    content = serialise(program, graph, {f"{PREFIX}{name}": json.dumps(value) for name, value in document.items()})
+    differences = _compare(graph, example, read(content, path)[0]) if check else None
     try:
         write_atomically(path, content)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}. Nothing was left behind.") from error
-    nodes, signature = {node.name: node for node in traced.program.graph.nodes}, traced.program.graph_signature
-    inputs = _named([nodes[name] for name in signature.user_inputs], traced.graph.signature.names)
-    outputs = _named([nodes[str(name)] for name in signature.user_outputs], traced.graph.outputs)
-    return Written(path, len(content), inputs, outputs, differences, traced.document)
-
-
-def _checked_path(path: str | Path) -> Path:
-    path = Path(path)
-    if path.is_dir():
-        raise StorageError(f"{path} is a folder; expected the name of a file to write.")
-    if not path.parent.is_dir():
-        raise StorageError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
-    if not os.access(path.parent, os.W_OK):
-        raise StorageError(f"{path} cannot be written: no permission for folder {path.parent}.")
-    return path
+    nodes, signature = {node.name: node for node in program.graph.nodes}, program.graph_signature
+    inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
+    outputs = _named([nodes[str(name)] for name in signature.user_outputs], graph.outputs)
+    return Written(path, len(content), inputs, outputs, differences, document)
 
 
 def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
@@ -139,31 +179,48 @@ def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...
 # --- trace ------------------------------------------------------------------------------------------------------------
 
 
-def trace(posterior: MoLA, example: Inputs, options: Options) -> Traced:
-    """Trace a posterior for batches of any size. It and its networks are not changed."""
+def trace(
+    posterior: MoLA,
+    example: Inputs,
+    *,
+    classes: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    float16: bool = False,
+    preparation: nn.Module | None = None,
+) -> tuple[torch.export.ExportedProgram, PosteriorGraph, dict[str, Any]]:
+    """Trace a posterior for batches of any size; return the program, the module that was traced and its description.
+
+    The posterior and its networks are not changed.
+    """
     if not isinstance(posterior, MoLA):
         raise OptionError(
             f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Over last layers a "
             f"prediction is a closed form of constants; other mixtures need gradients, drawn weights or networks of their own. Pass "
             f"the networks to mola.fit, and a trained Mimo to mola.baselines.mimo_mola."
         )
-    outputs = check_outputs(options.outputs, posterior)
+    outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])
-    if options.preparation is not None and len(signature.names) != 1:
+    if preparation is not None and len(signature.names) != 1:
         raise OptionError(f"preparation: expected networks with one input, got {', '.join(signature.names)}.")
-    if options.float16:
+    if float16:
         posterior = _in_half_precision(posterior)
-    graph = PosteriorGraph(posterior, signature, outputs, float16=options.float16, preparation=options.preparation)
+    graph = PosteriorGraph(posterior, signature, outputs, float16=float16, preparation=preparation)
     with torch.inference_mode(False), torch.no_grad(), evaluating(*posterior.networks):
         tensors = signature.tensors(example)
         prediction = posterior.predict(graph.network_inputs(tensors))  # checks shapes and values
         point = prediction.probs if posterior.likelihood.classification else prediction.mean
-        classes = check_classes(options.classes, point.shape[prediction.axis])
+        count = point.shape[prediction.axis]
+        names = [str(name) for name in (range(count) if classes is None else classes)]
+        if len(names) != count or len(set(names)) != count or isinstance(classes, str):
+            raise OptionError(
+                f"classes: expected {count} different names, one for each output of the networks; got {classes!r}."
+            )
         # Two rows: a size of 1 would be taken for a constant.
         program = _program(
             graph, tuple(one[torch.arange(2, device="cpu") % len(one)].detach().clone() for one in tensors)
         )
-    return Traced(program, graph, describe(graph, classes, options.thresholds))
+    # As it will be read: tuples as lists.
+    return program, graph, json.loads(json.dumps({"classes": names, **_describe(graph)}))
 
 
 def _in_half_precision(posterior: MoLA) -> MoLA:
@@ -195,34 +252,112 @@ def _program(graph: PosteriorGraph, tensors: tuple[Tensor, ...]) -> torch.export
     return program
 
 
-def reason(error: BaseException) -> str:
-    """Return the first line of the original error."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+def _describe(graph: PosteriorGraph) -> dict[str, Any]:
+    from mola import __version__
+
+    posterior = graph.held[0]
+    tuning = posterior.tuning
+    return {
+        "format_version": FORMAT_VERSION,
+        "version": __version__,
+        "torch": torch.__version__,
+        "signature": {name: getattr(graph.signature, name) for name in ("kind", "names", "places")},
+        "outputs": list(graph.outputs),
+        "networks": [type(network).__name__ for network in posterior.networks],
+        "likelihood": posterior.likelihood.name,
+        "structure": posterior.structure,
+        "link": {"name": posterior.link.name, **posterior.link.settings()},
+        "temperature": posterior.temperature,
+        "pooling": posterior.pooling,
+        "distance_exponent": posterior.distance_exponent,
+        "prior_precision": None if posterior.structure is None else list(posterior.prior_precision),
+        "weights": posterior.weights.tolist(),
+        "weighting": posterior.weighting,
+        "rule": None if tuning is None else tuning.rule,
+        "tuning_notes": [] if tuning is None else list(tuning.notes),
+        "ood_score": posterior.ood_score_name,
+        "float16": graph.float16,
+        "preparation": None if graph.preparation is None else repr(graph.preparation),
+    }
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Silence the warnings and notes of torch's exporters, which are not for users of this library."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def _as_program(program: torch.export.ExportedProgram, _: PosteriorGraph, properties: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    with quietly():
+        torch.export.save(program, buffer, extra_files={PROPERTIES: json.dumps(properties)})
+    return buffer.getvalue()
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    from onnxscript import FLOAT, ir, opset18
+
+    op: Any = opset18
+
+    def scalar_tensor(value: Any, dtype: int = -1, **_: Any) -> Any:
+        if isinstance(value, (bool, int, float)):
+            value = op.Constant(value=ir.tensor(np.asarray(value)))
+        return op.Cast(value, to=FLOAT.dtype if dtype == -1 else dtype)
+
+    def erf(values: Any) -> Any:
+        return op.CastLike(op.Erf(op.Cast(values, to=FLOAT.dtype)), values)
+
+    # torch writes scalars by way of float32, where the smallest float64 is 0; onnxruntime has no erf in float64.
+    return {torch.ops.aten.scalar_tensor.default: scalar_tensor, torch.ops.aten.erf.default: erf}
+
+
+def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, properties: dict[str, str]) -> bytes:
+    names = graph.signature.names
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        with quietly():
+            written: Any = torch.onnx.export(
+                program,
+                dynamo=True,
+                input_names=list(names),
+                output_names=list(graph.outputs),
+                opset_version=OPSET,
+                dynamic_shapes={"tensors": tuple({0: "batch"} for _ in names)},
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+    except Exception as error:
+        raise ExportError(
+            f"a network has a step that ONNX cannot express: {reason(error)}. Replace that step, or use mola.export.torch_export, "
+            f"which has all of PyTorch's."
+        ) from error
+    model = written.model
+    model.metadata_props.update(properties)
+    model.producer_name, model.producer_version = "mola", json.loads(properties[f"{PREFIX}version"])
+    model.doc_string = (
+        "Probabilities and uncertainty of a mixture of Laplace approximations; see the mola.* properties."
+    )
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.doc_string = None
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()  # source lines and paths of the machine where it was made
+        node.doc_string = None
+    size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
+    if size > LARGEST:
+        raise ExportError(
+            f"the networks have {size / 1e9:.2f} GB of weights, and one ONNX file can hold 2 GB. Use float16=True, or "
+            f"mola.export.torch_export."
+        )
+    content: bytes = written.model_proto.SerializeToString(deterministic=True)
+    try:
+        require("onnx").checker.check_model(content, full_check=True)
+    except Exception as error:
+        raise ExportError(
+            f"torch wrote an ONNX graph that is not valid: {reason(error)}. Use mola.export.torch_export."
+        ) from error
+    return content
 
 
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
-def _compare(graph: PosteriorGraph, example: Inputs, run: Run, runtime: str) -> dict[str, float]:
+def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, float]:
     limit = FLOAT16_TOLERANCE if graph.float16 else TOLERANCE
     worst = dict.fromkeys(graph.outputs, 0.0)
     for seed, rows in enumerate(BATCHES):
@@ -236,7 +371,7 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run, runtime: str) -> 
         if graph.float16:
             remedy = "These networks need more than half precision: export without float16."
         raise ExportError(
-            f"the file disagrees with PyTorch in {runtime}: {wrong}, and at most {limit:g} is accepted. It was not written. {remedy}"
+            f"the file disagrees with PyTorch: {wrong}, and at most {limit:g} is accepted. It was not written. {remedy}"
         )
     return worst
 
