@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import mola
-from mola.app.explore import ExploreOptions
-from mola.app.explore.page import Explorer
-from mola.app.explore.subject import open_subject
-from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
+from mola.app.jobs.decisions import kept_calibration, make_decisions
 from mola.app.jobs.export import ExportOptions, run_export
 from mola.app.jobs.folder import kept_scores
-from mola.errors import OptionError, StorageError
+from mola.errors import StorageError
 from mola.saving.files import write_folder
 from mola.saving.posterior import pack
 from tests.closeness import assert_close
@@ -67,17 +64,3 @@ def test_an_exported_file_decides_alike(desk, fitted, tmp_path):
     assert torch.equal(found["outlying"], said["ood_score"] > made.alarm)
     assert torch.equal(found["answer"], (said["confidence"] > made.answer) & ~found["outlying"])
     assert torch.equal(found["set"], made.sets(said["probs"]))
-
-
-def test_the_explorer_shows_the_decision(fitted):
-    asked = open_subject(ExploreOptions(posterior=fitted.folder, error_rate=0.4, certainty=0.7))
-    assert asked.decisions == make_decisions(fitted, error_rate=0.4, certainty=0.7)
-    answers = {name: Explorer(asked).answer(image, {}) for name, image in asked.examples}
-    for answer in answers.values():
-        assert answer["decision"] == decide(asked.decisions, answer["methods"][2][2], answer["score"])
-    assert answers["noise"]["limit"] == asked.decisions.answer
-    usual = open_subject(ExploreOptions(posterior=fitted.folder))  # 18 data are too few for 5 % with 95 % certainty
-    assert usual.decisions is None
-    assert any("59" in note for note in usual.notes)
-    with pytest.raises(OptionError, match="299"):
-        open_subject(ExploreOptions(posterior=fitted.folder, error_rate=0.01))

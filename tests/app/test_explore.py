@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,11 +29,11 @@ import mola
 from mola.__main__ import main
 from mola.app.explore import ExploreOptions
 from mola.app.explore.pictures import MAX_SIDE, PREFIX, Sight, change, to_image, to_url
-from mola.app.explore.subject import EXAMPLES, Subject, make_reference, ood_examples, open_subject
+from mola.app.explore.subject import EXAMPLES, Reference, Subject, ood_examples, open_subject
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.preparation import Intake
 from mola.app.options import to_toml
-from mola.errors import DataError, MolaError, OptionError
+from mola.errors import DataError, OptionError
 from mola.lab.data.images import NORMALISATIONS
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, with_job
@@ -43,7 +44,6 @@ from mola.app.explore.page import METHODS, Explorer, controls
 PATIENCE = 120
 """Seconds that a server may take on a busy machine."""
 
-SHAPES = {"digits": (1, 8, 8), "wide": (3, 12, 20)}
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
@@ -61,12 +61,12 @@ def make_subject(shape=(1, 8, 8), classes=("ape", "bee", "cow", "doe"), **change
     sight = Sight(shape, Intake(mean=(0.3,) * shape[0], std=(0.6,) * shape[0]))
     inputs = sight.inputs([noise(shape, seed) for seed in range(40)])
     posterior = mola.fit(networks, [(inputs, torch.arange(40) % len(classes))], weights=[0.5, 0.3, 0.2])
-    reference = make_reference(posterior.predict(inputs).ood_score)
-    subject = Subject("nets", posterior, tuple(classes), sight, tuple(ood_examples(sight)), reference, None)
+    reference = Reference(posterior.predict(inputs).ood_score, 1.0, 40)
+    subject = Subject("nets", posterior, tuple(classes), sight, tuple(ood_examples(sight)), reference)
     return replace(subject, **changes)
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(params=[(1, 8, 8), (3, 12, 20)], ids=["digits", "wide"])
 def shape(request):
     return request.param
 
@@ -80,10 +80,7 @@ def test_changes_are_what_they_are_called():
     assert np.abs(turned - np.rot90(np.asarray(image))).max() <= 1  # counter-clockwise, up to rounding
     grey = Image.new("L", (200, 200), 100)
     assert change(grey, blur=5).getextrema() == (100, 100)
-    one, same, other = (np.asarray(change(grey, noise=0.05, seed=seed), dtype=float) for seed in (3, 3, 4))
-    assert np.array_equal(one, same)
-    assert not np.array_equal(one, other)
-    assert one.std() == pytest.approx(0.05 * 255, rel=0.02)
+    assert np.asarray(change(grey, noise=0.05), dtype=float).std() == pytest.approx(0.05 * 255, rel=0.02)
     disc = Image.fromarray(np.uint8(np.hypot(*np.indices((64, 64)) - 31.5) < 12) * 255)
     for scale in (0.25, 0.5, 0.9, 1.5, 2.5):
         assert np.asarray(change(disc, scale=scale)).sum() / np.asarray(disc).sum() == pytest.approx(scale**2, rel=0.03)
@@ -112,10 +109,8 @@ def bomb(width, height):
 
 HOSTILE = {
     "no address": "/etc/hostname",
-    "another address": "file:///etc/hostname",
     "no base64": PREFIX + "@@@",
     "empty": PREFIX,
-    "text": encoded(b"once upon a time"),
     "postscript": encoded(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
     "another format": encoded(saved(Image.new("L", (8, 8)), "TIFF")),
     "cut off": encoded(saved(noise((1, 60, 60)))[:-900]),
@@ -156,16 +151,8 @@ def test_the_answer_is_what_the_public_predictors_return(shape):
     subject = make_subject(shape)
     networks, posterior = list(subject.posterior.networks), subject.posterior.with_distance_exponent(2.0)
     explorer, image = Explorer(replace(subject, posterior=posterior)), noise(shape, 5)
-    networks[0].train()
-    before = [{name: value.clone() for name, value in one.state_dict().items()} for one in networks]
-    changes = {"rotation": 30.0, "noise": 0.1, "seed": 2}
+    changes = {"rotation": 30.0, "noise": 0.1}
     answer = explorer.answer(image, changes)
-    assert networks[0].training
-    assert all(
-        torch.equal(value, old[name])
-        for one, old in zip(networks, before, strict=True)
-        for name, value in one.state_dict().items()
-    )
     inputs = subject.sight.inputs([change(image, **changes)])
     predictors = (mola.ensemble(networks[:1]), mola.ensemble(networks, posterior.weights), posterior)
     for place, (method, predictor) in enumerate(zip(METHODS, predictors, strict=True)):
@@ -225,8 +212,6 @@ def test_names_of_strangers_stay_text():
 
 def changed(folder, to, **changes):
     """A copy of a posterior's folder with another job."""
-    import shutil
-
     shutil.copytree(folder, to)
     document = tomllib.loads((to / "job.toml").read_text())
     for path, value in changes.items():
@@ -247,21 +232,17 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(fitted, desk):
     assert {image.tobytes() for image in own} <= {to_image(one).tobytes() for one in pixels}
     answer = Explorer(subject).answer(to_image(pixels[3]), {})
     assert_close(answer["methods"][2][2], mola.load(fitted.folder, desk.networks())(inputs[3:4]).max())
-    other = open_subject(ExploreOptions(posterior=fitted.folder, reference="strange"))
-    assert (other.reference.count, other.examples[0][0]) == (12, "from strange")
-    with pytest.raises(MolaError, match="nowhere"):
-        open_subject(ExploreOptions(posterior=fitted.folder, reference="nowhere"))
 
 
 def test_what_is_missing_is_noted(fitted, desk, tmp_path):
     moved = open_subject(changed(fitted.folder, tmp_path / "moved", options__val="gone/away"))
     assert moved.reference.count == 18
-    assert any("gone/away" in note and "--reference" in note for note in moved.notes)
+    assert "gone/away" in moved.notes[0]
     assert [name for name, _ in moved.examples] == ["noise", "checks", "a flower"]
     run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "plain")
     plain = open_subject(ExploreOptions(posterior=tmp_path / "plain"))
     assert plain.reference is None
-    assert any("without validation data" in note for note in plain.notes)
+    assert "without validation data" in plain.notes[0]
 
 
 def test_a_strangers_folder_runs_no_code(fitted, tmp_path):
@@ -269,12 +250,6 @@ def test_a_strangers_folder_runs_no_code(fitted, tmp_path):
         open_subject(changed(fitted.folder, tmp_path / "hostile", options__network="pytest:main"))
     curious = open_subject(changed(fitted.folder, tmp_path / "curious", options__val="pytest:main"))
     assert any("--trust" in note for note in curious.notes)
-
-
-TABLES = """
-from torch import nn
-def build(): return nn.Sequential(nn.Flatten(), nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 3)).float()
-"""
 
 
 # --- the command and its server -------------------------------------------------------------------------------------------
@@ -332,7 +307,6 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments, words in (
-            (["--reference", "val"], "posterior's folder"),
             ([str(tmp_path), "--no-browser"], "holds no posterior"),
             ([str(fitted.folder), "--port", port, "--no-browser", "--quiet"], f"port {port}"),
         ):

@@ -18,8 +18,8 @@ def explore(options: ExploreOptions) -> None:
     """Change a picture on a local page, and watch the confidence.
 
     Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture: their classes and
-    confidence, MoLA's uncertainty, the OOD score compared with those of the validation data, and the decision. Without a folder, opens
-    the digits demo. Only this machine can reach the page. Ctrl-C ends it.
+    confidence, MoLA's uncertainty, and the OOD score compared with those of the validation data. Without a folder, opens the digits
+    demo. Only this machine can reach the page. Ctrl-C ends it.
 
         mola explore posterior
     """
@@ -28,10 +28,6 @@ def explore(options: ExploreOptions) -> None:
     from mola.compare.demo_result import DemoSettings
 
     posterior, port, quiet = options.posterior, options.port, options.quiet
-    if posterior is None and (options.reference, options.error_rate, options.certainty) != (None, None, None):
-        raise OptionError(
-            "--reference, --error-rate and --certainty need a posterior's folder; the digits demo has its own."
-        )
     with socket.socket() as probe:  # before the work rather than after it
         if port is not None and probe.connect_ex((HOST, port)) == 0:
             raise OptionError(f"port {port} of {HOST} is in use: choose another with --port, or leave it out.")

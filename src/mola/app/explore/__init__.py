@@ -17,13 +17,6 @@ class ExploreOptions(Opening, Computing):
     posterior: Path | None = option(
         None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"
     )
-    reference: str | None = option(
-        None, "Data for examples and OOD scores", metavar="DATA", shown="the validation data of the fit"
-    )
-    error_rate: float | None = option(
-        None, "Selective prediction: largest share of wrong answers", shown="0.05, where that can be guaranteed"
-    )
-    certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95")
     port: int | None = option(
         None, "Port of the page", minimum=1, maximum=65535, shown="the first free one from 7860 on"
     )

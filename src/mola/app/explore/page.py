@@ -22,9 +22,7 @@ from torch import Tensor
 
 from mola.app.explore.pictures import MAX_SIDE, SLIDERS, change, read_changes, to_url
 from mola.app.explore.subject import Subject
-from mola.app.jobs.decisions import decide
 from mola.errors import MolaError, OptionError, importing
-from mola.posterior import MoLA
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
 with importing("the explorer", "gradio", "explore"):
@@ -42,7 +40,7 @@ PAD, PEN = 280, 1.15
 
 
 def percent(share: float) -> str:
-    """Return a probability in percent, rounded to certainty only where it is certain."""
+    """Return a probability in percent; only 0 and 1 are shown as 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -64,8 +62,8 @@ class Explorer:
         self._predict([subject.examples[0][1]])
         self.has_curve = time.perf_counter() - began < SLOW
 
-    def _predict(self, images: list[Image.Image], posterior: MoLA | None = None) -> Any:
-        posterior = posterior or self.subject.posterior
+    def _predict(self, images: list[Image.Image]) -> Any:
+        posterior = self.subject.posterior
         device = next(posterior.networks[0].parameters()).device
         return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
 
@@ -76,7 +74,7 @@ class Explorer:
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """Return the HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, `invert` and `seed`."""
+        """Return the HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, and `invert`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
@@ -88,26 +86,23 @@ class Explorer:
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return all outputs of the page for a picture of the right size, edited by the arguments of `change`."""
-        subject, posterior = self.subject, self.subject.posterior
+        subject = self.subject
         seen = change(image, **changes)
         prediction = self._predict([seen])
         rows = {method: probs[0] for method, probs in self._methods(prediction).items()}
         best = torch.stack(list(rows.values())).amax(0).argsort(descending=True)[:MAX_CLASSES].tolist()
         shown = sorted(best) if len(subject.classes) <= MAX_CLASSES else best
-        score, decisions, curves, unscaled = float(prediction.ood_score[0]), subject.decisions, {}, None
+        curves = {}
         if self.has_curve:
             turned = self._predict([change(image, **{**changes, "rotation": angle}) for angle in ANGLES])
             curves = {
                 name: list(zip(ANGLES, one.amax(-1).tolist(), strict=True))
                 for name, one in self._methods(turned).items()
             }
-        if posterior.distance_exponent > 0:
-            unscaled = float(self._predict([seen], posterior.with_distance_exponent(0.0)).confidence[0])
         alone = prediction.logit_mean[:, 0].softmax(-1)
         return {
             "seen": to_url(seen),
             "methods": [(method, *self._chosen(row)) for method, row in rows.items()],
-            "unscaled": unscaled,
             "classes": [
                 (subject.classes[index], {name: float(row[index]) for name, row in rows.items()}) for index in shown
             ],
@@ -117,11 +112,9 @@ class Explorer:
             "epistemic": float(prediction.epistemic[0]),
             "aleatoric": max(0.0, float(prediction.aleatoric[0])),
             "largest": math.log(len(subject.classes)),
-            "score": score,
+            "score": float(prediction.ood_score[0]),
             "reference": subject.reference,
             "distance": None if prediction.distance is None else float(prediction.distance[0]),
-            "decision": decisions and decide(decisions, float(prediction.confidence[0]), score),
-            "limit": decisions and decisions.answer,
             "rotation": changes.get("rotation", 0.0),
             "curves": curves,
         }
@@ -147,9 +140,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
     Without a port, the first free port from 7860 on is used.
     """
 
-    def look(
-        request: Mapping[str, Any],
-    ) -> str:  # gradio sets an attribute of the function, which a method does not allow
+    def look(request: Mapping[str, Any]) -> str:  # not a method, since gradio sets an attribute of the function
         return explorer.look(request)
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:

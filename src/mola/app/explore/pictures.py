@@ -55,7 +55,7 @@ def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
     }
-    return {**values, "invert": bool(request.get("invert")), "seed": int(request.get("seed", 0)) % 2**31}
+    return {**values, "invert": bool(request.get("invert"))}
 
 
 def change(
@@ -68,7 +68,6 @@ def change(
     brightness: float = 0.0,
     contrast: float = 1.0,
     invert: bool = False,
-    seed: int = 0,
 ) -> Image.Image:
     """Change a grey or RGB picture by the values of the sliders; neutral values do not change it."""
     if invert:
@@ -87,7 +86,7 @@ def change(
         image = image.filter(ImageFilter.GaussianBlur(blur / 100 * max(image.size)))
     if noise:
         pixels = np.asarray(image, dtype=np.float64)
-        pixels = pixels + 255 * noise * np.random.default_rng(seed).standard_normal(pixels.shape)
+        pixels = pixels + 255 * noise * np.random.default_rng(0).standard_normal(pixels.shape)
         image = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
     return image
 
@@ -129,13 +128,13 @@ class Sight:
         return ImageOps.fit(image.convert(mode), (width, height), Image.Resampling.BILINEAR)
 
     def inputs(self, images: Sequence[Image.Image]) -> Tensor:
-        """Network inputs (n, channels, height, width)."""
+        """Return network inputs (n, channels, height, width)."""
         pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
         return self.intake.normalise(pixels).to(self.intake.torch_dtype)
 
     def images(self, inputs: Tensor) -> list[Image.Image]:
-        """Pictures from network inputs; `DataError` unless these are normalised pixels."""
+        """Return pictures from network inputs; `DataError` unless these are normalised pixels."""
         mean, std = (
             torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
         )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,15 +16,13 @@ from torch import Tensor
 from mola.app.explore import ExploreOptions
 from mola.app.explore.pictures import Sight, to_image
 from mola.app.jobs.columns import output_names
-from mola.app.jobs.decisions import Decisions, gated_threshold, make_decisions
 from mola.app.jobs.folder import PosteriorFolder, open_posterior, read_scores, usual_alarm
 from mola.app.jobs.job import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import UserSet, some_of
+from mola.app.jobs.sets import some_of
 from mola.compare.demo_result import DEFAULT, DemoSettings
-from mola.decisions.calibration import Calibration
 from mola.errors import MolaError, OptionError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
@@ -32,12 +31,8 @@ from mola.lab.training import Recipe, digits_mlp, train_ensemble
 from mola.options import counted
 from mola.posterior import MoLA
 
-ERROR_RATE = 0.05
-"""Default share of wrong answers."""
-
 EXAMPLES = 10
-MAX_SCORED = 2000
-"""Inputs of --reference that are scored."""
+Example = tuple[str, Image.Image]
 
 
 @dataclass(frozen=True)
@@ -63,23 +58,15 @@ class Subject:
     posterior: MoLA
     classes: tuple[str, ...]
     sight: Sight
-    examples: tuple[tuple[str, Image.Image], ...]
+    examples: tuple[Example, ...]
     """Names and pictures, the first shown at the start."""
     reference: Reference | None
     """None without scores of validation data."""
-    decisions: Decisions | None
-    """None if no error rate can be guaranteed."""
     notes: tuple[str, ...] = ()
-    """Reasons for what is missing."""
+    """Reasons for missing content."""
 
 
-def make_reference(scores: Tensor) -> Reference:
-    """Return a reference from the scores (n,) of all data."""
-    values = scores.double().cpu()
-    return Reference(values, usual_alarm(values.numpy())[0], len(values))
-
-
-def ood_examples(sight: Sight) -> list[tuple[str, Image.Image]]:
+def ood_examples(sight: Sight) -> list[Example]:
     """Return pictures of no class: noise, a checkerboard and, with scikit-learn, a photograph."""
     channels, height, width = sight.shape
     noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
@@ -108,10 +95,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         networks = train_ensemble(digits_mlp, digits.train, recipe, members=members, seed=seed, on_epoch=on_epoch)
         progress("fitting and tuning", 0.95)
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[DEFAULT]
-        prediction = posterior.predict(digits.val.inputs)
-    scores = prediction.ood_score.double()
-    reference = make_reference(scores)
-    answer = gated_threshold(Calibration.of(prediction, digits.val.labels), scores, reference.alarm, ERROR_RATE)
+        scores = posterior.predict(digits.val.inputs).ood_score.double()
     sight = Sight((1, SIDE, SIDE), Intake(mode="L"))
     first = [digits.test.inputs[digits.test.labels == label][:1] for label in range(CLASSES)]
     examples = [(f"a test digit, {label}", sight.images(one)[0]) for label, one in enumerate(first)]
@@ -121,8 +105,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,
         examples=(*examples, *ood_examples(sight)),
-        reference=reference,
-        decisions=Decisions(reference.alarm, answer),
+        reference=Reference(scores, usual_alarm(scores.numpy())[0], len(scores)),
     )
 
 
@@ -139,17 +122,18 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
         )
     is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
     sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), Intake.from_plain(fitted.preparation))
-    notes: list[str] = []
-    decisions = None
-    try:
-        rate = options.error_rate or ERROR_RATE
-        decisions = make_decisions(fitted, error_rate=rate, certainty=options.certainty)
-    except OptionError as error:
-        if options.error_rate is not None:
-            raise
-        notes.append(f"No error rate can be guaranteed: {str(error).removeprefix('--error-rate: ')}")
     progress("reading validation data", 0.3)
-    examples, reference = _read_reference(fitted, sight, options, notes)
+    validation, reference = fitted.document["result"].get("validation"), None
+    if validation is not None:
+        scores = read_scores(folder)[0]
+        reference = Reference(scores, float(validation["outlier_threshold"]), int(validation["count"]))
+    examples: list[Example] = []
+    notes = ["Fitted without validation data: no examples, and no outlier scores to compare with."]
+    if fitted.job.val is not None:
+        try:
+            examples, notes = _examples(fitted, fitted.job.val, sight, options.data), []
+        except MolaError as error:
+            notes = [f"No examples, since {fitted.job.val} cannot be read: {error}"]
     progress("done", 1.0)
     return Subject(
         title=f"{folder}: {counted(len(posterior.networks), 'network')}, {', '.join(fitted.job.network)}",
@@ -158,45 +142,15 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
         sight=sight,
         examples=(*examples, *ood_examples(sight)),
         reference=reference,
-        decisions=decisions,
         notes=tuple(notes),
     )
 
 
-def _read_reference(
-    fitted: PosteriorFolder, sight: Sight, options: ExploreOptions, notes: list[str]
-) -> tuple[list[tuple[str, Image.Image]], Reference | None]:
-    # Examples and outlier scores, by default of the validation data.
-    named, validation = options.reference or fitted.job.val, fitted.document["result"].get("validation")
-    reference = None
-    if validation is not None:
-        reference = Reference(
-            read_scores(fitted.folder)[0], float(validation["outlier_threshold"]), int(validation["count"])
-        )
-    if named is None:
-        notes.append("Fitted without validation data: name some with --reference to see how outlying a picture is.")
-        return [], reference
-    try:
-        data = fitted.open_set(named, labelled=False, directory=options.data, by_user=options.reference is not None)
-        inputs = _read(data, EXAMPLES if options.reference is None else MAX_SCORED)
-    except MolaError as error:
-        if options.reference is not None:
-            raise
-        notes.append(f"No examples, since {named} cannot be read: {error} Name other data with --reference.")
-        return [], reference
-    if options.reference is not None:
-        reference = make_reference(fitted.posterior.predict(torch.split(inputs, 256)).ood_score)
-    some = inputs[even_places(len(inputs), min(EXAMPLES, len(inputs)))]
-    return [(f"from {Path(named).name}", image) for image in sight.images(some)], reference
-
-
-def _read(source: UserSet, count: int) -> Tensor:
+def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
     # A folder of images is read evenly, since it is in order of its classes; any other set from its start.
-    if isinstance(source, Pictures) and source.count > count:
-        source = some_of(source, even_places(source.count, count).tolist())
-    parts: list[Tensor] = []
-    for (inputs,) in Loader(source, Account(), labelled=False):
-        parts.append(inputs)
-        if sum(map(len, parts)) >= count:
-            break
-    return torch.cat(parts)[:count]
+    source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
+    if isinstance(source, Pictures) and source.count > EXAMPLES:
+        source = some_of(source, even_places(source.count, EXAMPLES).tolist())
+    inputs = torch.cat([batch for (batch,) in islice(Loader(source, Account(), labelled=False), EXAMPLES)])
+    some = inputs[even_places(len(inputs), min(EXAMPLES, len(inputs)))]
+    return [(f"from {Path(named).name}", image) for image in sight.images(some)]

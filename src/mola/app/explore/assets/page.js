@@ -2,7 +2,7 @@
 const find = (selector) => element.querySelector(selector);
 const canvas = find("canvas"), pad = canvas.getContext("2d"), answer = find(".answer"), note = find(".note");
 const sliders = [...element.querySelectorAll("input[type=range]")], invert = find(".invert"), file = find(".file");
-let picture = "", drawing = false, seed = 0, last = null, busy = false, again = false;
+let picture = "", drawing = false, last = null, busy = false, again = false;
 
 async function look() {
   sliders.forEach((slider) => (slider.parentElement.querySelector("output").value = slider.value));
@@ -11,7 +11,7 @@ async function look() {
   busy = true;
   while (again) {
     again = false;
-    const request = { picture: drawing ? canvas.toDataURL("image/png") : picture, seed, invert: invert.checked };
+    const request = { picture: drawing ? canvas.toDataURL("image/png") : picture, invert: invert.checked };
     sliders.forEach((slider) => (request[slider.name] = Number(slider.value)));
     try {
       answer.innerHTML = await server.look(request);
@@ -89,10 +89,6 @@ find(".clear").addEventListener("click", () => {
 find(".reset").addEventListener("click", () => {
   sliders.forEach((slider) => (slider.value = slider.defaultValue));
   invert.checked = false;
-  look();
-});
-find(".again").addEventListener("click", () => {
-  seed += 1;
   look();
 });
 document.addEventListener("dragover", (event) => event.preventDefault());
