@@ -154,7 +154,6 @@ def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(na
     train, held_out, new = data(name), data(name, 20, seed=1), data(name, 8, seed=2)
     for network in networks(name):
         network.train()  # dropout must not show
-        before = {key: value.clone() for key, value in network.state_dict().items()}
         got = mola.fit(network, batches(train, 7), structure=structure, prior_precision=0.3)
         head, features = linear_twin(name, network, train)
         expected = mola.fit(head, [(features, train["labels"])], structure=structure, prior_precision=0.3)
@@ -170,8 +169,6 @@ def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(na
         # By draws, along eigenvectors that are free to turn where features are 0 for all data.
         torch.testing.assert_close(ours.mutual_information, theirs.mutual_information, rtol=0.2, atol=1e-2)
         assert network.training
-        assert all(torch.equal(before[key], value) for key, value in network.state_dict().items())
-        assert not any(module._forward_hooks for module in network.modules())
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -187,23 +184,6 @@ def test_neither_padding_nor_batches_matter(name):
     together = whole.predict(without_labels(new))
     torch.testing.assert_close(alone.probs, together.probs, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(alone.ood_score, together.ood_score, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-def test_mixture_reweighting_and_files(name, tmp_path):
-    """Saved beside the networks by transformers' own `save_pretrained`; loaded onto networks read from there."""
-    train, held_out, new = data(name), list(batches(data(name, 20, seed=1), 6)), without_labels(data(name, 8, seed=2))
-    posterior = mola.fit(networks(name), batches(train, 7), held_out).reweight(held_out)
-    posterior.save(tmp_path / "posterior")
-    read = []
-    for index, network in enumerate(networks(name)):
-        network.save_pretrained(tmp_path / str(index))
-        read.append(type(network).from_pretrained(tmp_path / str(index), dtype=torch.float64))
-    again = mola.load(tmp_path / "posterior", read)
-    torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
-    torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
-    with pytest.raises(mola.errors.StorageError, match=r"networks\[0\].*differ.*networks\[1\]"):
-        mola.load(tmp_path / "posterior", read[::-1])
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
