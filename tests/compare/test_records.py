@@ -93,9 +93,9 @@ def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
     [
         ("suite.json", {"sets": 3}, "sets"),
         ("suite.json", {"version": 2}, "version 2"),
-        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "!"}}}, "base64"),
-        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "AAAA"}}}, "3 bytes"),
-        ("suite.json", {"experiment": {"options": {"cross_fit": True}}}, "sizes of test, train and validation"),
+        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "!"}}}, "images of"),
+        ("suite.json", {"examples": {"test": {"shape": [8, 1, 28, 28], "pixels": "AAAA"}}}, "size 3"),
+        ("suite.json", {"experiment": {"options": {"cross_fit": True}}}, "cross-fit"),
         ("cost.json", {"rows": [{"method": "MAP"}]}, "fit_seconds"),
     ],
 )
@@ -110,11 +110,9 @@ def test_a_damaged_document_is_named(tmp_path, name, entries, words):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"data": {"test": "other"}}, "Run 1: the set 'test' of DE has another checksum"),
+        ({"data": {"test": "other"}}, "Run 1: DE used other data .* 'test'"),
         ({"networks": ["stranger"]}, "Run 1: DE used networks that .* did not"),
         ({"suite": "another"}, "another suite: DE"),
-        ({"run": 7}, "DE.*: 2 of 3 runs"),
-        ({"outliers": {}}, r"DE: not evaluated on emnist-letters, fashion-mnist, kmnist"),
     ],
 )
 def test_records_that_cannot_be_compared_are_warned_of(tmp_path, entries, words):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +123,16 @@ def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteRes
 
 
 def _read_suite(store: Store, name: str) -> SuiteResults:
-    place = store.directory / name
-    document = store.read_document(name, SUITE) or {}
-    _check(document, SUITE_SCHEMA, place / SUITE)
+    document = _document(store, name, SUITE, SUITE_SCHEMA) or {}
+    cost = _document(store, name, COST, COST_SCHEMA) or {"rows": [], "settings": {}, "environment": {}}
     found, unread = _readable_records(store, name)
-    overlap = _overlap(document, place / SUITE)
-    ordered = sorted(found, key=lambda record: (*_rank(record.method), record.run))
-    records = [replace(record, overlap=overlap) for record in ordered]
-    cost = store.read_document(name, COST) or {"rows": [], "settings": {}, "environment": {}}
-    _check(cost, COST_SCHEMA, place / COST)
-    sets, groups = _sets(document, records), _grouped(records)
-    shift = document["shift"] or {"title": "shifted data", "axis": "level"}
+    overlap = _overlap(document, store.directory / name / SUITE)
+    ordered = sorted(found, key=lambda record: (record.group, *_rank(record.method), record.run))
+    groups: dict[str, dict[str, tuple[Record, ...]]] = {}
+    for record in ordered:
+        methods = groups.setdefault(record.group, {})
+        methods[record.method] = (*methods.get(record.method, ()), replace(record, overlap=overlap))
+    sets, shift = _sets(document, ordered), document["shift"] or {"title": "shifted data", "axis": "level"}
     return SuiteResults(
         name=name,
         **{key: document[key] for key in ("title", "network", "components", "threshold")},
@@ -142,7 +140,7 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         axis=shift["axis"],
         sets=sets,
         pictures={
-            one: _pictures(given, f"{place / SUITE}: the images of {one!r}", labelled=sets[one].role != "outlier")
+            one: _pictures(given, f"{store.directory / name / SUITE}: images of {one!r}", sets[one].role)
             for one, given in document["examples"].items()
             if one in sets
         },
@@ -151,71 +149,18 @@ def _read_suite(store: Store, name: str) -> SuiteResults:
         groups=groups,
         records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
         cost={**cost, "rows": sorted(cost["rows"], key=lambda row: _rank(row["method"]))},
-        warnings=(*unread, *disagreements(name, records)),
+        warnings=(*unread, *_disagreements(name, ordered)),
     )
 
 
-def _check(document: dict[str, Any], schema: dict[str, Any], path: Path) -> None:
+def _document(store: Store, suite: str, name: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    document = store.read_document(suite, name)
     try:
-        check(document, schema, "")
+        if document is not None:
+            check(document, schema, "")
     except StorageError as error:
-        raise StorageError(f"{path}: {error} {AGAIN}") from error
-
-
-def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
-    roles: tuple[Role, ...] = ("test", "shift", "outlier")
-    found: dict[str, SetInfo] = {}
-    for record in records:
-        for name, labelled in record.labelled.items():
-            found.setdefault(name, SetInfo(name, name, roles[name != "test"], labelled.count, labelled.level))
-        for name, outliers in record.outliers.items():
-            found.setdefault(name, SetInfo(name, name, "outlier", outliers.count))
-    known = document["sets"]
-    order = [name for name in known if name in found] + [name for name in found if name not in known]
-    titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
-    return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
-
-
-def _overlap(document: dict[str, Any], path: Path) -> float:
-    # See `Record.overlap`.
-    experiment = document.get("experiment")
-    options = experiment.get("options") if isinstance(experiment, dict) else None
-    if not (isinstance(options, dict) and options.get("cross_fit")):
-        return 0.0
-    tested, *others = (document["sets"].get(role, {}).get("count") for role in ("test", "train", "validation"))
-    if not all(isinstance(count, int) and count > 0 for count in (tested, *others)):
-        raise StorageError(f"{path}: expected the sizes of test, train and validation of a cross-fit. {AGAIN}")
-    return float(tested / sum(others))
-
-
-def _rank(method: str) -> tuple[int, list[str]]:
-    # Numbers in names are compared as numbers: K=2 comes before K=10.
-    parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
-    return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
-
-
-def _grouped(records: Iterable[Record]) -> dict[str, dict[str, tuple[Record, ...]]]:
-    groups: dict[str, dict[str, list[Record]]] = {}
-    for record in records:
-        groups.setdefault(record.group, {}).setdefault(record.method, []).append(record)
-    return {
-        group: {method: tuple(found) for method, found in methods.items()} for group, methods in sorted(groups.items())
-    }
-
-
-def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
-    shape = given["shape"]
-    try:
-        content = base64.b64decode(given["pixels"], validate=True)
-    except binascii.Error as error:
-        raise StorageError(f"{place} are not base64 ({error}). {AGAIN}") from error
-    if len(shape) != 4 or shape[1] not in (1, 3) or math.prod(shape) != len(content):
-        raise StorageError(
-            f"{place}: expected pixels of a shape (n, 1 or 3, height, width), got {shape} and {len(content)} bytes. {AGAIN}"
-        )
-    labels = given.get("label") if labelled else None
-    pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).transpose(0, 2, 3, 1)
-    return Pictures(pixels, tuple(labels) if isinstance(labels, list) and len(labels) >= shape[0] else None)
+        raise StorageError(f"{store.directory / suite / name}: {error} {AGAIN}") from error
+    return document
 
 
 def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
@@ -234,66 +179,74 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
     return records, warnings
 
 
+def _overlap(document: dict[str, Any], path: Path) -> float:
+    # See `Record.overlap`.
+    if not document.get("experiment", {}).get("options", {}).get("cross_fit"):
+        return 0.0
+    try:
+        tested, *others = (document["sets"][role]["count"] for role in ("test", "train", "validation"))
+    except KeyError as error:
+        raise StorageError(f"{path}: expected the size of {error} of a cross-fit. {AGAIN}") from error
+    return float(tested / sum(others))
+
+
+def _rank(method: str) -> tuple[int, list[str]]:
+    # Numbers in names are compared as numbers: K=2 comes before K=10.
+    parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
+    return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
+
+
+def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
+    roles: tuple[Role, ...] = ("test", "shift", "outlier")
+    found: dict[str, SetInfo] = {}
+    for record in records:
+        for name, labelled in record.labelled.items():
+            found.setdefault(name, SetInfo(name, name, roles[name != "test"], labelled.count, labelled.level))
+        for name, outliers in record.outliers.items():
+            found.setdefault(name, SetInfo(name, name, "outlier", outliers.count))
+    known = document["sets"]
+    order = [name for name in known if name in found] + [name for name in found if name not in known]
+    titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
+    return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
+
+
+def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
+    try:
+        content = base64.b64decode(given["pixels"], validate=True)
+        pixels = np.frombuffer(content, dtype=np.uint8).reshape(given["shape"]).transpose(0, 2, 3, 1)
+    except ValueError as error:
+        raise StorageError(f"{place} cannot be read ({error}). {AGAIN}") from error
+    labels = given.get("label")
+    return Pictures(pixels, tuple(labels) if labels and role != "outlier" else None)
+
+
 # --- records that can be compared ------------------------------------------------------------------------------------
 
-OWN_WEIGHTS = ("SWAG", "MIMO")
-"""Parts of the names of methods that train their own weights."""
+OWN_WEIGHTS = re.compile("SWAG|MIMO")
+"""Methods that train their own weights."""
 
 
-def disagreements(suite: str, records: Sequence[Record]) -> list[str]:
-    """Return warnings about records of a suite that cannot be compared with the others."""
-    strangers = sorted({record.method for record in records if record.suite != suite})
-    words = [f"This folder contains records of another suite: {', '.join(strangers)}."] if strangers else []
-    for run in sorted({record.run for record in records}):
-        words += _different_data(run, [record for record in records if record.run == run])
-    for group in sorted({record.group for record in records}):
-        words += _different_work([record for record in records if record.group == group])
-    return words
-
-
-def _different_data(run: int, records: Sequence[Record]) -> list[str]:
-    words = []
-    for name in dict.fromkeys(name for record in records for name in record.data):
-        by_checksum: dict[str, list[str]] = {}
-        for record in records:
-            if name in record.data:
-                by_checksum.setdefault(record.data[name], []).append(record.method)
-        if len(by_checksum) > 1:
-            odd = min(by_checksum.values(), key=len)
-            words.append(
-                f"Run {run}: the set {name!r} of {listed(odd)} has another checksum. Their numbers cannot be compared: run the "
-                f"suite again for all methods."
-            )
-    return words
-
-
-def _different_work(records: Sequence[Record]) -> list[str]:
-    # Records of one group that differ in networks, runs or sets.
-    words = []
-    every = sorted({record.run for record in records})
-    for run in every:
-        own = [one for one in records if one.run == run and not any(word in one.method for word in OWN_WEIGHTS)]
-        reference = max(own, key=lambda record: len(record.networks), default=None)
-        odd = [one.method for one in own if reference and not set(one.networks) <= set(reference.networks)]
-        if reference and odd:
-            words.append(
-                f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). Differences are not "
-                f"due to the methods alone."
-            )
-    fewer: dict[int, list[str]] = {}
-    for method in dict.fromkeys(record.method for record in records):
-        fewer.setdefault(len({record.run for record in records if record.method == method}), []).append(method)
-    words += [
-        f"{listed(methods)}: {count} of {len(every)} runs, so that means are over fewer runs."
-        for count, methods in fewer.items()
-        if count < len(every)
-    ]
-    all_sets = {name for record in records for name in (*record.labelled, *record.outliers)}
-    lacking: dict[str, dict[str, None]] = {}  # methods, each once, by the sets that they lack
-    for record in records:
-        if absent := all_sets - record.labelled.keys() - record.outliers.keys():
-            lacking.setdefault(", ".join(sorted(absent)), {})[record.method] = None
-    return words + [f"{listed(list(methods))}: not evaluated on {what}." for what, methods in lacking.items()]
+def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
+    # Warnings about records that cannot be compared with the others of their run.
+    if strangers := {record.method: None for record in records if record.suite != suite}:
+        yield f"This folder contains records of another suite: {', '.join(strangers)}."
+    for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
+        together = list(found)
+        different: dict[str, list[str]] = {}  # sets by the methods whose data differ
+        for name in dict.fromkeys(name for record in together for name in record.data):
+            methods: dict[str, list[str]] = {}
+            for record in together:
+                if name in record.data:
+                    methods.setdefault(record.data[name], []).append(record.method)
+            if len(methods) > 1:
+                different.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
+        for odd, names in different.items():
+            yield f"Run {run}: {odd} used other data than the rest: the checksums of {listed(names)} differ."
+        for group in {record.group: None for record in together}:
+            given = [one for one in together if one.group == group and not OWN_WEIGHTS.search(one.method)]
+            most = max(given, key=lambda record: len(record.networks), default=None)
+            if most and (others := [one.method for one in given if not set(one.networks) <= set(most.networks)]):
+                yield f"Run {run}: {listed(others)} used networks that {most.method} did not (checksums differ)."
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mola.compare.demo_result import DemoResult
 from mola.compare.leads import CLEAR, SAME, Lead
@@ -106,48 +104,24 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     sentences = [f"{own} equals {base} to all digits."] if same else []
     leads = comparison.leads[test]
     if comparison.regression:
-        sentences += [
-            lead_sentence(leads["rmse"], "the lowest root mean squared error", digits_of(comparison, "rmse")),
-            lead_sentence(leads["nll"], "the lowest negative log-likelihood", digits_of(comparison, "nll")),
-            *_behind(own, mine["nll"], leads["nll"], digits_of(comparison, "nll")),
-            f"90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.",
-        ]
+        for metric, what in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
+            sentences.append(lead_sentence(leads[metric], f"the lowest {what}", digits_of(comparison, metric)))
+        sentences.append(f"90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.")
     else:
+        sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
         # Standard error of the accuracy if the mean confidence were right.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
-        words = f"{'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average"
-        sentences += [
-            lead_sentence(leads["nll"], "the lowest log loss", 4),
-            *_behind(own, mine["nll"], leads["nll"], 4),
-            f"{own} is {words}."
-            if abs(gap) > chance
-            else f"The mean confidence of {own} equals its accuracy to within chance.",
-        ]
+        if abs(gap) > chance:
+            sentences.append(f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.")
+        else:
+            sentences.append(f"The mean confidence of {own} equals its accuracy to within chance.")
+    what = "the highest AUROC of all scores"
     outliers = [
-        Finding(
-            f"Outliers: {one.title}",
-            _outlier_sentence(comparison, one.name),
-        )
+        Finding(f"Outliers: {one.title}", lead_sentence(comparison.leads[one.name]["auroc"], what, 2, 100, " %"))
         for one in comparison.of_role("outlier")
     ]
     return [Finding("On the test data", " ".join(sentences)), *outliers]
-
-
-def _behind(own: str, value: float, found: Lead, digits: int) -> list[str]:
-    # The place of the own method where another method leads.
-    if found.rival is None or (own,) in (found.best, *found.level):
-        return []
-    return [f"{own}: {value:.{digits}f}, {value - found.value:.{digits}f} above {found.best[0]}."]
-
-
-def _outlier_sentence(comparison: Comparison, name: str) -> str:
-    found = comparison.leads[name]["auroc"]
-    areas = [one["auroc"] for record in comparison.methods.values() for one in record.outliers[name].scores.values()]
-    ties = sum(abs(area - found.value) < SAME for area in areas)
-    if ties > 3:
-        return f"{ties} of {len(areas)} scores reach the highest AUROC, {100 * found.value:.2f} %."
-    return lead_sentence(found, "the highest AUROC of all scores", 2, 100, " %")
 
 
 def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
@@ -161,7 +135,8 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
         return f"All methods share {value}."
     names = named(found.best)
     if found.level:
-        names += f" (level with {', '.join(named(one) for one in found.level)})"
+        level = [named(one) for one in found.level]
+        names += f" (level with {', '.join(level) if len(level) < 4 else f'{len(level)} others'})"
     by = f"{factor * found.ahead:.{digits}f}"
     if found.error is not None:
         by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
@@ -241,24 +216,17 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
     for record in records:
         for note in record.chosen.get("notes", []):
             about.setdefault(str(note), {})[record.method] = None
-    environments = {
-        "Environment": _environment(record.environment for record in records),
-        "Environment of the cost": _environment([suite.cost["environment"]]),
-    }
+    found: dict[str, dict[str, None]] = {}  # versions and machines, each once
+    for record in records:
+        for key, value in record.environment.items():
+            text = ", ".join(f"{one} {two}" for one, two in value.items()) if isinstance(value, dict) else str(value)
+            found.setdefault(key, {})[text] = None
+    environment = "; ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
     seconds = sum(sum(record.seconds.values()) for record in records)
     return [
         f"Data: {sets}.",
         *suite.notes,
         *[f"{listed(list(methods))}: {note}" for note, methods in about.items()],
-        *[f"{what}: {words}." for what, words in environments.items() if words],
+        f"Environment: {environment}.",
         f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of given networks.",
     ]
-
-
-def _environment(environments: Iterable[Mapping[str, Any]]) -> str:
-    found: dict[str, dict[str, None]] = {}
-    for environment in environments:
-        for key, value in environment.items():
-            text = ", ".join(f"{one} {two}" for one, two in value.items()) if isinstance(value, dict) else str(value)
-            found.setdefault(key, {})[text] = None
-    return "; ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
