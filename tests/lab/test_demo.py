@@ -184,7 +184,6 @@ def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
     for method in METHODS:
         assert f"{100 * auroc(outliers(result, 'noise')[method]):.1f}" in outcome.stdout
     assert "ood_score" in outcome.stdout
-    assert "max logit" in outcome.stdout
     assert "drawing moons" in outcome.stderr
     stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
     assert stored["settings"] == asdict(DemoSettings(seed=7))

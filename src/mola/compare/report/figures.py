@@ -6,32 +6,22 @@ from functools import partial
 
 from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
-from mola.compare.report.confidence_figures import MOST_SETS, draw_histograms, draw_reliability_panels
-from mola.compare.report.curve_figures import (
-    component_sweep,
-    demo_distance,
-    draw_against_level,
-    draw_coverage,
-    draw_predicted,
-    draw_spread,
-    evaluation_decisions,
-    suite_components,
-)
+from mola.compare.report import curve_figures as curves
 from mola.compare.report.numbers import levels_of
-from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets, suite_types
+from mola.compare.report.picture_figures import MOST_SETS, demo_moons, draw_examples, draw_histograms, example_sets
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.style import Planned
-from mola.compare.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablation_groups, compared_by_type
+from mola.compare.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablation_groups
 
 RELIABILITY = (
     "Calibration",
     "Accuracy over confidence, in bins of confidence: overconfident predictions are below the dashed line.",
 )
+SHARES = "Share of inputs by confidence, on a square-root scale: outliers belong left of the test data."
+BANDS = "Lines are means over runs, bands one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
 """Metrics against the level of shift in ablations and in the demo."""
-
-BANDS = "Lines are means over runs, bands one standard error."
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
@@ -47,20 +37,20 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         ),
         "histograms": Planned(
             "Confidence in inputs that are not digits",
-            "Share of inputs by confidence, on a square-root scale: inputs that are not digits belong left of the test digits.",
+            SHARES,
             partial(draw_histograms, comparison, comparison.of_role("outlier")[:3]),
         ),
-        "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
+        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
         "rotation": Planned(
             "As the digits turn",
             "Beyond 45° every method is overconfident; the methods differ in the log-likelihood that this costs.",
-            partial(draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)"),
+            partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)"),
         ),
         "distance": Planned(
             "Far away from the data",
             "Inputs multiplied by δ: a single network becomes certain, and MoLA approaches the dotted limits, below the bound of "
             "the Theorem; the last panel has limit and bound at other prior precisions.",
-            partial(demo_distance, result),
+            partial(curves.demo_distance, result),
         ),
         "moons": Planned(
             "Confidence over the plane",
@@ -72,7 +62,6 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     """Return the figures of a comparison on a user's data by name, in the order of the page."""
-    outliers = comparison.of_role("outlier")[:MOST_SETS]
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
@@ -80,26 +69,26 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
             "coverage": Planned(
                 "Coverage of intervals",
                 "Share of the test targets in central intervals: overconfident intervals are below the dashed line.",
-                partial(draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
+                partial(curves.draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
             ),
             "spread": Planned(
                 "Predicted standard deviation and error",
                 "Test data in groups of equal size by predicted standard deviation; a method with a constant one is a cross.",
-                partial(draw_spread, comparison),
+                partial(curves.draw_spread, comparison),
             ),
             "predicted": Planned(
                 "Predicted and true",
                 "Means and 90 % intervals for some of the test data.",
-                partial(draw_predicted, comparison),
+                partial(curves.draw_predicted, comparison),
             ),
         }
     panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
     figures = {
-        "reliability": Planned(*RELIABILITY, partial(draw_reliability_panels, comparison, panels)),
+        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
         "confidence": Planned(
             "Distribution of confidence",
-            "Share of inputs by confidence, on a square-root scale.",
-            partial(draw_histograms, comparison, outliers),
+            SHARES,
+            partial(draw_histograms, comparison, comparison.of_role("outlier")[:MOST_SETS]),
         ),
     }
     if comparison.decisions is not None:
@@ -107,7 +96,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
             "Fewer answers, fewer errors",
             "Error rate of the most confident predictions by coverage; crosses are answers chosen on the validation data to keep, "
             "with 95 % certainty, below the dotted line.",
-            partial(evaluation_decisions, comparison),
+            partial(curves.evaluation_decisions, comparison),
         )
     return figures
 
@@ -117,36 +106,23 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:
-        figures["histograms"] = Planned(
-            "Confidence in outliers",
-            "Share of the data by confidence, on a square-root scale, all runs together: outliers belong left of the test data.",
-            partial(draw_histograms, suite, outliers[:MOST_SETS]),
-        )
+        histograms = partial(draw_histograms, suite, outliers[:MOST_SETS])
+        figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs together.", histograms)
     if suite.runs and len(levels) > 1:
-        figures["shift"] = Planned(
-            "Under shift", BANDS, partial(draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
-        )
-    if compared_by_type(suite) is not None:
-        figures["types"] = Planned(
-            "By type of shift, against the paper's rule",
-            "Differences from MoLA by the paper's rule: blue where the other method is better, orange where it is worse.",
-            partial(suite_types, suite),
-        )
+        shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
+        figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
         # The test set, the middle of the shift and its end.
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
         titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
         panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
-        figures["reliability"] = Planned(*RELIABILITY, partial(draw_reliability_panels, suite, panels))
+        figures["reliability"] = Planned(*RELIABILITY, partial(curves.draw_reliability_panels, suite, panels))
     if example_sets(suite):
         caption = "The first images of each set, with the confidence of each method in the first run."
         figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
     for group in ablation_groups(suite):
-        title = GROUP_TITLES.get(group, group)
-        if group == "components" and component_sweep(suite):
-            figures[group] = Planned(title, BANDS, partial(suite_components, suite))
-        elif len(levels) > 1:
-            methods = suite.groups[group]
-            drawn = partial(draw_against_level, suite, methods, ABLATED, suite.axis)
-            figures[group] = Planned(title, BANDS, drawn)
+        along = partial(curves.draw_against_level, suite, suite.groups[group], ABLATED, suite.axis)
+        make = partial(curves.suite_components, suite) if group == "components" else along
+        if group == "components" or len(levels) > 1:
+            figures[group] = Planned(GROUP_TITLES.get(group, group), BANDS, make)
     return figures

@@ -1,8 +1,8 @@
-"""Pictures: example images with confidences, confidence over the plane, and differences by type of shift."""
+"""Pictures: example images with confidences, confidence over the plane, and histograms of confidence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,8 @@ from matplotlib.patches import Patch
 
 from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Comparison, Examples, Pictures, SetInfo
-from mola.compare.report.estimate import Estimate
-from mola.compare.report.reading import SuiteResults
-from mola.compare.report.style import COLOURS, INK, WIDTH, Axes, Figure, canvas, colours, shared_legend, strokes
-from mola.compare.report.suite_tables import BY_TYPE, PAPERS_RULE, compared_by_type, type_differences
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
+from mola.compare.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 
 IMAGES = 6
 """Images in a row."""
@@ -109,39 +107,52 @@ def demo_moons(result: DemoResult) -> Figure:
     return figure
 
 
-# --- differences by type of shift ------------------------------------------------------------------------------------
-
-ROW = 0.25
-"""Height of a type's row, in inches."""
+MOST_SETS = 4
+"""Sets of outliers in a figure."""
 
 
-def suite_types(suite: SuiteResults) -> Figure:
-    """Draw differences between the compared method and the paper's rule, by type of shift and level."""
-    panels = {metric: type_differences(suite, metric) for metric in BY_TYPE}
-    height = 1.1 + ROW * max(len(found) for found in panels.values())
-    figure, axes = canvas(1, len(panels), height, sharey=True)
-    for panel, (metric, found) in zip(axes, panels.items(), strict=True):
-        title, digits, _ = BY_TYPE[metric]
-        _heat_map(panel, found, digits)
-        panel.set_title(f"{title}\n{compared_by_type(suite)} minus {PAPERS_RULE}", fontsize=8.5)
-        panel.set_xlabel(suite.axis)
+def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
+    """For every method: confidence in each set of outliers, over confidence in the test set; all runs together."""
+    test, numbers, painted = comparison.of_role("test"), Numbers(comparison.runs), colours(comparison.runs)
+    shown = list(sets or test)
+    figure, panels = canvas(len(comparison.runs), len(shown), 1.35, sharex=True, sharey=True)
+    cells = [(method, one) for method in comparison.runs for one in shown]
+    for place, (panel, (method, one)) in enumerate(zip(panels, cells, strict=True)):
+        if place < len(shown):
+            panel.set_title(one.title if sets else "", pad=15, fontsize=9)
+        if place % len(shown) == 0:
+            panel.set_ylabel(method, fontweight="bold", fontsize=8)
+        if place >= len(panels) - len(shown):
+            panel.set_xlabel("confidence")
+        panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+        # Most of the test data are in the last bin; a square-root scale shows the others, too.
+        panel.set_yscale("function", functions=(np.sqrt, np.square))
+        panel.set_ylim(0, 1)
+        panel.set_yticks([0, 0.1, 0.5, 1], ["0", "0.1", "0.5", "1"])
+        quiet_axes(panel)
+        records = comparison.runs[method]
+        outside = [record.outliers[one.name].histogram for record in records if one.name in record.outliers]
+        inside = [
+            record.labelled[two.name].histogram for record in records for two in test if two.name in record.labelled
+        ]
+        _stairs(panel, outside, color=painted[method], fill=True, alpha=0.75)
+        _stairs(panel, inside, color=INK, linewidth=1.0)
+        confidence, auroc = (
+            numbers(on)[method] for on in (On(one.name, "confidence"), On(one.name, "auroc", BY_CONFIDENCE))
+        )
+        if confidence is not None and outside:
+            panel.axvline(confidence.mean, color=painted[method], linestyle=(0, (2, 1.5)), linewidth=1.3)
+        words = [] if confidence is None else [f"mean {confidence.mean:.2f}"]
+        words += [] if auroc is None else [f"AUROC {auroc.mean:.3f}"]
+        # Above the panel: inside, the words would hide bars.
+        panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
+        panel.set_xlim(0, 1)
+    explained = "filled: outliers \N{MIDDLE DOT} dashed: their mean confidence \N{MIDDLE DOT} outline: test data"
+    figure.supxlabel(explained if sets else "share of the test data", fontsize=8)
     return figure
 
 
-def _heat_map(panel: Axes, found: Mapping[str, Mapping[float, Estimate | None]], digits: int) -> None:
-    levels = list(next(iter(found.values())))
-    gaps = np.array([[np.nan if one is None else one.mean for one in row.values()] for row in found.values()])
-    widest = max([10.0**-digits, *np.abs(gaps[~np.isnan(gaps)])])
-    for (row, column), gap in np.ndenumerate(gaps):
-        if np.isnan(gap):
-            continue
-        # Small differences are pale; the largest stay light enough for the numbers on them.
-        colour = COLOURS["DE"] if gap < 0 else COLOURS["LLLA"]
-        share = (column / len(levels), (column + 1) / len(levels))
-        panel.axhspan(row, row + 1, *share, color=colour, alpha=0.65 * abs(gap) / widest, lw=0)
-        panel.text(column + 0.5, row + 0.5, f"{gap:+z.{digits}f}", ha="center", va="center", fontsize=7, color=INK)
-    panel.set(xlim=(0, len(levels)), ylim=(len(gaps), 0))
-    panel.set_xticks(np.arange(len(levels)) + 0.5, [f"{level:g}" for level in levels])
-    panel.set_yticks(np.arange(len(gaps)) + 0.5, [kind.replace("_", " ") for kind in found], fontsize=8)
-    panel.tick_params(length=0)
-    panel.spines[:].set_visible(False)
+def _stairs(panel: Axes, histograms: Sequence[Sequence[int]], **style: Any) -> None:
+    total = np.sum(np.asarray(histograms, dtype=np.float64), axis=0) if histograms else np.zeros(0)
+    if total.sum() > 0:
+        panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
