@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -84,15 +84,23 @@ def as_networks(
             f"logits: expected a function from a network's output to its logits, such as `lambda output: output[0]`, or "
             f"{len(models)} of them; got {logits!r}."
         )
-    if len({(id(model), id(function)) for model, function in zip(models, functions, strict=True)}) < len(models):
+    pairs = combinations(zip(models, functions, strict=True), 2)
+    if any(first is second and _are_copies(one, two) for (one, first), (two, second) in pairs):
         warn(
-            "the same network is given more than once: its copies agree with each other, and the mixture looks too confident."
+            "the same network is given more than once: copies always agree, so the mixture is no better than one network."
         )
     if logits is None:
         return models
     return [
         LogitsOf(model, function) for model, function in zip(models, functions, strict=True) if function is not None
     ]
+
+
+def _are_copies(one: nn.Module, two: nn.Module) -> bool:
+    own, other = list(one.parameters()), list(two.parameters())
+    alike = bool(own) and [values.shape for values in own] == [values.shape for values in other]
+    pairs = zip(own, other, strict=True)
+    return one is two or (alike and all(mine is theirs or torch.equal(mine, theirs.to(mine)) for mine, theirs in pairs))
 
 
 def fit(

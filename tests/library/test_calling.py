@@ -2,6 +2,7 @@
 
 import types
 from collections import UserDict, namedtuple
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -162,11 +163,11 @@ def test_the_checksum_depends_on_buffers_too():
 
 def test_the_same_network_twice_is_warned_of():
     network = nn.Linear(5, 3).double()
-    for options in ({}, {"logits": lambda output: output}):
+    for copy, options in ((network, {}), (network, {"logits": lambda output: output}), (deepcopy(network), {})):
         with pytest.warns(mola.errors.MolaWarning, match="more than once"):
-            mola.fit([network, network], [X], **options)
+            mola.fit([network, copy], [X], **options)
         with pytest.warns(mola.errors.MolaWarning, match="more than once"):
-            mola.ensemble([network, network], **options)
+            mola.ensemble([network, copy], **options)
 
 
 # --- images of different sizes ------------------------------------------------------------------------------------------
