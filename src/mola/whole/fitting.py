@@ -68,8 +68,7 @@ def fit(
         subnetwork: number of uncertain weights, or their fraction: the weights with the largest marginal variance under the
             diagonal approximation (Daxberger et al., 2021), with all their correlations. The other weights keep their trained values.
             Weights that no training datum depends on, such as the weights of units that never fire, are chosen last.
-        link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`;
-            `MonteCarlo(over="weights")` runs the networks with drawn weights, without linearisation.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`.
         likelihood: "categorical" alone; `mola.fit` takes others.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
@@ -112,11 +111,6 @@ def fit(
             ]
             batches = iter(train_loader)
         sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
-        if subnetwork is not None and sums[0].count != before[0].count:
-            raise DataError(
-                f"a subnetwork takes two passes over the training data, which gave {before[0].count} data the first time and "
-                f"{sums[0].count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
-            )
         parts = zip(models, structures, sums, precisions, strict=True)
         components = [make_component(*part, meaning) for part in parts]
     posterior = WholeMoLA(components, chosen_link, weighting)
@@ -132,22 +126,17 @@ def _check_structure(structure: str | None, subnetwork: float | None) -> str:
         raise OptionError(
             f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
         )
-    is_count = isinstance(subnetwork, int) and not isinstance(subnetwork, bool) and subnetwork >= 1
-    if not is_count and not (isinstance(subnetwork, float) and 0 < subnetwork < 1):
-        raise OptionError(
-            f"subnetwork must be a number of weights, or a fraction of them between 0 and 1; got {subnetwork!r}."
-        )
     return "full"
 
 
 def _subnetwork_size(weights: int, subnetwork: float) -> int:
-    if isinstance(subnetwork, float):
+    if type(subnetwork) is int and 1 <= subnetwork <= weights:
+        return subnetwork
+    if type(subnetwork) is float and 0 < subnetwork < 1:
         return max(1, round(subnetwork * weights))
-    if subnetwork > weights:
-        raise OptionError(
-            f"subnetwork={subnetwork}: expected at most {weights}, the number of weights that require gradients."
-        )
-    return subnetwork
+    raise OptionError(
+        f"subnetwork must be a number of weights, at most {weights}, or a fraction of them between 0 and 1; got {subnetwork!r}."
+    )
 
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:

@@ -87,18 +87,6 @@ class WeightLayout:
         """Return the trained values (D,) of the uncertain weights in float64."""
         return self.flat(dict(network.named_parameters()))
 
-    def replaced(self, network: nn.Module, vector: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of a network by name, with other values (D,) of the uncertain weights."""
-        if self.chosen is not None:
-            trained = WeightLayout(self.blocks).vector(network).to(vector)
-            vector = trained.index_copy(0, self.chosen.to(vector.device), vector)
-        found: dict[str, Tensor] = {}
-        for block, part in zip(self.blocks, torch.split(vector, [block.size for block in self.blocks]), strict=True):
-            own = [network.get_parameter(name) for name in block.names]
-            columns = torch.split(part.view(block.rows, -1), [one.numel() // block.rows for one in own], 1)
-            found |= {name: new.reshape(one.shape) for name, new, one in zip(block.names, columns, own, strict=True)}
-        return found
-
     def data_at_once(self, outputs: int) -> int:
         """Return the number of data whose Jacobians fit into `NUMBERS_AT_ONCE`."""
         return max(1, NUMBERS_AT_ONCE // (outputs * self.total))
@@ -153,15 +141,6 @@ def _single(value: Any) -> Any:
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
     return {name: _single(value) for name, value in [*network.named_parameters(), *network.named_buffers()]}
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def run_with(network: nn.Module, changed: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-    """Return logits (n, C) of the network with some parameters replaced, in float64."""
-    own = _tensors(network)
-    own |= {name: value.to(own[name]) for name, value in changed.items()}
-    return to_float64(_call(network, own, tree_map(_single, inputs)))
 
 
 @torch.inference_mode(False)

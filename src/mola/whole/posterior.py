@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -22,15 +21,12 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.laplace import Sums
 from mola.likelihoods import ClassificationLikelihood, Likelihood
-from mola.likelihoods.base import mixed
-from mola.links import MonteCarlo
 from mola.network import Captured, Inputs, Rows, as_batch, check_loader, evaluating
 from mola.outliers import MAX_PROBABILITY, max_probability_score
 from mola.posterior import MoLA
 from mola.prediction import Prediction
 from mola.tuning.held_out import HeldOut, read_held_out
-from mola.uncertainty import mutual_information
-from mola.whole.jacobians import WeightLayout, each_logit, run_with, size_of, some_of
+from mola.whole.jacobians import each_logit, size_of, some_of
 from mola.whole.structures import WholeStructure
 
 
@@ -58,14 +54,6 @@ class InputRows:
         with evaluating(self.component.network), torch.no_grad():
             rows = layer.structure.rows(self.component.network, self.inputs, each_logit)[1]
             return layer.curvature.coordinates(rows)
-
-    def perturbed(self, deviation: Tensor) -> Tensor:
-        """Return deviations (n, C) of the logits where the weights deviate by (D,), without linearisation."""
-        network, layout = self.component.network, structure_of(self.component).layout
-        trained = layout.vector(network)
-        with evaluating(network):
-            logits = run_with(network, layout.replaced(network, trained + deviation.to(trained)), self.inputs)
-        return logits.to(self.outputs) - self.outputs
 
 
 def structure_of(component: Component) -> WholeStructure:
@@ -127,8 +115,8 @@ class HeldInputs(HeldOut):
 class WholeMoLA(MoLA):
     """A mixture of Laplace approximations over all weights of its networks. Made by `mola.whole.fit` or `mola.whole.load`.
 
-    Networks are linearised around the trained weights, in eval mode. With the link `mola.links.MonteCarlo(over="weights")` they
-    are run with drawn weights instead. Every call takes the Jacobians of its data: C backward passes of each network.
+    Networks are linearised around the trained weights, in eval mode. Every call takes the Jacobians of its data: C backward
+    passes of each network.
     """
 
     @property
@@ -136,23 +124,7 @@ class WholeMoLA(MoLA):
         """Number of uncertain weights of each network."""
         return tuple(component.require_layer("a size").weights.numel() for component in self.components)
 
-    def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
-        """For each parameter of a network that is not frozen, a mask of its uncertain weights."""
-        if not 0 <= index < len(self.components):
-            raise OptionError(f"expected the index of one of {len(self.components)} networks, got {index}.")
-        component = self.components[index]
-        layout = structure_of(component).layout
-        mask = torch.zeros(layout.total, dtype=torch.bool)
-        mask[slice(None) if layout.chosen is None else layout.chosen] = True
-        return WeightLayout(layout.blocks).replaced(component.network, mask)
-
-    @property
-    def _draws_weights(self) -> bool:
-        return isinstance(self.link, MonteCarlo) and self.link.over == "weights"
-
     def _most(self) -> int:
-        if self._draws_weights:
-            return 2**31
         structures = [structure_of(one) for one in self.components]
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
@@ -177,38 +149,24 @@ class WholeMoLA(MoLA):
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
         """Return the prediction from captured passes: all fields at once, since Jacobians are the cost."""
-        found = [self._fields(rows, seed) for rows in self.chunks(captured)]
+        assert isinstance(self.likelihood, ClassificationLikelihood)
+        found = []
+        for rows in self.chunks(captured):
+            probs = self.predictive(rows, seed).point()
+            found.append(
+                {
+                    "probs": probs,
+                    "mutual_information": self.mutual_information(rows, seed),
+                    "ood_score": max_probability_score(probs, self.likelihood),
+                    "logit_mean": torch.stack(list(rows.outputs)),
+                    "logit_variance": self.logit_variance(rows),
+                }
+            )
         outputs = captured[0].outputs
         kind, device = torch.promote_types(outputs.dtype, torch.float32), outputs.device
         joined = {name: torch.cat([part[name] for part in found], int(name.startswith("logit"))) for name in found[0]}
         fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
         return Prediction(fields, likelihood=self.likelihood)
-
-    def _fields(self, rows: Rows, seed: int | None) -> dict[str, Tensor]:
-        likelihood, link = self.likelihood, self.link
-        assert isinstance(likelihood, ClassificationLikelihood)
-        if self._draws_weights:
-            assert isinstance(link, MonteCarlo)
-            first = link.seed if seed is None else seed
-            own, parts = self.members(rows), zip(self.components, rows.phi, strict=True)
-            spreads: list[Any] = [one.spread(phi) for one, phi in parts]
-            deviations = torch.stack([one.by_weights(link.samples, np.random.default_rng(first)) for one in spreads])
-            means, divisors = (torch.stack(list(some)) for some in (own.scaled()[0], own.divisors))
-            drawn = means[:, :, None] + deviations / divisors[..., None]
-            members = likelihood.probabilities(drawn).movedim(2, 1).flatten(0, 1)  # (K S, n, C)
-            shares = (self.weights / link.samples).repeat_interleave(link.samples).to(members)
-            probs, information = mixed(shares, list(members)), mutual_information(members, shares, likelihood)
-            variance = deviations.var(2, unbiased=False)
-        else:
-            probs, information = self.predictive(rows, seed).point(), self.mutual_information(rows, seed)
-            variance = self.logit_variance(rows)
-        return {
-            "probs": probs,
-            "mutual_information": information,
-            "ood_score": max_probability_score(probs, likelihood),
-            "logit_mean": torch.stack(list(rows.outputs)),
-            "logit_variance": variance,
-        }
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
         """Raise an error: the paper's limit holds for last layers only."""

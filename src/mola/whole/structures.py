@@ -49,10 +49,6 @@ class WholeStructure(Structure):
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
         """Sum over the Jacobian rows of a few data along the roots of their output curvature."""
 
-    @abstractmethod
-    def solve(self, sums: Sums) -> WholeCurvature:
-        """Solve for the eigenbasis."""
-
 
 class WholeDiag(WholeStructure):
     """The exact diagonal."""
@@ -218,11 +214,10 @@ class WholeCurvature(Curvature):
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
     def perturb_by_weights(self, phi: Any, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
-        draws = (
-            self.sample(precision, 1, generator)[0] for _ in range(count)
-        )  # one at a time: the weights of a network each
-        return torch.stack([phi.perturbed(one) for one in draws], 1)
+        """Return deviations (n, count, C) of the linearised logits from draws of the weights."""
+        scale = self.inverse(precision).sqrt()
+        draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # one at a time
+        return torch.stack([phi.coordinates @ one for one in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return `sum_d log(h_d + lambda)`."""
