@@ -186,7 +186,6 @@ def job_for(desk: Desk, **changes) -> Job:
         "train": "train",
         "val": "val",
         "batch_size": 7,
-        "workers": 0,
     }
     return Job(**(given | changes))
 

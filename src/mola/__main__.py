@@ -40,7 +40,9 @@ def _show_warning(
 ) -> None:
     # Warnings of this library are shown without file name and line of code.
     if issubclass(category, MolaWarning):
-        sys.stderr.write(f"mola: note: {message}\n")
+        from mola.app.options import in_flags
+
+        sys.stderr.write(f"mola: note: {in_flags(str(message))}\n")
     else:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         (file or sys.stderr).write(text)

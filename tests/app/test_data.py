@@ -23,7 +23,7 @@ from tests.own_work import CLASSES, Desk, job_for
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
-INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=2)
+INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5)
 
 
 def copy_of(desk: Desk, split: str, folder: Path) -> Path:
@@ -49,13 +49,11 @@ def spoil(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path, workers):
+def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path):
     folder = copy_of(desk, "train", tmp_path / "train")
     expected = spoil(folder)
     account = Account()
-    intake = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=workers)
-    loader = Loader(open_set(str(folder), intake, labelled=True), account)
+    loader = Loader(open_set(str(folder), INTAKE, labelled=True), account)
     inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
     good_inputs, good_labels = desk.inputs("train")
     assert torch.equal(labels, good_labels)
@@ -70,23 +68,6 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_pa
     assert any("and 2 more" in line for line in account.lines(shown=3))
     with pytest.raises(DataError, match=r"(cannot be decoded|pixels|subfolder).*--strict leaves nothing out"):
         list(Loader(loader.source, Account(), strict=True))
-
-
-def test_grey_among_colour_is_used_and_named(desk, tmp_path):
-    folder = copy_of(desk, "train", tmp_path / "train")
-    path = folder / "dog" / "grey.png"
-    Image.fromarray(np.full((6, 6), 99, dtype=np.uint8)).save(path)
-    account = Account()
-    batches = list(Loader(open_set(str(folder), INTAKE, labelled=True), account))
-    assert sum(len(labels) for _, labels in batches) == 37
-    assert account.noted[str(folder)] == {"dog/grey.png": "is grey and was read as RGB"}
-    assert len(account) == 0
-    asked = Intake(mode="RGB", asked=True, shape=(3, 6, 6))
-    quiet = Account()
-    list(Loader(open_set(str(folder), asked, labelled=True), quiet))
-    assert quiet.noted == {}, "the user has asked for it"
-    with pytest.raises(DataError, match=r"grey\.png: is grey"):
-        list(Loader(open_set(str(folder), INTAKE, labelled=True), Account(), strict=True))
 
 
 def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
@@ -143,7 +124,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     account = Account()
     ((_, labels),) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
     assert labels.tolist() == [1, 1], "by name or by number"
-    rows = next(iter(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES)))
+    rows = next(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES).batches())
     assert [words and words.split(":")[0] for words in rows.errors] == [
         None,
         None,
@@ -185,7 +166,7 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     intake = Intake(batch_size=4, dtype="float64")
     source = open_arrays(tmp_path / "set.npz", intake, labelled=True)
     assert source.count == 11
-    rows = list(source)
+    rows = list(source.batches())
     assert [len(one.names) for one in rows] == [4, 4, 3]
     errors = {name: words for one in rows for name, words in zip(one.names, one.errors, strict=True) if words}
     assert errors == {
@@ -195,7 +176,7 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     kept = [0, 1, 2, 4, 5, 6, 8, 9, 10]
     assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
     assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
-    alone = list(open_arrays(tmp_path / "set.npy", intake, labelled=False))
+    alone = list(open_arrays(tmp_path / "set.npy", intake, labelled=False).batches())
     assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[kept])
 
 
@@ -205,10 +186,10 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
     expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
         np.savez(tmp_path / f"{name}.npz", x=values)
-        (rows,) = open_arrays(tmp_path / f"{name}.npz", intake, labelled=False)
+        (rows,) = open_arrays(tmp_path / f"{name}.npz", intake, labelled=False).batches()
         assert_close(rows.inputs, expected)
     np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
-    (rows,) = open_arrays(tmp_path / "grey.npz", intake, labelled=False)
+    (rows,) = open_arrays(tmp_path / "grey.npz", intake, labelled=False).batches()
     assert_close(rows.inputs, expected[:, :1])
 
 
@@ -218,7 +199,7 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
         ({"a": np.zeros((2, 2))}, "holds no inputs: expected an array called x, inputs"),
         ({"x": np.zeros((2, 2))}, "holds no labels"),
         ({"x": np.zeros(2), "y": np.zeros(2)}, "a row for each"),
-        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, r"x is empty: shape \(0, 2\)"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, r"empty: shape \(0, 2\)"),
         ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "a row for each"),
         ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "at most 64 bits"),
         ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 rows"),
@@ -236,29 +217,29 @@ def test_arrays_that_are_no_data(tmp_path, arrays, words):
 
 def test_damaged_arrays_are_named(tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"text\.npz is not an \.npz archive"):
+    with pytest.raises(DataError, match=r"text\.npz is not an array"):
         open_arrays(tmp_path / "text.npz", Intake(), labelled=False)
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
         archive.writestr("x.npy", b"nothing like an array")
-    with pytest.raises(DataError, match=r"odd\.npz is damaged at x"):
+    with pytest.raises(DataError, match=r"odd\.npz is damaged"):
         open_arrays(tmp_path / "odd.npz", Intake(), labelled=False)
     np.save(tmp_path / "cut.npy", np.zeros((10, 3)))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cut\.npy is damaged"):
-        list(open_arrays(tmp_path / "cut.npy", Intake(batch_size=4), labelled=False))
+        list(open_arrays(tmp_path / "cut.npy", Intake(batch_size=4), labelled=False).batches())
     np.save(tmp_path / "other.npy", np.zeros((10, 3)))
     with pytest.raises(DataError, match=r"other\.npy holds inputs of shape \(3,\), expected \(4,\)"):
-        list(open_arrays(tmp_path / "other.npy", Intake(shape=(4,)), labelled=False))
+        list(open_arrays(tmp_path / "other.npy", Intake(shape=(4,)), labelled=False).batches())
 
 
 def test_built_in_sets_by_name(monkeypatch):
     digits = open_set("digits:val", Intake(batch_size=100), labelled=True)
     assert digits.count == 297
-    assert sum(len(rows.labels) for rows in digits) == 297
+    assert sum(len(rows.labels) for rows in digits.batches()) == 297
     with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
         open_set("digits:vall", Intake(), labelled=True)
     with pytest.raises(DataError, match=r"digits:val holds inputs of shape \(1, 8, 8\), expected \(3, 6, 6\)"):
-        list(open_set("digits:val", INTAKE, labelled=True))
+        list(open_set("digits:val", INTAKE, labelled=True).batches())
     monkeypatch.delenv("MOLA_DATA", raising=False)
     with pytest.raises(DataError, match="no data directory"):
         open_set("mnist:test", Intake(), labelled=True)
@@ -275,7 +256,7 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
         ("uneven", "3 labels for 4 inputs"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
-            list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3))
+            list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3).batches())
 
 
 ODD = {
@@ -295,7 +276,7 @@ def test_batches_that_are_none_are_refused_with_the_place(tmp_path, monkeypatch,
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match=words) as caught:
-        list(open_set(f"{module}:batches", Intake(), labelled=True, outputs=3))
+        list(open_set(f"{module}:batches", Intake(), labelled=True, outputs=3).batches())
     assert f"batch 0 of {module}:batches" in str(caught.value)
 
 
@@ -303,7 +284,7 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
     wide = np.linspace(0, 65535, 36).round().astype(np.uint16).reshape(6, 6)
     Image.fromarray(wide).save(tmp_path / "grey.png")
     Image.fromarray(wide.astype(np.float32)).save(tmp_path / "real.tif")
-    rows = list(open_set(str(tmp_path), Intake(mode="L", workers=0), labelled=False))
+    rows = list(open_set(str(tmp_path), Intake(mode="L"), labelled=False).batches())
     assert rows[0].names == ["grey.png", "real.tif"]
     np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
     assert "range is unknown" in rows[0].errors[1]

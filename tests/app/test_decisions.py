@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import mola
-from mola.app.jobs.decisions import kept_calibration, make_decisions
+from mola.app.jobs.decisions import kept_calibration, make_decisions, saved_columns
 from mola.app.jobs.export import ExportOptions, run_export
-from mola.app.jobs.folder import kept_scores
 from mola.errors import StorageError
 from mola.saving.files import write_folder
 from mola.saving.posterior import pack
@@ -45,8 +44,8 @@ def test_damaged_numbers_are_refused(fitted, tmp_path, name):
     columns = {**known.columns(), "ood_score": score}
     columns[name] = columns[name].float()
     document, tensors = pack(fitted.posterior)
-    write_folder(tmp_path, document, tensors | kept_scores(score.numpy(), columns))
-    with pytest.raises(StorageError, match="invalid"):
+    write_folder(tmp_path, document, tensors | saved_columns(columns))
+    with pytest.raises(StorageError, match=r"invalid|scores"):
         make_decisions(replace(fitted, folder=tmp_path), coverage=0.8)
 
 

@@ -15,9 +15,10 @@ import mola
 from mola import metrics
 from mola.app.cli import app
 from mola.app.jobs import evaluate
+from mola.app.jobs.decisions import alarm
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import alarm, open_posterior
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
@@ -131,7 +132,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
     }
     expected = CLASS_METHODS if count > 1 else ["MAP", "MAP-T", "LLLA"]
     assert list(result.methods) == expected
-    strange = next(iter(open_set("strange", Intake(mode="RGB", shape=(3, 6, 6)), labelled=False))).inputs
+    strange = next(open_set("strange", Intake(mode="RGB", shape=(3, 6, 6)), labelled=False).batches()).inputs
     test, labels = desk.inputs("test")
     for name in expected:
         inside, outside = methods[name].predict(test), methods[name].predict(strange)

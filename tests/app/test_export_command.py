@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import mola
@@ -30,7 +29,7 @@ def folder(desk, monkeypatch):
     monkeypatch.syspath_prepend(str(desk.root))
     given = {"network": (f"{desk.module}:build",), "weights": tuple(desk.weights(2)), "train": "train"}
     if not (desk.root / "posterior").exists():
-        run_fit(Job(**given, rule="none", workers=0), desk.root / "posterior")
+        run_fit(Job(**given, rule="none"), desk.root / "posterior")
     return desk.root / "posterior"
 
 
@@ -61,28 +60,3 @@ def test_what_is_wrong_is_told(folder, tmp_path):
     assert isinstance(run(tmp_path, "--torch", tmp_path / "a.pt2", code=1).exception, StorageError)
     assert "got risk" in str(run(folder, "--torch", tmp_path / "a.pt2", "--outputs", "risk", code=1).exception)
     assert not (tmp_path / "a.pt2").exists()
-
-
-@pytest.mark.slow
-def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(desk, tmp_path, monkeypatch):
-    monkeypatch.chdir(desk.root)
-    pixels, _ = desk.pixels("test")
-    inputs, files = pixels.float() / 255, []
-    for index, network in enumerate(desk.networks()[:2]):
-        files.append(str(tmp_path / f"{index}.pt2"))
-        program = torch.export.export(network.eval(), (inputs[:2],), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-        torch.export.save(program, files[-1])
-    job = Job(network=tuple(files), train="train", rule="none", workers=0, trust=True)
-    run_fit(job, tmp_path / "posterior")
-    target = tmp_path / "model.onnx"
-    refused = run(tmp_path / "posterior", "--onnx", target, code=1).exception
-    assert isinstance(refused, OptionError)
-    assert "could run code" in str(refused)
-    assert "add --trust" in str(refused)
-    assert not target.exists()
-    run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probs,ood_score")
-    posterior = open_posterior(tmp_path / "posterior", trust=True).posterior
-    for count in (1, 5):
-        found, wanted = mola.export.load(target)(inputs[:count]), posterior.predict(inputs[:count])
-        assert_close(found["probs"], wanted.probs)
-        assert_close(found["ood_score"], wanted.ood_score, "difference")

@@ -33,7 +33,7 @@ def run(*arguments):
 
 def fit(kind, *more):
     command = ["fit", "0.safetensors", "1.safetensors", "--network", f"kind_{kind.name}:build", *OPTIONS[kind.name]]
-    return run(*command, "--train", "train.npz", "--val", "val.npz", "--workers", 0, *more)
+    return run(*command, "--train", "train.npz", "--val", "val.npz", *more)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
         writer.writerow(["0.png", "perhaps", 0, 1])
     outcome = run(
         *("fit", "net.safetensors", "--network", "csv_networks:build", "--likelihood", "bernoulli", "--mode", "L"),
-        *("--train", "images.csv", "--rule", "evidence", "--workers", 0, "--output", "posterior"),
+        *("--train", "images.csv", "--rule", "evidence", "--output", "posterior"),
     )
     assert outcome.exit_code == LEFT_OUT, (outcome.output, outcome.exception)
     assert "perhaps" in outcome.output
@@ -76,7 +76,7 @@ def test_labels_of_images_in_a_csv(kind, tmp_path, monkeypatch):
     assert folder.classes == kind.names
     assert folder.posterior.components[0].layer.sums.count == 40
     labels[np.arange(40) % 3 != 0, 2] = np.nan  # empty cells
-    read = torch.cat([rows.labels for rows in folder.open_set("images.csv", labelled=True)])
+    read = torch.cat([rows.labels for rows in folder.open_set("images.csv", labelled=True).batches()])
     np.testing.assert_array_equal(read.numpy(), labels)
 
 
@@ -122,7 +122,7 @@ WRONG_USE = {
     "targets as classes": ("regression", ["--likelihood", "categorical", "--location", "1"], "gaussian"),
     "some positions": ("maps", ["--positions", "some"], "positions must be"),
     "no position": ("maps", ["--positions", "0"], "at least 1"),
-    "labels outside": ("maps", ["--ignore-index", "7"], "ignore_index=255"),
+    "labels outside": ("maps", ["--ignore-index", "7"], "--ignore-index 255"),
 }
 
 

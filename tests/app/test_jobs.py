@@ -38,7 +38,7 @@ def test_a_job_is_what_a_program_would_have_done(desk, fitted):
     assert fitted.classes == CLASSES
     assert fitted.example.shape == (2, 3, 6, 6)
     assert fitted.example.dtype == torch.float32
-    assert fitted.preparation["mode"] == "RGB"
+    assert fitted.intake.mode == "RGB"
     assert fitted.document["result"]["outputs"] == 3
 
 
@@ -107,12 +107,12 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"rule": "best"}, "rule must be one of"),
         ({"mixing": "even"}, "mixing must be one of"),
         ({"val": None}, "needs validation data"),
-        ({"val": None, "rule": "none", "mixing": "stacking"}, "the mixing 'stacking' needs validation data"),
-        ({"rule": "nll", "threshold": 0.9}, "--threshold is for the rule 'threshold'"),
+        ({"val": None, "rule": "none", "mixing": "stacking"}, "--mixing stacking needs validation data"),
+        ({"rule": "nll", "threshold": 0.9}, "--threshold is for --rule threshold"),
         ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision is for --rule none"),
         ({"rule": "nll", "price": 0.02}, "--price"),
         ({"rule": "distance", "price": 2.0}, "price must be a number between 0 and 1, 'loss' or None, got 2.0"),
-        ({"rule": "distance", "val": None}, "the rule 'distance' needs validation data"),
+        ({"rule": "distance", "val": None}, "--rule distance needs validation data"),
         ({"rule": "distance", "distances": False}, "needs the distances that --no-distances leaves out"),
         ({"rule": "outliers"}, "go together"),
         ({"outliers": "strange"}, "go together"),
@@ -121,7 +121,6 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"mean": (0.5,)}, "both --mean and --std"),
         ({"mean": (0.5,), "std": (0.0,)}, "positive standard deviations"),
         ({"mean": (0.5,), "std": (1.0,), "normalise": "none"}, "both --mean and --std"),
-        ({"batch_size": 0}, "batch_size must be 1 or more"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
     ],
     ids=str,
@@ -149,7 +148,7 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
     for name in ("bundle", "plain"):
         shutil.move(home / name, away / name)
     shutil.copy(home / "test.npz", away)
-    with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
+    with pytest.raises(OptionError, match=r"away/val\.npz, which do not exist.*with --val DATA") as caught:
         run_evaluate(open_posterior(away / "bundle"), to_evaluate(str(away / "test.npz")))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
     again = to_evaluate(str(away / "test.npz"), val=str(home / "val.npz"))
@@ -187,13 +186,10 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
     for path, source in zip(paths, desk.weights(), strict=False):
         shutil.copy(source, path)
     run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
-    assert [one["state"] for one in read_information(tmp_path / "posterior")["weight_files"]] == ["as fitted"] * 2
     shutil.copy(desk.weights()[2], paths[1])
-    assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "changed"
-    with pytest.raises(StorageError, match=r"1\.safetensors has changed since the posterior was fitted"):
+    with pytest.raises(StorageError, match=r"networks\[1\].*differ.*put back"):
         open_posterior(tmp_path / "posterior")
     paths[1].unlink()
-    assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "missing"
     with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
         open_posterior(tmp_path / "posterior")
 

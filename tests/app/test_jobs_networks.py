@@ -16,7 +16,7 @@ from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.app.jobs.networks import build_networks, folder_hints, timm_hints
-from mola.app.jobs.preparation import Hints, settle
+from mola.app.jobs.preparation import Intake, make_intake
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
 from mola.saving.weights import save_weights
@@ -41,7 +41,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
     for network in built.networks:  # the number of classes is read from the file, wrapped or not
         assert_close(network(inputs), lenet(inputs))
         assert not network.training
-    assert built.hints.shape == (1, 28, 28)
+    assert built.hints.mode == "L"
     mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
     assert [network[1].out_features for network in mixed.networks] == [20, 12], "as the functions make them"
 
@@ -60,7 +60,6 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         (["{m}:broken"], ["0"], "failed .KeyError"),
         (["{m}:nothing"], ["0"], "returned int, expected a network"),
         (["train"], [], r"train holds no config\.json"),
-        (["gone.pt2"], [], r"gone\.pt2 does not exist"),
     ],
 )
 def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
@@ -106,35 +105,6 @@ def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
         build_networks([f"{desk.module}:wide"], [desk.weights()[0]])
 
 
-def exported(network, inputs, path):
-    program = torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    torch.export.save(program, path)
-    return str(path)
-
-
-def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
-    inputs, _ = desk.inputs("train")
-    files = [exported(one, inputs[:2], tmp_path / f"{index}.pt2") for index, one in enumerate(desk.networks())]
-    with pytest.raises(OptionError, match=r"0\.pt2 is an exported program.*add --trust"):
-        build_networks(files)
-    run_fit(job_for(desk, network=tuple(files), weights=(), trust=True), tmp_path / "posterior")
-    assert "trust" not in (tmp_path / "posterior" / "job.toml").read_text()
-    with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
-        open_posterior(tmp_path / "posterior")
-    opened = open_posterior(tmp_path / "posterior", trust=True)
-    assert_close(opened.posterior(inputs), fitted.posterior(inputs))
-    assert_close(opened.posterior.prior_precision, fitted.posterior.prior_precision)
-
-
-def test_an_exported_program_without_a_last_layer_or_damaged_is_refused(tmp_path):
-    path = exported(nn.Sequential(build(), nn.Softmax(1)).eval(), torch.zeros(2, 3, 6, 6), tmp_path / "probs.pt2")
-    with pytest.raises(HeadError, match=r"probs\.pt2 ends in aten\.softmax"):
-        build_networks([path], trust=True)
-    (tmp_path / "cut.pt2").write_bytes(Path(path).read_bytes()[:200])
-    with pytest.raises(StorageError, match=r"cut\.pt2 cannot be read by this PyTorch"):
-        build_networks([str(tmp_path / "cut.pt2")], trust=True)
-
-
 def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     """timm itself needs torchvision: what is asked of it is tested on a stand-in."""
     monkeypatch.setitem(sys.modules, "timm", None)
@@ -156,7 +126,7 @@ def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     built = build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
     assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
     # The middle of an image whose proportions are kept, as in timm's own evaluation: 6 / 0.875 = 6.86.
-    assert built.hints == Hints(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+    assert built.hints == Intake(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
     for said, resize, crop in (({"crop_pct": 0.5}, 12, 6), ({"crop_pct": 0.5, "crop_mode": "squash"}, (6, 6), None)):
         hints = timm_hints(types.SimpleNamespace(pretrained_cfg={"input_size": (3, 6, 6), **said}))
         assert (hints.resize, hints.crop) == (resize, crop)
@@ -205,7 +175,7 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
 def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expected):
     folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    found = settle(Job(), folder_hints(folder), "float32").normalise(pixels)
+    found = make_intake(Job(), folder_hints(folder)[0], "float32").normalise(pixels)
     assert_close(found, expected(pixels.double()))
 
 
@@ -230,7 +200,7 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     built = build_networks([str(tmp_path / "vit")])
     inputs = desk.inputs("test")[0]
     assert_close(built.networks[0](inputs).logits, network(inputs).logits)
-    assert built.hints.classes == CLASSES
+    assert built.classes == CLASSES
     job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
     run_fit(job, tmp_path / "posterior")
     opened = open_posterior(tmp_path / "posterior")

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 import mola
 from mola.__main__ import main
 from mola.app.cli import app
-from mola.app.jobs.decisions import make_decisions
+from mola.app.jobs.decisions import alarm, make_decisions
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import alarm, open_posterior
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.predict import run_predict
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.app.kinds import NAMES, draw
@@ -121,30 +121,11 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npz", "out.npz.toml", "some.npz"]
 
 
-@pytest.mark.parametrize("kind", ["maps"], indirect=True)
-def test_a_folder_holds_pictures_and_means_of_the_maps(kind, tmp_path):
-    for _ in range(2):  # the second run replaces the first
-        outcome = run("predict", "posterior", "test.npz", "--output", tmp_path / "maps")
-        assert outcome.exit_code == 0, outcome.output
-        assert "800 positions" in outcome.output
-    prediction, found = kind.open().posterior.predict(kind.data("test")[0]), read(tmp_path / "maps" / "predictions.csv")
-    scale = {"label": 1, "confidence": 65535, "entropy": 65535 / np.log(3)}
-    for index, file in enumerate(found["picture"]):
-        for part, largest in scale.items():
-            picture = np.asarray(Image.open(tmp_path / "maps" / part / file)).astype(float)
-            np.testing.assert_allclose(picture / largest, getattr(prediction, part)[index], atol=1e-4, err_msg=part)
-    for name in ("confidence", "entropy", "distance"):
-        assert_close(numbers(found[name]), getattr(prediction, name).double().mean((1, 2)), name=name)
-    assert_close(numbers(found["share_grey"]), (prediction.label == 1).double().mean((1, 2)))
-    assert json.loads((tmp_path / "maps" / "maps.json").read_text())["classes"] == list(kind.names)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["maps", "maps.toml"]
-
-
 @pytest.mark.usefixtures("_at_the_desk")
 def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path):
     expected = fitted.posterior.predict(desk.inputs("test")[0])
     for number, (data, size) in enumerate((("test", 1), ("test.npz", 5), ("test.csv", 7), ("test", 100))):
-        opened = replace(fitted, preparation={**fitted.preparation, "batch_size": size})
+        opened = replace(fitted, intake=replace(fitted.intake, batch_size=size))
         result = run_predict(opened, to_predict(data, tmp_path / f"{number}.jsonl", probabilities=True))
         found = read(tmp_path / f"{number}.jsonl")
         for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
@@ -162,12 +143,11 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
     (folder / "00-corrupt.png").write_bytes((folder / "03.png").read_bytes()[:50])
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(folder / "zz-large.png")
     Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
-    opened = replace(fitted, preparation={**fitted.preparation, "batch_size": 1})  # the first batch has no usable input
+    opened = replace(fitted, intake=replace(fitted.intake, batch_size=1))  # the first batch has no usable input
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
     rows, left_out = read(tmp_path / f"out.{ending}"), result.account.left_out[str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
-    assert result.account.noted[str(folder)] == {"zz-grey.png": "is grey and was read as RGB"}
     for name, word in (("00-corrupt.png", "cannot be decoded"), ("zz-large.png", "9 x 9 pixels")):
         place = list(rows["name"]).index(name)
         assert place == sorted(path.name for path in folder.iterdir()).index(name)
@@ -223,7 +203,6 @@ WRONG_USE = {
     "folder as output": ("classes", ["predict", "posterior", "test.npz", "--output", "folder.csv"], "is a folder"),
     "output below a file": ("classes", ["predict", "posterior", "test.npz", "--output", "test.npz/a.csv"], "cannot write"),
     "output is the data": ("classes", ["predict", "posterior", "test.npz", "--output", "./test.npz"], "holds the data"),
-    "pictures of rows": ("classes", ["predict", "posterior", "test.npz", "--output", "maps"], "each pixel"),
     "device": ("classes", ["predict", "posterior", "test.npz", "--device", "abacus"], "abacus"),
     "certainty alone": ("classes", ["predict", "posterior", "test.npz", "--certainty", "0.9"], "--error-rate"),
     "by class alone": ("classes", ["predict", "posterior", "test.npz", "--by-class"], "--coverage"),
@@ -238,7 +217,6 @@ WRONG_USE = {
     "coverage of maps": ("maps", ["predict", "posterior", "test.npz", "--coverage", "0.9"], "dense outputs"),
     "answers of maps": ("maps", ["predict", "posterior", "test.npz", "--error-rate", "0.1"], "dense outputs"),
     "probabilities of maps": ("maps", ["predict", "posterior", "test.npz", "--probabilities"], ".npz alone"),
-    "a folder of others": ("maps", ["predict", "posterior", "test.npz", "--output", "taken"], "earlier run"),
     "no test data": ("classes", ["evaluate", "posterior", "--test", "nowhere"], "unknown data"),
     "no labels": ("classes", ["evaluate", "posterior", "--test", "far.npz"], "no labels"),
     "a set twice": ("classes", ["evaluate", "posterior", "--test", "test.npz", "--ood", "test.npz"], "named once"),
@@ -250,9 +228,7 @@ WRONG_USE = {
     ("kind", "case"), [(one[0], name) for name, one in WRONG_USE.items()], ids=WRONG_USE, indirect=["kind"]
 )
 def test_wrong_use_is_refused_in_words_and_leaves_nothing(kind, case):
-    for folder in ("folder.csv", "taken"):
-        (kind.root / folder).mkdir(exist_ok=True)
-    (kind.root / "taken" / "mine.txt").write_text("mine")
+    (kind.root / "folder.csv").mkdir(exist_ok=True)
     before = {path: path.stat().st_mtime_ns for path in kind.root.rglob("*") if "__pycache__" not in path.parts}
     outcome = run(*WRONG_USE[case][1])
     assert outcome.exit_code == 1, outcome.output

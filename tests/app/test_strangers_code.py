@@ -310,15 +310,5 @@ def test_code_in_a_folder_of_transformers_is_not_run(place, kind):
     (place.root / "hf" / "config.json").write_text(json.dumps(config))
     (place.root / "hf" / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     with pytest.raises(StorageError, match="cannot be loaded by transformers"):
-        build_networks(["hf"], trust=True)
+        build_networks(["hf"])
     assert not place.witness.exists()
-
-
-def test_a_program_is_not_read_because_a_folder_names_it(place):
-    folder = place.posterior("dl/posterior")
-    (place.root / "dl" / "evil.pt2").write_bytes(b"unread")
-    job = place.root / folder / "job.toml"
-    text = re.sub(r"weights = \[[^]]*\]", "weights = []", job.read_text(), count=1)
-    with_job(job.parent, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
-    with pytest.raises(OptionError, match=r"evil\.pt2 is an exported program.*add --trust"):
-        open_posterior(folder)

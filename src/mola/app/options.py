@@ -141,6 +141,28 @@ def _shortened(value: Any) -> str:
     return shown if len(shown := repr(value)) < 60 else type(value).__name__
 
 
+FLAGS = (
+    (
+        r"\b(rule|likelihood|structure|link|ignore_index)='?([\w-]+)'?",
+        lambda found: f"--{found[1].replace('_', '-')} {found[2]}",
+    ),
+    (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
+    (r"\b(the )?(rule|likelihood|link) '([\w-]+)'", r"--\2 \3"),
+    (r"\buse '([\w-]+)', which needs none", r"choose --rule \1, which needs none"),
+    (r"\bpass val_loader\b", "name them with --val"),
+    (r"\bval_loader\b", "--val"),
+    (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
+)
+"""Words of the Python interface, and the words of the command line."""
+
+
+def in_flags(message: str) -> str:
+    """Return a message of the library in the words of the command line: `rule='nll'` is `--rule nll`."""
+    for python, command_line in FLAGS:
+        message = re.sub(python, command_line, message)
+    return message
+
+
 # --- the run file -------------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ def _options(
 
         mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
 
-        mola evaluate posterior --test mnist:report --ood fashion-mnist:test -o report
+        mola evaluate posterior --test mnist:report --ood fashion-mnist:test
 
     Several processes share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mola.app.jobs.job import RUN
-from mola.app.options import Option, as_document, options_of, parsed, read_options, read_toml, to_toml
+from mola.app.options import Option, as_document, in_flags, options_of, parsed, read_options, read_toml, to_toml
+from mola.errors import MolaError
 from mola.saving.files import write_atomically
 
 INTERRUPTED = 130
@@ -42,6 +43,9 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
             torch.set_num_threads(options.threads)
         try:
             function(options)
+        except MolaError as error:
+            error.args = (in_flags(str(error)),)
+            raise
         except KeyboardInterrupt:
             sys.stderr.write(f"mola: stopped. {stopped}\n")
             raise typer.Exit(INTERRUPTED) from None

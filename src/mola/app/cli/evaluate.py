@@ -32,7 +32,7 @@ def evaluate(options: EvaluateOptions) -> None:
     every score that a method has. All numbers have standard errors. Dense outputs are compared at 256 positions of each
     input. Writes index.html, which needs no other file, numbers.json, tables.md, the figures, and run.toml for --config.
 
-        mola evaluate posterior --test images/test --ood images/strange -o report
+        mola evaluate posterior --test images/test --ood images/strange
     """
     import torch
 
@@ -64,7 +64,7 @@ def evaluate(options: EvaluateOptions) -> None:
         for line in _shown(console, comparison):
             console.print(Text.from_ansi(line), soft_wrap=True)
         console.print(f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers.", soft_wrap=True)
-    account = Account(comparison.left_out, comparison.noted)
+    account = Account(comparison.left_out)
     finish(account, numbers, team, as_json=as_json, quiet=True if not as_json else quiet)
 
 
@@ -73,7 +73,7 @@ def _shown(console: Console, comparison: Comparison) -> list[str]:
     from mola.compare.report.words import evaluation_findings
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]
-    left_out = Account(comparison.left_out, comparison.noted).lines(shown=2)
+    left_out = Account(comparison.left_out).lines(shown=2)
     main = replace(evaluation_tables(comparison)[0], caption="")
     lines: list[str] = []
     for part in (f"[bold]{first}[/bold]", main, *map(escape, left_out), *others):

@@ -78,7 +78,7 @@ def fit(options: FitOptions) -> None:
         "result": result.document["result"],
         "notes": list(result.notes),
         "replaced": result.replaced,
-        **result.account.plain(),
+        "left_out": result.account.left_out,
     }
     finish(result.account, summary, team, as_json=as_json, quiet=quiet)
 

@@ -76,7 +76,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("inputs", shapes),
         ("made from", ", ".join(found["networks"])),
-        ("weight files", ", ".join(f"{one['path']} ({one['state']})" for one in found["weight_files"]) or "none"),
+        ("weight files", ", ".join(found["weight_files"]) or "none"),
         ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
     ]
     validation = found["validation"]

@@ -18,7 +18,7 @@ def predict(options: PredictOptions) -> None:
     the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, --coverage adds conformal
     sets; both are calibrated on the validation data of `mola fit`. Unusable inputs have a row with the error. Multi-label
     networks have columns for each label. Regression gives means, standard deviations and intervals. Dense outputs give maps
-    (.npz), pictures (a folder) or means over positions. The options are saved next to the output, in a .toml file for --config.
+    (.npz) or means over positions. The options are saved next to the output, in a .toml file for --config.
 
         mola predict posterior images/ -o predictions.csv --error-rate 0.01
     """

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,16 +16,13 @@ from torch import Tensor
 from mola.app.explore import ExploreOptions
 from mola.app.explore.pictures import Sight, to_image
 from mola.app.jobs.columns import output_names
-from mola.app.jobs.folder import PosteriorFolder, open_posterior, read_scores, usual_alarm
+from mola.app.jobs.decisions import SCORE, read_columns, usual_alarm
+from mola.app.jobs.folder import PosteriorFolder, open_posterior
 from mola.app.jobs.job import Progress
-from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import some_of
 from mola.compare.demo_result import DEFAULT, DemoSettings
 from mola.errors import MolaError, OptionError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
-from mola.lab.data.images import even_places
 from mola.lab.demo import demo_methods, one_thread
 from mola.lab.training import Recipe, digits_mlp, train_ensemble
 from mola.options import counted
@@ -37,7 +34,7 @@ Example = tuple[str, Image.Image]
 
 @dataclass(frozen=True)
 class Reference:
-    """Outlier scores of validation data; of very many, evenly spaced ranks."""
+    """Outlier scores of validation data; of very many, some of them."""
 
     scores: Tensor
     alarm: float
@@ -105,7 +102,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,
         examples=(*examples, *ood_examples(sight)),
-        reference=Reference(scores, usual_alarm(scores.numpy())[0], len(scores)),
+        reference=Reference(scores, usual_alarm(scores)[0], len(scores)),
     )
 
 
@@ -121,11 +118,11 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
             f"{posterior.likelihood.name!r}{' and dense outputs' if posterior.is_dense else ''}. `mola predict` predicts for it."
         )
     is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
-    sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), Intake.from_plain(fitted.preparation))
+    sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.intake)
     progress("reading validation data", 0.3)
     validation, reference = fitted.document["result"].get("validation"), None
     if validation is not None:
-        scores = read_scores(folder)[0]
+        scores = read_columns(folder)[SCORE]
         reference = Reference(scores, float(validation["outlier_threshold"]), int(validation["count"]))
     examples: list[Example] = []
     notes = ["Fitted without validation data: no examples, and no outlier scores to compare with."]
@@ -147,10 +144,11 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 
 
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
-    # A folder of images is read evenly, since it is in order of its classes; any other set from its start.
+    # Evenly spaced, since a folder of images is in order of its classes; from the start of a set of unknown size.
     source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
-    if isinstance(source, Pictures) and source.count > EXAMPLES:
-        source = some_of(source, even_places(source.count, EXAMPLES).tolist())
-    inputs = torch.cat([batch for (batch,) in islice(Loader(source, Account(), labelled=False), EXAMPLES)])
-    some = inputs[even_places(len(inputs), min(EXAMPLES, len(inputs)))]
-    return [(f"from {Path(named).name}", image) for image in sight.images(some)]
+    single = replace(source, intake=replace(source.intake, batch_size=1))
+    usable = (
+        rows.inputs for rows in single.batches(0, max(1, (source.count or 0) // EXAMPLES)) if rows.inputs is not None
+    )
+    inputs = torch.cat(list(islice(usable, EXAMPLES)))[:EXAMPLES]
+    return [(f"from {Path(named).name}", image) for image in sight.images(inputs)]

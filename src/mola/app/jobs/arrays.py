@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from mola.app.jobs.rows import Rows, finite_rows
 from mola.errors import DataError
 from mola.likelihoods import CATEGORICAL, Likelihood
 
-INPUTS = ("x", "inputs", "images", "data", "arr_0")
-LABELS = ("y", "labels", "targets", "label", "arr_1")
+NAMES = {"inputs": ("x", "inputs", "images", "data", "arr_0"), "labels": ("y", "labels", "targets", "label", "arr_1")}
+"""Names of the arrays in a file."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Arrays:
     labels: Tensor | None
     """(n,), (n, C), or one for each position; or None."""
     intake: Intake
-    classes: tuple[str, ...] | None = None
-    """Always None: arrays do not name classes."""
+    classes: None = None
 
     @property
     def count(self) -> int:
         """Number of rows."""
         return len(self.values)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+        """Read the batches first, first + step, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
-        for start in range(0, self.count, size):
+        for start in range(first * size, self.count, step * size):
             some = self.values[start : start + size]
             values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
             if values.dtype == torch.uint8:
@@ -65,56 +65,49 @@ class Arrays:
 
 def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL) -> Arrays:
     """Open a `.npz` or `.npy` file."""
-    found = _load(path)
-    names = found if isinstance(found, list) else []
-    inputs, labels = _choose(names, INPUTS), _choose(names, LABELS)
-    if (found is names and inputs is None) or (labelled and labels is None):
-        wanted, known = ("inputs", INPUTS) if found is names and inputs is None else ("labels", LABELS)
-        raise DataError(
-            f"{path} holds no {wanted}: expected an array called {', '.join(known)}; found {', '.join(names) or 'one array'}."
-        )
-    values = found if inputs is None else _load(path, inputs)
-    if not values.size:
-        raise DataError(f"{path}: {inputs or 'the array'} is empty: shape {values.shape}.")
-    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
-        raise DataError(
-            f"{path}: {inputs or 'the array'} has shape {values.shape} and type {values.dtype}: expected numbers of at most 64 "
-            f"bits, a row for each input."
-        )
-    targets = _labels(path, labels, len(values), likelihood) if labelled and labels else None
-    return Arrays(str(path), values, targets, intake)
-
-
-def _load(path: Path, member: str = "") -> Any:
-    # The array of a .npy file; an array of an archive, or the names of all.
     try:
         found = np.load(path, mmap_mode="r")
         if isinstance(found, np.ndarray):
-            return found
-        with found:
-            if not member:
-                return list(found)
-            values = found[member]
-        if not isinstance(values, np.ndarray):
-            raise ValueError("it is not an array")
-        return values
+            values, labels = found, _member(path, {}, "labels") if labelled else None
+        else:
+            with found:
+                values = _member(path, found, "inputs")
+                labels = _member(path, found, "labels") if labelled else None
     # RuntimeError is that of an archive with a password.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
         if "pickled" in str(error):  # NumPy's words for every file that is not its own
-            raise DataError(
-                f"{path} is not {'an .npz archive' if path.suffix == '.npz' else 'a .npy array'}."
-            ) from error
-        at = f" at {member}" if member else ""
-        raise DataError(f"{path} is damaged{at}, or holds objects that are not numbers: {error}.") from error
+            raise DataError(f"{path} is not an array or archive of NumPy.") from error
+        raise DataError(f"{path} is damaged, or holds objects that are not numbers: {error}.") from error
+    if not values.size:
+        raise DataError(f"{path}: the inputs are empty: shape {values.shape}.")
+    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
+        raise DataError(
+            f"{path}: the inputs have shape {values.shape} and type {values.dtype}: expected numbers of at most 64 bits, a row for "
+            f"each input."
+        )
+    return Arrays(
+        str(path), values, None if labels is None else _as_labels(path, labels, len(values), likelihood), intake
+    )
 
 
-def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tensor:
+def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
+    name = next((name for known in NAMES[what] for name in archive if name.lower() == known), None)
+    if name is None:
+        raise DataError(
+            f"{path} holds no {what}: expected an array called {', '.join(NAMES[what])}; found {', '.join(archive) or 'one array'}."
+        )
+    values = archive[name]
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{name} is not an array")
+    return values
+
+
+def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
     # In types that torch has. Labels at many positions stay small; the library checks what they mean.
-    values = _load(path, member)
     if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
         raise DataError(
-            f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, the labels of the "
-            f"{count} inputs."
+            f"{path}: the labels have shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, the labels of "
+            f"the {count} inputs."
         )
     if not likelihood.mutually_exclusive:
         return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))
@@ -122,7 +115,3 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
         return torch.from_numpy(values.astype(np.uint8 if values.dtype == np.uint8 else np.int32))
     whole = values.dtype.kind in "iu" or bool(np.all(values == np.floor(values)))
     return torch.from_numpy(values.astype(np.int64 if whole else np.float64))
-
-
-def _choose(names: Sequence[str], known: Sequence[str]) -> str | None:
-    return next((name for wanted in known for name in names if name.lower() == wanted), None)

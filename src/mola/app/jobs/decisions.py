@@ -1,7 +1,8 @@
 """Decisions for a posterior's folder: the numbers that fitting keeps of each validation datum, and thresholds from them.
 
-`mola fit` keeps a few numbers of each validation datum, so any false-alarm rate, error rate or coverage can be chosen later without
-further data. The alarm comes first: inputs that raise it are not answered, and the error rate is guaranteed for the others.
+`mola fit` saves a few numbers of each validation datum with the posterior's tensors, so any false-alarm rate, error rate or coverage
+can be chosen later without further data. The alarm comes first: inputs that raise it are not answered, and the error rate is
+guaranteed for the others.
 
 The prior precision was tuned on the same data: a single number, chosen by thousands of labels. docs/decisions.md measures its effect.
 """
@@ -9,47 +10,97 @@ The prior precision was tuned on the same data: a single number, chosen by thous
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mola.app.jobs.folder import PosteriorFolder, alarm, read_scores
+from mola.app.jobs.folder import PosteriorFolder
+from mola.app.jobs.job import NAME
 from mola.app.jobs.regression import regression_prediction
 from mola.decisions.abstain import AnswerThreshold, abstain_threshold
+from mola.decisions.alarm import alarm_threshold
 from mola.decisions.calibration import Calibration
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.errors import DataError, OptionError, StorageError
 from mola.prediction import RegressionPrediction
+from mola.saving import files
+from mola.saving.posterior import KIND, SCHEMA
 
 CERTAINTY = 0.95
 """Default confidence level of the error rate."""
 
-MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
+FALSE_ALARMS = 0.05
+"""Default false-alarm rate."""
 
-COLUMNS = {
-    True: ("confidence", "entropy", "label", "true_probability", "mass_above", "true_rank", "ood_score"),
-    False: (MEANS, VARIANCES, TARGETS),
-}
-"""Numbers that are kept of each datum, for classification and for regression."""
+MOST_DATA, MOST_NUMBERS = 100_000, 2**23
+"""Largest number of validation data to keep, and of their values; of more data, evenly spaced ones are kept."""
+
+VALIDATION = "validation."
+"""Prefix of the saved tensors."""
+
+SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_variance", "target"
 
 
-def decision_columns(prediction: Any, labels: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of labelled data to keep, by name.
+def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
+    """Return the values of labelled data to keep, by name; without guarantees, only the OOD scores (n,).
 
     Classification: a number (n,) of each datum. Regression: means and variances (n, K, D) of the components, and targets (n, D).
     """
-    if isinstance(prediction, RegressionPrediction):
+    found = {SCORE: prediction.ood_score}
+    if guarantees and isinstance(prediction, RegressionPrediction):
         means, variances = prediction.component_mean.transpose(0, 1), prediction.component_variance.transpose(0, 1)
-        found = {MEANS: means, VARIANCES: variances, TARGETS: labels}
-    else:
-        found = {**Calibration.of(prediction.probs, labels).columns(), "ood_score": prediction.ood_score}
+        found |= {MEANS: means, VARIANCES: variances, TARGETS: labels}
+    elif guarantees:
+        found |= Calibration.of(prediction.probs, labels).columns()
     found = {name: values.detach().cpu() for name, values in found.items()}
     return {name: values.double() if values.is_floating_point() else values for name, values in found.items()}
+
+
+def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of the data that are kept."""
+    count, width = len(columns[SCORE]), sum(column[0].numel() for column in columns.values())
+    kept = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
+    places = torch.linspace(0, count - 1, kept, dtype=torch.float64).round().long()
+    return {name: column[places] for name, column in columns.items()}
+
+
+def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns under the names of the saved tensors."""
+    return {f"{VALIDATION}{name}": values for name, values in columns.items()}
+
+
+def read_columns(folder: Path) -> dict[str, Tensor]:
+    """Return the values of the validation data that a folder keeps."""
+    _, tensors = files.read_folder(folder, KIND, SCHEMA)
+    found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
+    score = found.get(SCORE, torch.zeros(0))
+    if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
+        raise StorageError(f"{folder} does not hold the scores of its validation data: fit again with `mola fit`.")
+    return found
+
+
+def usual_alarm(scores: Tensor) -> tuple[float, float]:
+    """Return the threshold at the usual false-alarm rate, and that rate; fewer than 19 scores allow only a larger rate."""
+    rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
+    return alarm_threshold(scores, rate), rate
+
+
+def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
+    """Return the OOD score above which inputs are called outlying."""
+    validation = fitted.document["result"].get("validation")
+    if validation is None and false_alarm_rate is None:
+        return None
+    _require_validation(fitted, "--false-alarm-rate")
+    if false_alarm_rate is None:
+        return float(validation["outlier_threshold"])
+    with _naming("--false-alarm-rate"):
+        return alarm_threshold(read_columns(fitted.folder)[SCORE], false_alarm_rate)
 
 
 @dataclass(frozen=True)
@@ -57,7 +108,7 @@ class Decisions:
     """Thresholds for new inputs."""
 
     alarm: float | None
-    """Outlier score above which inputs are outlying; None without validation data."""
+    """OOD score above which inputs are outlying; None without validation data."""
     answer: AnswerThreshold | None = None
     """Confidence above which inputs are answered unless they are outlying; None without an error rate."""
     sets: PredictionSets | None = None
@@ -102,62 +153,58 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Return the stored numbers of each validation datum, and outlier scores (n,); messages name the option that needs them."""
+    """Return the saved numbers of each validation datum, and OOD scores (n,); messages name the option that needs them."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
-        others = (
-            "--coverage gives intervals for it" if not likelihood.classification else "The outlier alarm works for it"
-        )
+        others = "--coverage gives intervals for it" if not likelihood.classification else "The OOD alarm works for it"
         raise OptionError(
-            f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
-            f"{others}."
+            f"{option} is for networks that choose one of several classes: {fitted.folder} was fitted with --likelihood "
+            f"{likelihood.name}. {others}."
         )
     columns = _kept_columns(fitted, option)
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
-        score = columns.get("ood_score")
-        if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
-            raise DataError("expected an ood_score for each datum.")
+        if columns[SCORE].shape != known.confidence.shape:
+            raise DataError("expected an OOD score for each datum.")
     except DataError as error:
         raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
-    return known, score
+    return known, columns[SCORE]
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Return the stored predictions of a regression's validation data, and targets (n, D) in their own units."""
+    """Return the saved predictions of a regression's validation data, and targets (n, D) in their own units."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
-    known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
-    if len(known) < 3 or not _are_predictions(known, len(weights)):
+    known = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
+    means, variances, targets = known
+    shaped = means.dim() == 3 and means.shape == variances.shape and means.shape[1] == len(weights)
+    shaped = shaped and len(means) > 0 and targets.shape == (len(means), means.shape[2])
+    exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
+    if not shaped or not exact or not bool((variances > 0).all()):
         raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
             f"target for each datum."
         )
-    means, variances = (values.transpose(0, 1).contiguous() for values in known[:2])
-    # Intervals use neither the share of the noise nor outlier scores.
-    return regression_prediction(means, variances, variances, weights), known[2]
+    means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
+    # Intervals use neither the share of the noise nor OOD scores.
+    return regression_prediction(means, variances, variances, weights), targets
 
 
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
             f"{option} guarantees something for each input, and the networks of {fitted.folder} have dense outputs: positions of one "
-            f"input are correlated, so no guarantee would hold. Leave it out; the outlier alarm works position by position."
+            f"input are correlated, so no guarantee would hold. Leave it out; the OOD alarm works position by position."
         )
+    _require_validation(fitted, option)
+    return read_columns(fitted.folder)
+
+
+def _require_validation(fitted: PosteriorFolder, option: str) -> None:
     if fitted.document["result"].get("validation") is None:
         raise OptionError(
-            f"{option}: {fitted.folder} was fitted without validation data, so its error rate is unknown. Fit again with --val: "
-            f"mola fit --config {fitted.folder / 'job.toml'} --val DATA"
+            f"{option}: {fitted.folder} was fitted without validation data, which calibrate it. Fit again with --val: mola fit "
+            f"--config {fitted.folder / NAME} --val DATA"
         )
-    return read_scores(fitted.folder)[2]
-
-
-def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
-    means, variances, targets = known
-    shaped = means.dim() == 3 and means.shape == variances.shape and means.shape[1] == components
-    if not (shaped and len(means) and targets.shape == (len(means), means.shape[2])):
-        return False
-    exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
-    return exact and bool((variances > 0).all())
 
 
 def gated_threshold(
@@ -184,7 +231,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Thresholds for the options of `mola.app.jobs.groups.Deciding`; the alarm is always there, by default at a rate of 0.05."""
+    """Return thresholds for the options of `mola.app.jobs.groups.Deciding`; the alarm has a default rate of 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty requires --error-rate: give both, or neither.")
     if by_class and coverage is None:
@@ -217,10 +264,3 @@ def _naming(option: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise OptionError(f"{option}: {error}") from error
-
-
-def decide(decisions: Decisions, confidence: float, score: float) -> str:
-    """Decide for one input: "strange" if it raises the alarm, "answer", or "hand over"; "answer" without an error rate."""
-    if decisions.alarm is not None and score > decisions.alarm:
-        return "strange"
-    return "answer" if decisions.answer is None or confidence > decisions.answer else "hand over"

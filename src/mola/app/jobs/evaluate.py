@@ -20,14 +20,14 @@ from torch import Tensor
 
 from mola import __version__
 from mola.app.jobs.columns import output_names
-from mola.app.jobs.decisions import CERTAINTY, kept_calibration, kept_predictions, make_decisions
+from mola.app.jobs.decisions import CERTAINTY, alarm, kept_calibration, kept_predictions, make_decisions
 from mola.app.jobs.fit import make_rule
-from mola.app.jobs.folder import PosteriorFolder, alarm
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import MORE, Opening, Reporting
 from mola.app.jobs.job import RUN, Progress
 from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
 from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import UserSet, divided, overlap
+from mola.app.jobs.sets import UserSet, overlap
 from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare.answers import Answer, Rows, outlier_scores, tally_set
@@ -77,7 +77,7 @@ class EvaluateOptions(Opening, Reporting):
     test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
     ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
     output: Path = option(
-        Path("report"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
+        Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
     )
     val: str | None = option(
         None,
@@ -204,7 +204,7 @@ def run_evaluate(
             progress(doing, (step + share) / steps)
 
         on_share(0.0)
-        return Loader(divided(source, together), account, options.strict, labelled, on_share, whole=together.size == 1)
+        return Loader(source, account, options.strict, labelled, on_share, together)
 
     # All sets are opened first, so a wrong name is reported before any work.
     tuned_on = val or fitted.job.val
@@ -257,7 +257,6 @@ def run_evaluate(
         leads={test: labelled_leads(inside)} | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         notes=(*notes, *_overlaps(fitted, test, tuned_on)),
         left_out=account.left_out,
-        noted=account.noted,
         decisions=_decisions(fitted, methods, inside, classes),
         regression=regression,
         differences=differences(inside, own) if regression else {},

@@ -13,7 +13,6 @@ from mola import export
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import Deciding, Opening, Reporting
-from mola.app.jobs.preparation import Intake
 from mola.app.options import option, parse_names
 from mola.errors import OptionError
 from mola.export import Pixels, Written
@@ -64,8 +63,7 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
             raise OptionError(
                 "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
             )
-        intake = Intake.from_plain(fitted.preparation)
-        settings["preparation"] = Pixels(intake.mean, intake.std)
+        settings["preparation"] = Pixels(fitted.intake.mean, fitted.intake.std)
         example = torch.zeros(example.shape, dtype=torch.uint8)
     written = []
     if options.onnx is not None:

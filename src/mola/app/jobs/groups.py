@@ -63,7 +63,7 @@ class Opening(Device):
     )
     trust: bool = option(
         False,
-        "Trust the folder: read its .pt2 files and call the functions that it names, which can run code",
+        "Trust the folder: call the functions that it names, which can run code",
         panel=MORE,
         kept=False,
     )

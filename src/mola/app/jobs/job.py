@@ -110,7 +110,7 @@ class Job:
     )
     network: tuple[str, ...] = option(
         (),
-        "lenet, resnet-20, ...; module:function; timm:NAME; a Hugging Face folder; a .pt2 file. Can be repeated",
+        "lenet, resnet-20, ...; module:function; timm:NAME; a Hugging Face folder. Can be repeated",
         metavar="NAME",
         is_path=True,
         names=MODELS,
@@ -142,7 +142,7 @@ class Job:
     )
     download: bool = option(False, "Download missing built-in data sets")
     strict: bool = option(False, "Stop at the first input that cannot be used")
-    trust: bool = option(False, "Allow code: .pt2 files, functions that --config names", kept=False)
+    trust: bool = option(False, "Allow functions that --config names: they can run code", kept=False)
 
     resize: int | tuple[int, int] | None = option(
         None, "Shorter side (256), or height and width (32x32)", panel=PREPARATION, metavar="SIZE", parse=parse_size
@@ -164,7 +164,7 @@ class Job:
         parse=parse_numbers,
     )
     std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
-    workers: int = option(2, "Threads that decode images", panel=PREPARATION, minimum=0)
+    workers: int = option(2, "Threads that decode images", panel=PREPARATION, minimum=1)
 
     structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME", shown="")
     link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME", shown="")
@@ -204,7 +204,7 @@ class Job:
         given = {name: value for name, value in given.items() if value not in (None, False)}
         if given and not isinstance(likelihood, Gaussian):
             raise OptionError(
-                f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
+                f"--{next(iter(given))} is for --likelihood gaussian, got --likelihood {self.likelihood}."
             )
         return replace(likelihood, **given) if isinstance(likelihood, Gaussian) else likelihood
 

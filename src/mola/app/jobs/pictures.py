@@ -7,7 +7,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows
-from mola.errors import DataError, importing
+from mola.errors import DataError
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
 from mola.likelihoods import CATEGORICAL, Likelihood
@@ -48,8 +49,8 @@ class Pictures:
     """Class indices (n,), or numbers (n, C)."""
     classes: tuple[str, ...] | None
     """Names that the set itself gives to the classes."""
-    problems: dict[int, str]
-    """By index, why an image cannot be used, if that is known before its file is opened."""
+    errors: tuple[str | None, ...]
+    """Why an image cannot be used, if that is known before its file is opened."""
     intake: Intake
 
     @property
@@ -57,54 +58,49 @@ class Pictures:
         """Number of images."""
         return len(self.paths)
 
-    def __iter__(self) -> Iterator[Rows]:
-        size, places = self.intake.batch_size, range(len(self.paths))
-        starts = places[::size]
-        if self.intake.workers == 0:
-            for start in starts:
-                yield self._rows(start, [self._decode(place) for place in places[start : start + size]])
-            return
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+        """Decode the batches first, first + step, ...; the next batch is decoded while a batch is used."""
+        size = self.intake.batch_size
+        starts = range(first * size, self.count, step * size)
         with ThreadPoolExecutor(self.intake.workers) as pool:
-            ahead = [pool.submit(self._decode, place) for place in places[:size]]
+
+            def submit(start: int) -> list[Future[tuple[Tensor | None, str]]]:
+                return [pool.submit(self._decode, place) for place in range(self.count)[start : start + size]]
+
+            following = submit(starts[0]) if starts else []
             try:
                 for start in starts:
-                    current = ahead
-                    # The next batch is decoded while this batch is used.
-                    ahead = [pool.submit(self._decode, place) for place in places[start + size : start + 2 * size]]
+                    current, following = following, submit(start + step * size)
                     yield self._rows(start, [future.result() for future in current])
             finally:
-                for future in ahead:
+                for future in following:
                     future.cancel()
 
     def _decode(self, place: int) -> tuple[Tensor | None, str]:
-        if place in self.problems:
-            return None, self.problems[place]
-        return read_pixels(self.paths[place], self.intake)
+        error = self.errors[place]
+        return read_pixels(self.paths[place], self.intake) if error is None else (None, error)
 
     def _rows(self, start: int, decoded: Sequence[tuple[Tensor | None, str]]) -> Rows:
         names = list(self.names[start : start + len(decoded)])
-        good = torch.tensor([pixels is not None for pixels, _ in decoded])
-        errors = [words if pixels is None else None for pixels, words in decoded]
-        notes = tuple(
-            (name, words) for name, (pixels, words) in zip(names, decoded, strict=True) if pixels is not None and words
-        )
+        errors = [error if pixels is None else None for pixels, error in decoded]
         images = [pixels for pixels, _ in decoded if pixels is not None]
         if not images:
-            return Rows(names, errors, None, None, notes)
+            return Rows(names, errors, None, None)
         inputs = self.intake.normalise(torch.stack(images)).to(self.intake.torch_dtype)
-        labels = None if self.labels is None else self.labels[start : start + len(decoded)][good]
-        return Rows(names, errors, inputs, labels, notes)
+        usable = torch.tensor([error is None for error in errors])
+        return Rows(
+            names, errors, inputs, None if self.labels is None else self.labels[start : start + len(decoded)][usable]
+        )
 
 
 def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
-    """Return the pixels of one file and a remark on them, or None and the reason."""
+    """Return the pixels of one file, or None and the reason."""
     from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
         return None, "does not exist"
     try:
         with Image.open(path) as image:
-            grey = image.mode in GREY
             pixels = intake.prepare(image)
     # Pillow's decoders raise whatever a damaged file leads to: struct.error, IndexError, MemoryError, ...
     except Exception as error:
@@ -117,56 +113,37 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
             f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}; "
             f"`mola fit --resize {height}x{width}` would bring all to one size"
         )
-    if not intake.asked and grey != (intake.mode == "L"):
-        return pixels, "is grey and was read as RGB" if grey else "is in colour and was read as grey"
     return pixels, ""
-
-
-def require_pillow() -> None:
-    """Raise `MissingExtraError` without Pillow, before a long computation reaches the first image."""
-    with importing("reading image files", "pillow", "bench"):
-        import PIL.Image  # noqa: F401
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
     """List a folder of images without decoding them; subfolders are the labels, by default in alphabetical order."""
-    require_pillow()
-    subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    loose = [path for path in image_files(root) if path.parent == root] if subfolders else image_files(root)
-    if not loose and not any(image_files(folder) for folder in subfolders):
+    inside = [path.relative_to(root) for path in image_files(root)]
+    inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    if not inside:
         raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
-    if labelled and not subfolders:
-        raise DataError(f"{root} has no subfolders, so its images have no labels: expected a subfolder for each class.")
+    # A name that is not UTF-8 can be opened but not written: its bytes are shown as escapes.
+    names = tuple(os.fsencode(path.as_posix()).decode(errors="backslashreplace") for path in inside)
+    made = Pictures(str(root), tuple(root / path for path in inside), names, None, None, (None,) * len(names), intake)
     if not labelled:
-        paths = image_files(root)
-        return Pictures(str(root), tuple(paths), _names(paths, root), None, None, {}, intake)
-    found = tuple(path.name for path in subfolders)
-    order = tuple(classes) if classes is not None else found
+        return made
+    found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not found:
+        raise DataError(f"{root} has no subfolders, so its images have no labels: expected a subfolder for each class.")
+    order = tuple(classes) if classes is not None else tuple(found)
     unknown = [name for name in found if name not in order]
     if unknown:
         raise DataError(
-            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes ({', '.join(order[:5])}"
-            f"{', ...' if len(order) > 5 else ''}). Name the subfolders like the classes, or fit with all names, in the order "
-            f"of the networks' outputs: `mola fit --classes`."
+            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes ({_first_names(order)}). Name the "
+            f"subfolders like the classes, or fit with all names, in the order of the networks' outputs: `mola fit --classes`."
         )
-    number = {name: index for index, name in enumerate(order)}
-    listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
-    listed += [(path, BAD_ROW) for path in loose]
-    problems = {place: "is in no class's subfolder" for place, (_, label) in enumerate(listed) if label == BAD_ROW}
-    paths = [path for path, _ in listed]
-    labels = torch.tensor([label for _, label in listed], dtype=torch.int64)
-    return Pictures(str(root), tuple(paths), _names(paths, root), labels, order, problems, intake)
+    labels = [order.index(path.parts[0]) if len(path.parts) > 1 else BAD_ROW for path in inside]
+    errors = tuple("is in no class's subfolder" if label == BAD_ROW else None for label in labels)
+    return replace(made, labels=torch.tensor(labels), classes=order, errors=errors)
 
 
-def list_file(path: Path, intake: Intake) -> Pictures:
-    """Return one image, without a label."""
-    require_pillow()
-    return Pictures(str(path), (path,), (path.name,), None, None, {}, intake)
-
-
-def _names(paths: Sequence[Path], root: Path) -> tuple[str, ...]:
-    # A name that is not UTF-8 can be opened but not written: its bytes are shown as escapes.
-    return tuple(os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace") for path in paths)
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
@@ -188,7 +165,6 @@ def list_csv(
     numbered alphabetically unless `classes` gives their order. Multi-label and regression data have a column of numbers, or yes
     and no, for each output.
     """
-    require_pillow()
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
@@ -199,22 +175,21 @@ def list_csv(
         raise DataError(f"{path} has a heading but no rows.")
     where = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
     texts = [(row.get(where) or "").strip() for row in rows]
-    problems = {place: f"row {place + 2} has no file name" for place, text in enumerate(texts) if not text}
     labels = order = None
+    wrong: dict[int, str] = {}
     if labelled and likelihood.mutually_exclusive:
         what = _column(heading, LABEL_COLUMNS, f"{path} has no column of labels")
         given = [(row.get(what) or "").strip() for row in rows]
         labels, order, wrong = _class_labels(path, given, classes, outputs)
-        problems = wrong | problems
     elif labelled:
         order = tuple(classes) if classes is not None else tuple(name for name in heading if name != where)
         absent = [name for name in order if name not in heading]
         if absent or not order:
             raise DataError(f"{path} has no column for {', '.join(absent) or 'labels'}; found {', '.join(heading)}.")
         labels, wrong = _number_labels([[row.get(name) or "" for name in order] for row in rows], likelihood)
-        problems = wrong | problems
-    paths = tuple(path.parent / text for text in texts)
-    return Pictures(str(path), paths, tuple(texts), labels, order, problems, intake)
+    wrong |= {place: f"row {place + 2} has no file name" for place, text in enumerate(texts) if not text}
+    paths, errors = tuple(path.parent / text for text in texts), tuple(wrong.get(place) for place in range(len(rows)))
+    return Pictures(str(path), paths, tuple(texts), labels, order, errors, intake)
 
 
 def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
@@ -236,8 +211,8 @@ def _class_labels(
         order = tuple(sorted({text for text in given if text}))
         if outputs is not None and len(order) != outputs:
             raise DataError(
-                f"{path} has {len(order)} names of classes ({', '.join(order[:5])}{', ...' if len(order) > 5 else ''}) for networks "
-                f"with {outputs} outputs, whose order is not known: give numbers from 0, or `mola fit --classes` with all names."
+                f"{path} has {len(order)} names of classes ({_first_names(order)}) for networks with {outputs} outputs, whose order "
+                f"is not known: give numbers from 0, or `mola fit --classes` with all names."
             )
     number = {name: index for index, name in enumerate(order or ())}
     # Where names are numbers themselves, "1" cannot be both a name and an index.
@@ -275,23 +250,20 @@ def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
+def usual_form(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
     """Return the mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     first = ""
-    for place in even_places(len(pictures.paths), min(LOOKED_AT, len(pictures.paths))).tolist():
-        path, mode = pictures.paths[place], pictures.intake.mode
-        if mode is None and path.is_file():
-            try:
-                with Image.open(path) as image:
-                    mode = "L" if image.mode in GREY else "RGB"
-            except Exception:  # `read_pixels` returns the reason
-                mode = "RGB"
-        pixels, words = read_pixels(path, replace(pictures.intake, mode=mode or "RGB", shape=None))
+    for place in even_places(pictures.count, min(LOOKED_AT, pictures.count)).tolist():
+        path, mode = pictures.paths[place], pictures.intake.mode or "RGB"
+        if pictures.intake.mode is None:
+            with suppress(Exception), Image.open(path) as image:  # `read_pixels` returns the reason
+                mode = "L" if image.mode in GREY else "RGB"
+        pixels, words = read_pixels(path, replace(pictures.intake, mode=mode, shape=None))
         if pixels is not None:
-            found[mode or "RGB", tuple(pixels.shape)] += 1
+            found[mode, tuple(pixels.shape)] += 1
         first = first or f" The first: {pictures.names[place]}: {words}."
     if not found:
         raise DataError(f"{pictures.name} holds no image that can be decoded.{first}")

@@ -7,7 +7,7 @@ the data. No process holds more than a batch, and no file system has to be share
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,7 @@ from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import DECISIONS, MORE, Deciding, Opening, Reporting
 from mola.app.jobs.job import RUN, Progress
-from mola.app.jobs.rows import Account, Set, as_loaded, share_read
-from mola.app.jobs.sets import divided
+from mola.app.jobs.rows import Account, Rows, as_loaded, read_shared
 from mola.app.jobs.writers import ARRAYS, Portion, check_output, open_writer
 from mola.app.options import option
 from mola.distributed import Team
@@ -42,7 +41,7 @@ class PredictOptions(Opening, Deciding, Reporting):
     )
     output: Path = option(
         Path("predictions.csv"),
-        "File to write: .csv, .jsonl, .parquet or .npz; for pictures of dense outputs, a folder",
+        "File to write: .csv, .jsonl, .parquet or .npz",
         flags=("--output", "-o"),
         metavar="FILE",
     )
@@ -83,22 +82,23 @@ class PredictResult:
             "threshold": self.threshold,
             **{name: value for name, value in optional.items() if value is not None},
             "seconds": self.seconds,
-            **self.account.plain(),
+            "left_out": self.account.left_out,
         }
 
     def sentence(self) -> str:
         """Return the summary for a person, in a sentence."""
         means = self.means
         if "std" in means:
-            words = f"mean standard deviation {means['std']:.4g}, {means['epistemic_share']:.1%} of the variance epistemic, "
+            words = f"mean standard deviation {means['std']:.4g}, {100 * means['epistemic_share']:.1f} % of the variance epistemic, "
             words += f"intervals {means['width']:.4g} wide"
         else:
             words = (
                 f"mean confidence {means['confidence']:.3f}, mean entropy {means['entropy']:.3f} of which epistemic "
             )
             words += f"{means['epistemic']:.3f}"
-        shares = {"outlying": "{:.1%} outlying", "answer": "{:.1%} to answer", "set_size": "{:.2f} classes in a set"}
-        words += "".join(f", {form.format(means[name])}" for name, form in shares.items() if name in means)
+        for name, what in (("outlying", "outlying"), ("answer", "to answer")):
+            words += f", {100 * means[name]:.1f} % {what}" if name in means else ""
+        words += f", {means['set_size']:.2f} classes in a set" if "set_size" in means else ""
         at = "" if self.positions is None else f" at {self.positions:,} positions"
         return f"Predicted {counted(self.count, 'input')}{at} in {self.seconds:.1f} s: {words}."
 
@@ -127,14 +127,8 @@ def run_predict(
     progress("predicting", 0.0)
     with ExitStack() as stack:
         writer = stack.enter_context(open_writer(output, columns.names)) if together.first else None
-        own = _portions(
-            posterior,
-            divided(source, together),
-            columns,
-            seed=options.seed,
-            arrays=output.suffix in (ARRAYS, ""),
-            on_share=lambda share: progress("predicting", share),
-        )
+        batches = read_shared(source, together, lambda share: progress("predicting", share))
+        own = _portions(posterior, batches, columns, seed=options.seed, arrays=output.suffix == ARRAYS)
         for portion in _in_order(own, together):
             assert writer is not None  # only rank 0 is given any
             if options.strict:
@@ -171,21 +165,12 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
         )
     if probabilities and posterior.is_dense and output.suffix != ARRAYS:
         raise OptionError(f"--probabilities of dense outputs are written to {ARRAYS} alone, got {output}.")
-    head = posterior.components[0].head
-    if not output.suffix and (head is None or head.dense_axes != 2 or not likelihood.mutually_exclusive):
-        raise OptionError(
-            f"{output}: a folder is for pictures, of networks that return a class for each pixel. Choose an --output that ends in "
-            f".csv, .jsonl, .parquet or {ARRAYS}."
-        )
 
 
 def _portions(
-    posterior: MoLA, source: Set, columns: Columns, *, seed: int | None, arrays: bool, on_share: Callable[[float], None]
+    posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, seed: int | None, arrays: bool
 ) -> Iterator[Portion]:
-    seen = 0
-    for rows in source:
-        seen += len(rows.names)
-        on_share(share_read(seen, source.count))
+    for rows in batches:
         shown = rows._replace(inputs=None, labels=None)
         if rows.inputs is None:
             yield Portion(shown)

@@ -30,44 +30,44 @@ class Rows(NamedTuple):
     """Inputs without an error; None if there are none."""
     labels: Tensor | None
     """Labels of these inputs, if the set has labels."""
-    notes: tuple[tuple[str, str], ...] = ()
-    """Names of inputs that were used with a remark, and the remark."""
 
     def check_strict(self) -> None:
-        """Raise `DataError` for the first input with an error or a remark."""
-        for name, words in (*zip(self.names, self.errors, strict=True), *self.notes):
-            if words is not None:
-                raise DataError(f"{name}: {words} (and --strict leaves nothing out).")
+        """Raise `DataError` for the first input with an error."""
+        for name, error in zip(self.names, self.errors, strict=True):
+            if error is not None:
+                raise DataError(f"{name}: {error} (and --strict leaves nothing out).")
 
 
 class Set(Protocol):
-    """Data as the user named them."""
+    """Data that the user named."""
 
     @property
     def name(self) -> str:
-        """As the user named them."""
+        """Name that the user gave."""
 
     @property
     def count(self) -> int | None:
         """Number of inputs, if known."""
 
-    def __iter__(self) -> Iterator[Rows]: ...
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names that the set itself gives to the classes."""
+
+    def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
+        """Yield batches first, first + step, first + 2 step, ...; processes share a set in this way."""
 
 
 @dataclass
 class Account:
-    """Inputs that were left out or used with a remark, by set and name; each is counted once, however often data are read."""
+    """Inputs that were left out, by set and name; each is counted once, however often data are read."""
 
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    noted: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, where: str, rows: Rows) -> None:
         """Record a batch."""
         for name, error in zip(rows.names, rows.errors, strict=True):
             if error is not None:
                 self.left_out.setdefault(where, {})[name] = error
-        for name, remark in rows.notes:
-            self.noted.setdefault(where, {})[name] = remark
 
     def __len__(self) -> int:
         return sum(len(one) for one in self.left_out.values())
@@ -81,26 +81,20 @@ class Account:
     def lines(self, shown: int = 5) -> list[str]:
         """Return a line for each input, the first few of each set, and a count of the others."""
         lines = []
-        for found, verb in ((self.left_out, "left out"), (self.noted, "noted")):
-            for where, entries in found.items():
-                lines.append(f"{where}: {counted(len(entries), 'input')} {verb}")
-                lines += [f"  {name}: {words}" for name, words in list(entries.items())[:shown]]
-                if len(entries) > shown:
-                    lines.append(f"  and {len(entries) - shown} more")
+        for where, entries in self.left_out.items():
+            lines.append(f"{where}: {counted(len(entries), 'input')} left out")
+            lines += [f"  {name}: {words}" for name, words in list(entries.items())[:shown]]
+            if len(entries) > shown:
+                lines.append(f"  and {len(entries) - shown} more")
         return lines
 
     def together(self, team: Team) -> Account:
         """Return the records of all processes."""
         whole = Account()
         for one in team.collect(self):
-            for mine, theirs in ((whole.left_out, one.left_out), (whole.noted, one.noted)):
-                for where, entries in theirs.items():
-                    mine.setdefault(where, {}).update(entries)
+            for where, entries in one.left_out.items():
+                whole.left_out.setdefault(where, {}).update(entries)
         return whole
-
-    def plain(self) -> dict[str, Any]:
-        """Return the record as plain values."""
-        return {"left_out": self.left_out, "noted": self.noted}
 
 
 @dataclass(frozen=True)
@@ -111,19 +105,17 @@ class Loader:
     account: Account
     """Record of unusable inputs."""
     strict: bool = False
-    """Raise an error for an unusable input instead."""
+    """True to raise an error for an unusable input instead."""
     labelled: bool = True
-    """Require labels."""
+    """True to require labels."""
     on_share: Callable[[float], None] = lambda share: None
     """Called with the share of the set that has been read."""
-    whole: bool = True
-    """Raise an error if no input is usable; a part of a set may have none."""
+    team: Team = field(default_factory=Team.single)
+    """Processes that share the set."""
 
     def __iter__(self) -> Iterator[Any]:
-        used = seen = 0
-        for rows in self.source:
-            seen += len(rows.names)
-            self.on_share(share_read(seen, self.source.count))
+        used = 0
+        for rows in read_shared(self.source, self.team, self.on_share):
             if self.strict:
                 rows.check_strict()
             self.account.add(self.source.name, rows)
@@ -133,13 +125,17 @@ class Loader:
                 raise DataError(f"{self.source.name} has no labels, which are needed here.")
             used += rows.errors.count(None)
             yield as_loaded(rows)
-        if self.whole:
+        if self.team.size == 1:  # one process of several may have no usable input
             self.account.require_some(used, self.source.name)
 
 
-def share_read(seen: int, count: int | None) -> float:
-    """Return the share of a set that has been read; a set of unknown size counts as half read."""
-    return min(1.0, seen / (count or 2 * seen))
+def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
+    """Yield the batches of this process, and report the share of the set that has been read; half if its size is unknown."""
+    seen = 0
+    for rows in source.batches(team.rank, team.size):
+        seen += len(rows.names) * team.size
+        on_share(min(1.0, seen / (source.count or 2 * seen)))
+        yield rows
 
 
 def as_loaded(rows: Rows) -> Any:
