@@ -176,7 +176,7 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
 
 def from_sentences(folder: Path) -> Ready:
     """CLINC150: each request is the mean of the vectors of its tokens."""
-    _, requests = load_clinc150(folder)
+    requests = load_clinc150(folder)
     parts: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
         known = None if part == "oos_test" else torch.tensor(requests[part].labels)

@@ -142,7 +142,7 @@ def test_one_command_from_names_of_networks_to_records(root, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
-    folds = IMAGENET.make_folds(options(root)).sources
+    folds = IMAGENET.make_folds(options(root))
     seen = {role: [place for fold in folds for place in fold[role].places] for role in ("train", "validation", "test")}
     for role, times in (("train", 2), ("validation", 1), ("test", 2)):
         assert sorted(seen[role]) == sorted(list(range(20)) * times)
@@ -156,7 +156,7 @@ def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_on
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatch):
     """In slices, which an interrupted run keeps, and for networks of different sizes."""
-    fold = IMAGENET.make_folds(options(root)).sources[3]
+    fold = IMAGENET.make_folds(options(root))[3]
     part = fold["severity 2"]
     networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
     monkeypatch.setattr(storing, "SLICE", 6)
@@ -181,7 +181,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
-    fold = IMAGENET.make_folds(options(root)).sources[1]
+    fold = IMAGENET.make_folds(options(root))[1]
     shifted = fold["severity 4"]
     clean = dict(zip(fold["test"].places, inputs_of(fold["test"]), strict=True))
     assert set(shifted.places) == set(fold["test"].places)
@@ -201,12 +201,11 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
     names = "sizes_for_test:small,sizes_for_test:wide"
-    networks, fold = open_named(names, 12), folds.sources[0]
-    plan = Plan(IMAGENET, names, networks, fold, 1, 2, folds=folds.sources[:1], options=options(root))
-    kept = Activations(tmp_path / "cache")
-    records = run_suite(plan, kept, Store(tmp_path / "results"), lambda doing, done: None)
-    found = next(record for record in records if record.method == "MoLA (NLL)")
-    bare = next(record for record in records if record.method == "DE")
+    networks, fold = open_named(names, 12), folds[0]
+    plan = Plan(IMAGENET, names, networks, folds, 1, 2, options=options(root))
+    kept, store = Activations(tmp_path / "cache"), Store(tmp_path / "results")
+    run_suite(plan, kept, store, lambda doing, done: None)
+    found, bare = (store.read("imagenet", method, 0) for method in ("MoLA (NLL)", "DE"))
     assert {"Mahalanobis", "nearest neighbours"} <= set(bare.outliers["svhn"].scores)
     posterior = mola.fit(
         [network.load() for network in networks],
@@ -242,7 +241,7 @@ def labels_of(source):
     ],
 )
 def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp_path, name, error, words):
-    source = IMAGENET.make_folds(options(root)).sources[0]["test"].whole
+    source = IMAGENET.make_folds(options(root))[0]["test"].whole
     networks = open_named(f"sizes_for_test:small,sizes_for_test:{name}", 12)
     with pytest.raises(error, match=words):
         Activations(tmp_path).compute(networks, [source], lambda doing, done: None)

@@ -1,8 +1,7 @@
 """The networks of a suite and their activations, computed once and kept on disk for every method and ablation.
 
 One file for each network and set, named by their checksums, so that nothing stale is read and an interrupted run loses only the
-file in progress. Files are read in slices. A set larger than `SLICE` is kept in several files, which
-the processes of a team divide among them.
+files in progress. A large set is kept in several files, which the processes of a team divide among them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,24 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mola.compare.activations_file import Stored, written_rows
+import mola
+from mola.compare.activations_file import HeadOnly, Stored, written_rows
+from mola.component import Component
 from mola.distributed import Team
 from mola.errors import OptionError, located
-from mola.lab.suite import Batches, Source
+from mola.lab.suite import Source, checksum
 from mola.likelihoods import CATEGORICAL
-from mola.network import evaluating, find_head, find_heads, peek, stream
+from mola.network import evaluating, find_head, find_heads, head_by_name, peek, stream
 from mola.saving.weights import load_weights
 
 Progress = Callable[[str, float], None]
 
 SLICE = 1024
-"""Data in a file, for sets that can be read from any place: an interrupted run loses no more."""
+"""Data in a file of a large set: an interrupted run loses no more."""
 
 LOADED = 8
-"""Networks in memory at once, for sets in slices."""
+"""Networks in memory at once."""
 
-LARGEST_IN_MEMORY = 2**29
-"""Bytes of a set that is prepared (corrupted, rotated) once for all networks instead of once for each."""
+CHECKPOINT = 200
+"""Batches between two checkpoints of sums."""
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations, computed on demand."""
+    """A folder of activations, and of sums over training data whose activations are not stored; computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
@@ -114,7 +115,7 @@ class Activations:
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Compute missing activations; processes divide the work by networks and sets, or by slices of a large set."""
+        """Compute missing activations; processes divide the work by networks, sets and slices of large sets."""
         team = team or Team.single()
         # Networks, a set and a slice of it, by their indices. Rank 0 decides: another rank may look later.
         tasks: list[tuple[list[int], int, int]] = []
@@ -122,68 +123,58 @@ class Activations:
             paths = [self.paths(network, source) for network in networks]
             for part in range(len(paths[0]) if paths else 0):
                 missing = [index for index, files in enumerate(paths) if not files[part].exists()]
-                # The images of a slice are decoded once for all networks.
-                groups = [missing] if _is_sliced(source) else [[index] for index in missing]
-                tasks += [(group, place, part) for group in groups if group]
+                # The data of a task are prepared (decoded, corrupted, rotated) once for all its networks.
+                size = min(LOADED, -(-len(missing) // team.size)) or 1
+                tasks += [(missing[first : first + size], place, part) for first in range(0, len(missing), size)]
         tasks = team.share(tasks)
         if tasks:
             _check_outputs(networks, sources[0])
         own = tasks[team.rank :: team.size]
         load = lru_cache(maxsize=LOADED)(Network.load)
-        held: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
         for done, (indices, place, part) in enumerate(own):
             chosen, source = [networks[index] for index in indices], sources[place]
-            names = [network.label for network in chosen]
-            progress(f"{', '.join(names)} on {source.title}", done / len(own))
-            if _is_sliced(source) and source.open_part is not None:
-                start, stop = part * SLICE, min((part + 1) * SLICE, source.count)
-                count, batches = stop - start, source.open_part(start, stop)
-            else:
-                if place not in held:
-                    held = {place: _in_memory(source)}
-                count, batches = source.count, held[place] or source.open()
+            labels = [network.label for network in chosen]
+            progress(f"{', '.join(labels)} on {source.title}", done / len(own))
+            rows = (part * SLICE, min((part + 1) * SLICE, source.count)) if _is_sliced(source) else (0, source.count)
             files = [self.paths(network, source)[part] for network in chosen]
-            self._run(files, [load(network) for network in chosen], batches, source, count, names)
+            self._run(files, labels, [load(network).to(self.device) for network in chosen], source, rows)
         team.collect(None)  # no process reads files before all of them are complete
         progress("activations are ready", 1.0)
 
     def _run(
         self,
         paths: Sequence[Path],
+        labels: Sequence[str],
         networks: Sequence[nn.Module],
-        batches: Batches,
         source: Source,
-        count: int,
-        names: Sequence[str],
+        rows: tuple[int, int],
     ) -> None:
         # Write each network's activations: one pass over the data for all networks.
         device = self.device
         # Outliers belong to no class of the network: their labels, if any, are not used.
         labelled = source.role != "outlier"
-        given: Iterable[Any] = (
-            (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
+        batches: Iterable[Any] = (
+            (inputs.to(device), targets.to(device)) if labelled else [inputs.to(device)]
+            for inputs, targets in source.read(*rows)
         )
-        networks = [network.to(device) for network in networks]
-        if source.show is not None:
-            example = source.show(1)
-            networks = [fast_network(network, example) for network in networks]
         with ExitStack() as stack:
             stack.enter_context(evaluating(*networks))
-            first, every = peek(given, source.title)
+            first, every = peek(batches, source.title)
+            networks = [fast_network(network, first[0]) for network in networks]
             heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
             writers = [
                 stack.enter_context(
-                    written_rows(path, count, _layer(head.layer), {"set": source.name, "network": name})
+                    written_rows(path, rows[1] - rows[0], _layer(head.layer), {"set": source.name, "network": label})
                 )
-                for path, head, name in zip(paths, heads, names, strict=True)
+                for path, head, label in zip(paths, heads, labels, strict=True)
             ]
             captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
-            for rows in (rows for batch in captured for rows in batch.chunks()):
-                labels = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
-                for add, head, phi, outputs in zip(writers, heads, rows.phi, rows.outputs, strict=True):
+            for chunk in (chunk for batch in captured for chunk in batch.chunks()):
+                targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
+                for add, head, phi, outputs in zip(writers, heads, chunk.phi, chunk.outputs, strict=True):
                     dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
-                    add({"features": features, "logits": logits, "labels": labels})
+                    add({"features": features, "logits": logits, "labels": targets})
 
     def read(self, networks: Sequence[Network], source: Source) -> Stored:
         """Return the stored activations of a set, or of a part of a set."""
@@ -191,9 +182,65 @@ class Activations:
         stored = Stored.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
 
+    def _sums(self, networks: Sequence[Network], source: Source, structure: str) -> Path:
+        identity = checksum([network.checksum for network in networks], source.checksum, structure)
+        return self.directory / "sums" / identity
+
+    def compute_sums(
+        self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
+    ) -> None:
+        """Fit all networks in one pass over a training set, divided among the processes; a pass in progress keeps checkpoints."""
+        path = self._sums(networks, source, structure)
+        if team.share(path.exists()):  # rank 0 decides: another rank may look later
+            return
+        posterior = mola.fit(
+            [network.to(self.device) for network in _load(networks, source)],
+            _Shard(source, team, progress),
+            structure=structure,
+            team=team,
+            checkpoint=path.with_suffix(".under-way"),
+            checkpoint_every=CHECKPOINT,
+            progress=False,
+        )
+        if team.first:
+            posterior.save(path)
+        team.collect(None)  # no process reads the file before it is complete
+
+    def read_sums(
+        self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
+    ) -> mola.MoLA:
+        """Return the posterior at its first prior precision, over heads of the first networks or of all."""
+        fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
+        components: list[Component] = []
+        for component, head in zip(fitted.components, heads, strict=False):
+            layer, place = component.require_layer("streamed sums"), head_by_name(head, "head")
+            components.append(Component(head, place, layer, component.prior_precision, component.likelihood))
+        return mola.MoLA(components, fitted.link, "uniform")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    # This process's slices of a training set, read anew each time.
+    source: Source
+    team: Team
+    progress: Progress
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        source, team, done = self.source, self.team, 0
+        for start in range(team.rank * SLICE, source.count, team.size * SLICE):
+            for inputs, labels in source.read(start, min(start + SLICE, source.count)):
+                yield inputs, labels
+                done += len(labels)
+                self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))
+
+
+def _load(networks: Sequence[Network], source: Source) -> list[nn.Module]:
+    example = next(iter(source))[0][:1]
+    return [fast_network(network.load(), example) for network in networks]
+
 
 def _check_outputs(networks: Sequence[Network], source: Source) -> None:
-    (inputs, _), _ = peek(source.open(), source.title)
+    (inputs, _), _ = peek(source, source.title)
     outputs: dict[str, int] = {}
     for network in networks:
         loaded = network.load()
@@ -209,13 +256,4 @@ def _layer(head: nn.Module) -> dict[str, Any]:
 
 
 def _is_sliced(source: Source) -> bool:
-    return source.open_part is not None and source.count > SLICE
-
-
-def _in_memory(source: Source) -> list[tuple[Tensor, Tensor]] | None:
-    kept: list[tuple[Tensor, Tensor]] = []
-    for inputs, labels in source.open():
-        if not kept and inputs.nbytes / len(labels) * source.count > LARGEST_IN_MEMORY:
-            return None
-        kept.append((inputs, labels))
-    return kept
+    return source.large and source.count > SLICE

@@ -7,9 +7,9 @@ import math
 import platform
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from mola.lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
 from mola.lab.context import Context
 from mola.lab.detectors import feature_scores
 from mola.lab.measures import Answers, Measure
-from mola.lab.streamed_sums import StreamedSums
 from mola.lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
 from mola.lab.training import Labelled
 from mola.tally import Tally
@@ -48,7 +47,8 @@ class Plan:
     network: str
     """Name of the architecture."""
     networks: Sequence[Network]
-    sources: dict[str, Source]
+    folds: Sequence[dict[str, Source]]
+    """The sets of all runs, by name; or the sets of each run, if runs share their networks and differ in their data."""
     runs: int
     components: int
     groups: tuple[str, ...] = ("main",)
@@ -57,22 +57,18 @@ class Plan:
     """Budget of methods that train; None is the suite's."""
     measures: tuple[Measure, ...] = ()
     """Numbers of every method of the main comparison in addition to the common metrics."""
-    folds: tuple[dict[str, Source], ...] = ()
-    """The sets of each run, where runs share their networks and differ in their data; `sources` are those of the first."""
     stream: bool = False
     """Sum training data as they are read, instead of storing their activations."""
-    notes: tuple[str, ...] = ()
-    """Notes besides the suite's own."""
 
     def __post_init__(self) -> None:
         _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
-        for sources in self.folds or (self.sources,):
+        for sources in self.folds:
             _refuse_repeats("sets", {name: source.checksum for name, source in sources.items()})
-        if self.folds and self.runs > len(self.folds):
+        if self.crossed and self.runs > len(self.folds):
             raise OptionError(
                 f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
             )
-        several = self.components if self.folds else self.runs * self.components
+        several = self.components if self.crossed else self.runs * self.components
         needed = max(several, SWEEP if "components" in self.groups else 0, 1)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             raise OptionError(
@@ -81,31 +77,25 @@ class Plan:
                 f"or choose fewer runs or components."
             )
 
-    def members(self, group: str, run: int) -> Sequence[Network]:
-        """Return the networks of a run: no two runs share a network, except in a cross-fit, whose runs differ in their data."""
-        size = SWEEP if group == "components" else self.components
-        first = 0 if self.folds else run * size
-        return self.networks[first : first + size]
+    @property
+    def crossed(self) -> bool:
+        """True for a cross-fit."""
+        return len(self.folds) > 1
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The sets of the first run."""
+        return self.folds[0]
 
     def sources_of(self, run: int) -> dict[str, Source]:
         """Return the sets of a run."""
-        return self.folds[run] if self.folds else self.sources
+        return self.folds[run if self.crossed else 0]
 
-    def computed(self, runs: Collection[int]) -> list[Source]:
-        """Return the sets whose activations these runs need, each once: parts share the activations of the whole."""
-        every = [
-            source.whole or source
-            for run in sorted(runs)
-            for source in self.sources_of(run).values()
-            if not (self.stream and source.role == "train")
-        ]
-        return list({source.checksum: source for source in every}.values())
-
-    def runs_of(self, group: str) -> int:
-        """Return the number of runs that the networks suffice for."""
-        if group != "components" or self.folds:
-            return self.runs
-        return min(self.runs, len(self.networks) // SWEEP)
+    def members(self, group: str, run: int) -> tuple[Network, ...]:
+        """Return the networks of a run: no two runs share a network, except in a cross-fit, whose runs differ in their data."""
+        size = SWEEP if group == "components" else self.components
+        first = 0 if self.crossed else run * size
+        return tuple(self.networks[first : first + size])
 
     def methods(self, group: str) -> list[SuiteMethod]:
         """Return the methods of a group."""
@@ -120,9 +110,7 @@ class Plan:
 
     def experiment(self) -> dict[str, Any]:
         """Return what all records of a folder share: numbers of different experiments must not be averaged."""
-        every = {
-            name: [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)] for name in self.sources
-        }
+        every = {name: [sources[name].checksum for sources in self.folds] for name in self.sources}
         return {
             "network": self.network,
             "components": self.components,
@@ -198,9 +186,10 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
     examples = {}
     for name, source in plan.sources.items():
         if source.role in ("test", "shift", "outlier") and source.show is not None:
-            pixels = source.show(EXAMPLES).contiguous()
-            packed = base64.b64encode(pixels.numpy().tobytes()).decode()
-            examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
+            shown = source.show(EXAMPLES)
+            labels = [] if source.role == "outlier" else shown.labels.tolist()
+            packed = base64.b64encode(shown.pixels.contiguous().numpy().tobytes()).decode()
+            examples[name] = {"shape": list(shown.pixels.shape), "pixels": packed, "label": labels}
     experiment = plan.experiment()
     experiment["data"] |= others(kept.get("experiment", {}).get("data", {}))
     return {
@@ -208,13 +197,12 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
         "title": suite.title,
         "network": plan.network,
         "components": plan.components,
-        "runs": plan.runs,
         "threshold": suite.threshold,
-        "shift": None if suite.shift is None else {**asdict(suite.shift), "levels": list(suite.shift.levels)},
+        "shift": suite.shift,
         "sets": sets | others(kept.get("sets", {})),
         "classes": list(suite.classes),
         "examples": examples | others(kept.get("examples", {})),
-        "notes": [*suite.notes, *plan.notes],
+        "notes": [*suite.notes, *(suite.fold_notes if plan.crossed else ())],
         "experiment": experiment,
     }
 
@@ -222,13 +210,11 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
 # --- the work
 
 
-@dataclass(frozen=True)
-class _Job:
-    # A method in a run. `done` if the results folder holds its record.
+class _Job(NamedTuple):
+    # A method in a run.
     group: str
     run: int
     method: SuiteMethod
-    done: bool = False
 
 
 def run_suite(
@@ -239,15 +225,15 @@ def run_suite(
     *,
     fresh: bool = False,
     team: Team | None = None,
-) -> list[Record]:
-    """Run every method that has no record yet, and return all records.
+) -> None:
+    """Run every method that has no record yet.
 
     Args:
         plan: the plan.
         activations: the cache of activations.
         store: the results folder.
         progress: called with the current step and the share of the work that is done.
-        fresh: whether to replace all records.
+        fresh: whether to replace the records of the plan's groups and runs.
         team: the processes that share the work; each record is made by one process, so that its numbers do not depend on
             their number. None is this process alone.
 
@@ -258,24 +244,26 @@ def run_suite(
     jobs: list[_Job] = []
     if team.first:
         store.write_document(plan.suite.name, SUITE, describe(plan, _check_results_dir(plan, store, fresh=fresh)))
-        jobs = _jobs(plan, store, fresh=fresh)
+        jobs = _open_jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
-    waiting = [job for job in jobs if not job.done]
-    members = {one.checksum: one for job in waiting for one in plan.members(job.group, job.run)}
-    needed = plan.computed({job.run for job in waiting})
+    members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
+    # Each set once: parts share the activations of the whole.
+    needed = {
+        (source.whole or source).checksum: source.whole or source
+        for run in sorted({job.run for job in jobs})
+        for source in plan.sources_of(run).values()
+        if not (plan.stream and source.role == "train")
+    }
     activations.compute(
-        [*members.values()], needed, lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
+        [*members.values()], [*needed.values()], lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
     )
-    sums = StreamedSums(activations.directory / "sums", activations.device) if plan.stream else None
-    if sums is not None:
+    if plan.stream:
         # One pass over the training data for each structure and run.
-        streamed = [
-            (job.run, tuple(plan.members(job.group, job.run)), structure)
-            for job in waiting
-            if (structure := job.method.settings().get("structure")) is not None
-        ]
-        for run, networks, structure in dict.fromkeys(streamed):
-            sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
+        fits = {(job.group, job.run, job.method.settings().get("structure")): None for job in jobs}
+        for group, run, structure in fits:
+            if structure is not None:
+                train = plan.sources_of(run)["train"]
+                activations.compute_sums(plan.members(group, run), train, structure, progress, team)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
@@ -287,11 +275,9 @@ def run_suite(
         # Methods that train share their networks within a run: one process takes all of them.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
-        if job.done:
-            continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
         progress(f"run {job.run + 1}: {job.method.name}", share)
-        networks, sources = tuple(plan.members(job.group, job.run)), plan.sources_of(job.run)
+        networks, sources = plan.members(job.group, job.run), plan.sources_of(job.run)
         context = Context(
             read=partial(read, networks, job.run),
             threshold=plan.suite.threshold,
@@ -303,7 +289,7 @@ def run_suite(
             sources=sources,
             activations=activations,
             training=training,
-            sums=None if sums is None else partial(sums.read, networks, sources["train"]),
+            sums=partial(activations.read_sums, networks, sources["train"]) if plan.stream else None,
         )
         try:
             store.write(_run(plan, job, context))
@@ -315,8 +301,6 @@ def run_suite(
     progress("records are ready", 1.0)
     if refusals:
         raise OptionError("some methods could not be run; the other records are kept.\n  " + "\n  ".join(refusals))
-    found = (store.read(plan.suite.name, job.method.name, job.run) for job in jobs)
-    return [record for record in found if record is not None]
 
 
 def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
@@ -328,34 +312,41 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
     return settings, [network.checksum for network in used], data
 
 
-def _jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
-    # All methods of all runs. A record counts if it is of the same method, networks and data; sets of outliers may be missing or
-    # additional.
+def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
+    # Methods and runs without a record. A record counts if it is of the same method, networks and data; sets of outliers may be
+    # missing or additional.
+    sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
     jobs = [
         _Job(group, run, method)
         for group in plan.groups
-        for run in range(plan.runs_of(group))
+        for run in range(sweeps if group == "components" else plan.runs)
         for method in plan.methods(group)
     ]
+    if fresh:
+        return jobs
+    found: list[_Job] = []
     lacking: dict[str, None] = {}
-    for index, job in enumerate(jobs):
+    for job in jobs:
         try:
-            record = None if fresh else store.read(plan.suite.name, job.method.name, job.run)
+            record = store.read(plan.suite.name, job.method.name, job.run)
         except StorageError as error:
             warn(f"{error} It will be recomputed.")
-            continue
+            record = None
         settings, networks, data = _identity(plan, job)
         titles = {name: one.title for name, one in plan.sources_of(job.run).items() if one.role == "outlier"}
-        if record is None or (record.settings, record.networks) != (settings, networks):
-            continue
-        if not _other_data(record.data, data, {*record.outliers, *titles}):
-            jobs[index] = replace(job, done=True)
+        if (
+            record is None
+            or (record.settings, record.networks) != (settings, networks)
+            or _other_data(record.data, data, {*record.outliers, *titles})
+        ):
+            found.append(job)
+        else:
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
         warn(
-            f"some records were made without {', '.join(lacking)}: reports leave these cells empty; --fresh makes all records again."
+            f"some records were made without {', '.join(lacking)}: reports leave these cells empty; --fresh makes these records again."
         )
-    return jobs
+    return found
 
 
 def _run(plan: Plan, job: _Job, context: Context) -> Record:

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from mola.compare.record import Role
-from mola.compare.results import EXAMPLES
 from mola.errors import OptionError
-from mola.lab.data.images import NORMALISATIONS
+from mola.lab.data.images import NORMALISATIONS, Images
 from mola.lab.imported import import_builder
 from mola.lab.measures import Measure
 from mola.lab.training import Labelled, Recipe
@@ -86,36 +85,27 @@ class Source:
     count: int
     checksum: str
     """Checksum of the data and their processing: two sources with the same checksum give the same batches."""
-    open: Callable[[], Batches]
-    """Returns batches of (inputs, labels), in the same order every time."""
-    show: Callable[[int], Tensor] | None
-    """Returns the first images as bytes (n, channels, height, width); None if the data are not images."""
+    read: Callable[[int, int], Batches]
+    """Returns batches of (inputs, labels) from one place up to another, in the same order every time."""
+    show: Callable[[int], Images] | None
+    """Returns the first images, without normalisation; None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
-    labels: tuple[int, ...] = ()
-    """Labels of the first images; none for outliers."""
     types: tuple[str, ...] = ()
     """Types of shift, assigned to the data in turn: datum i has type i modulo their number."""
-    open_part: Callable[[int, int], Batches] | None = None
-    """Returns batches of the data from one place up to another; None if the data can only be read from the start."""
+    large: bool = False
+    """True if the data do not fit in memory: activations are computed in slices."""
     whole: Source | None = None
     """The set that this set is a part of, if their activations are shared."""
     places: tuple[int, ...] = ()
     """Places of this part's data in the whole, in this order."""
 
+    def open(self) -> Batches:
+        """Return all batches."""
+        return self.read(0, self.count)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self.open())
-
-
-@dataclass(frozen=True)
-class Shift:
-    """A family of shifted test sets."""
-
-    name: str
-    title: str
-    axis: str
-    levels: tuple[float, ...]
-    """Levels, including 0, the test set itself."""
 
 
 @dataclass(frozen=True)
@@ -158,16 +148,6 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class Folds:
-    """Cross-fitting: the same data in several divisions, each of which is a run."""
-
-    sources: tuple[dict[str, Source], ...]
-    """The sets of each fold, by the same names."""
-    notes: tuple[str, ...] = ()
-    """Notes for readers of the numbers."""
-
-
-@dataclass(frozen=True)
 class TrainingData:
     """Training data in memory."""
 
@@ -189,16 +169,18 @@ class Suite:
     """For `mola train`."""
     threshold: float | None
     """Mean validation confidence that the paper's rule keeps; None is 0.01 below the networks' accuracy."""
-    shift: Shift | None
-    """None if nothing is shifted."""
+    shift: Mapping[str, str] | None
+    """Title of the shifted sets and name of their axis, for reports; None if nothing is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """Returns all sets by name, "train", "validation" and "test" among them."""
-    make_folds: Callable[[DataOptions], Folds] | None = None
-    """Returns the folds of a cross-fit; None if the suite has training data."""
+    make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
+    """Returns the sets of each fold of a cross-fit, by the same names; None if the suite has training data."""
     components: int = 5
     class_count: int = 0
     """Number of classes, if they have no names here."""
     notes: tuple[str, ...] = ()
+    fold_notes: tuple[str, ...] = ()
+    """Notes on a cross-fit."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Returns the data of `mola train`."""
     measures: Callable[[DataOptions], tuple[Measure, ...]] = lambda _: ()
@@ -234,8 +216,3 @@ def data_checksum(inputs: Tensor, labels: Tensor) -> str:
     digest.update(inputs.contiguous().numpy().tobytes())
     digest.update(labels.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def first_labels(role: Role, labels: Tensor) -> tuple[int, ...]:
-    """Return the labels of the images that a report shows; none for outliers."""
-    return () if role == "outlier" else tuple(labels[:EXAMPLES].tolist())

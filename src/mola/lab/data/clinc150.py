@@ -43,8 +43,8 @@ class Requests:
     labels: tuple[int, ...]
 
 
-def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...], dict[str, Requests]]:
-    """Read the published file: the intents in alphabetical order, and the requests by part, as in `PARTS`."""
+def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
+    """Read the published file: the requests by part, as in `PARTS`, labelled by the alphabetical order of the intents."""
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:
@@ -55,7 +55,7 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
         raise DataError(f"{path} is not the CLINC150 file ({error}): download it again from {PAGE}.") from error
-    intents = tuple(sorted({intent for _, intent in pairs["train"]}))
+    intents = sorted({intent for _, intent in pairs["train"]})
     places = {intent: place for place, intent in enumerate(intents)}
     found = {}
     for part, given in pairs.items():
@@ -65,7 +65,7 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
             raise DataError(f"{path}: {part} has intents that train lacks: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else places[intent] for _, intent in given)
         found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
-    return intents, found
+    return found
 
 
 def embed(sentences: Sequence[str]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,8 +14,8 @@ from mola.lab.data.images import Images, split_validation
 from mola.lab.data.transforms import in_colour
 from mola.lab.measures import HumanLabels, Measure
 from mola.lab.models import build_network
-from mola.lab.suite import Budget, DataOptions, Shift, Source, Suite, SwagBudget
-from mola.lab.suites.image_sources import image_source, in_distribution, outlier_sources, test_images, training
+from mola.lab.suite import Budget, DataOptions, Source, Suite, SwagBudget
+from mola.lab.suites.image_sources import image_source, in_distribution, load, outlier_sources, test_images, training
 from mola.lab.training import RECIPES
 
 CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
@@ -34,31 +33,17 @@ OUTLIERS = {
 """The paper's three, and two more of OpenOOD's."""
 
 
-def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
-    """Corrupt every image once, by the types in turn: image i gets type i modulo their number."""
-
-    def generate(corruption: str, rows: slice) -> Images:
-        chosen = images.part(rows)
-        return Images(corrupt(chosen.pixels, corruption, severity, seed=CORRUPTION_SEED), chosen.labels)
-
-    return _deal(images, types, generate)
-
-
-def _published(images: Images, severity: int, types: tuple[str, ...], options: DataOptions) -> Images:
-    # The same from the published files; `images` are the first of the test set.
-
-    def read(corruption: str, rows: slice) -> Images:
-        _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
-        return test.evenly(options.test).part(slice(0, len(images))).part(rows)
-
-    return _deal(images, types, read)
-
-
-def _deal(images: Images, types: tuple[str, ...], make: Callable[[str, slice], Images]) -> Images:
-    pixels = images.pixels.clone()
+def _corrupted(images: Images, severity: int, options: DataOptions, published: bool) -> Images:
+    # Every image is corrupted once, by the types in turn: image i gets type i modulo their number. `images` are the first of the test
+    # set.
+    types, pixels = CORRUPTION_SETS[options.corruptions], images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
-        made = make(corruption, rows)
+        if not published:
+            pixels[rows] = corrupt(pixels[rows], corruption, severity, seed=CORRUPTION_SEED)
+            continue
+        _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
+        made = test.evenly(options.test).part(slice(0, len(images))).part(rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
                 f"the labels of CIFAR-10-C's {corruption} differ from those of the CIFAR-10 test set: download both again."
@@ -76,15 +61,10 @@ def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
     return has_cifar10_c(types, options.directory)
 
 
-def _resized(images: Images) -> Images:
-    return Images(in_colour(images.pixels, SIDE), images.labels)
-
-
 def _sources(options: DataOptions) -> dict[str, Source]:
     types = CORRUPTION_SETS[options.corruptions]
     test = test_images("cifar10", options)
     published = _is_published(types, options)
-    change = partial(_published, types=types, options=options) if published else partial(corrupted, types=types)
     severities = {
         f"severity {severity}": image_source(
             options,
@@ -93,7 +73,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
             f"CIFAR-10-C{'' if published else ', generated,'} at severity {severity}",
             "shift",
             test,
-            change=partial(change, severity=severity),
+            change=partial(_corrupted, severity=severity, options=options, published=published),
             changed_by=("corruption", severity, list(types), "published" if published else CORRUPTION_SEED),
             level=severity,
             types=types,
@@ -103,7 +83,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     return {
         **in_distribution("cifar10", "CIFAR-10", "cifar10", options),
         **severities,
-        **outlier_sources(options, "cifar10", OUTLIERS, _resized),
+        **outlier_sources(options, "cifar10", OUTLIERS, lambda one: Images(in_colour(one.pixels, SIDE), one.labels)),
     }
 
 
@@ -126,9 +106,9 @@ CIFAR10 = Suite(
     classes=("aeroplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry"),
     recipe=RECIPES["cifar10"],
     threshold=None,
-    shift=Shift("severity", "CIFAR-10-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
+    shift={"title": "CIFAR-10-C", "axis": "severity"},
     make_sources=_sources,
-    training_data=training("cifar10", "cifar10"),
+    training_data=training(partial(load, "cifar10", "train"), "cifar10"),
     measures=_measures,
     budget=Budget(SwagBudget(learning_rate=2e-3)),
     notes=(

@@ -11,7 +11,7 @@ from mola.compare.record import Role
 from mola.errors import OptionError
 from mola.lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from mola.lab.data.images import even_places
-from mola.lab.measures import Measure, Rejection
+from mola.lab.measures import Rejection
 from mola.lab.suite import Batches, Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData, checksum
 from mola.lab.training import Labelled, Recipe, mlp
 
@@ -28,24 +28,21 @@ def _rows(requests: Requests) -> Labelled:
 def _read(options: DataOptions) -> dict[str, Labelled]:
     if options.normalisation is not None:
         raise OptionError(f"normalisation {options.normalisation!r} is for images: clinc has sentences. Leave it out.")
-    _, parts = load_clinc150(options.directory)
     limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
     found = {}
-    for part, requests in parts.items():
-        rows, count = _rows(requests), limits.get(part)
-        if count is not None and count < len(rows):
-            places = even_places(len(rows), count)
-            rows = Labelled(rows.inputs[places], rows.labels[places])
-        found[part] = rows
+    for part, requests in load_clinc150(options.directory).items():
+        rows = _rows(requests)
+        places = even_places(len(rows), min(len(rows), limits.get(part) or len(rows)))
+        found[part] = Labelled(rows.inputs[places], rows.labels[places])
     return found
 
 
 def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
-    def batches() -> Batches:
-        return rows.batches(BATCH)
+    def read(start: int, stop: int) -> Batches:
+        return Labelled(rows.inputs[start:stop], rows.labels[start:stop]).batches(BATCH)
 
     digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
-    return Source(name, title, role, len(rows), checksum("sentences", digest), batches, show=None)
+    return Source(name, title, role, len(rows), checksum("sentences", digest), read, show=None)
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
@@ -62,14 +59,6 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     }
 
 
-def _training(options: DataOptions, recipe: Recipe) -> TrainingData:
-    return TrainingData(_read(options)["train"], lambda rows: rows)
-
-
-def _measures(_: DataOptions) -> tuple[Measure, ...]:
-    return (Rejection(("validation", OUTSIDE_VALIDATION), ("test", OUTSIDE)),)
-
-
 CLINC = Suite(
     name="clinc",
     title="CLINC150",
@@ -79,8 +68,8 @@ CLINC = Suite(
     threshold=None,
     shift=None,
     make_sources=_sources,
-    training_data=_training,
-    measures=_measures,
+    training_data=lambda options, recipe: TrainingData(_read(options)["train"], lambda rows: rows),
+    measures=lambda options: (Rejection(("validation", OUTSIDE_VALIDATION), ("test", OUTSIDE)),),
     budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=256), MimoBudget(epochs=20)),
     notes=(
         "Features are means of rows of wordllama's token table, 256 numbers; the networks have one hidden layer of 256.",

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from mola.compare.record import Role
 from mola.lab.data.embedded import SIDE, load_digits, natural_patches, uniform_noise
-from mola.lab.data.images import Images, normalisation
-from mola.lab.data.transforms import ANGLES
-from mola.lab.suite import Budget, DataOptions, MimoBudget, Shift, Source, Suite, SwagBudget, TrainingData
-from mola.lab.suites.image_sources import image_source, rotations
-from mola.lab.training import Labelled, Recipe, digits_mlp
+from mola.lab.data.images import Images
+from mola.lab.suite import Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget
+from mola.lab.suites.image_sources import image_source, rotations, training
+from mola.lab.training import Recipe, digits_mlp
 
 OUTLIERS = 500
 """Default number of images in each set of outliers."""
@@ -25,10 +24,10 @@ def _images(inputs: Tensor, labels: Tensor | None = None) -> Images:
 
 
 @cache
-def _digits() -> tuple[Images, Images, Images]:
+def _digits() -> list[Images]:
+    # Training, validation and test images.
     digits = load_digits(0)
-    train, val, test = (_images(part.inputs, part.labels) for part in (digits.train, digits.val, digits.test))
-    return train, val, test
+    return [_images(part.inputs, part.labels) for part in (digits.train, digits.val, digits.test)]
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
@@ -47,11 +46,6 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     }
 
 
-def _training(options: DataOptions, recipe: Recipe) -> TrainingData:
-    train = _digits()[0].evenly(options.train)
-    return TrainingData(Labelled(train.pixels, train.labels), normalisation("none"))
-
-
 DIGITS = Suite(
     name="digits",
     title="Handwritten digits",
@@ -59,8 +53,8 @@ DIGITS = Suite(
     classes=tuple("0123456789"),
     recipe=Recipe(epochs=60),
     threshold=None,
-    shift=Shift("rotation", "Rotated digits", "angle in degrees", tuple(float(angle) for angle in ANGLES)),
+    shift={"title": "Rotated digits", "axis": "angle in degrees"},
     make_sources=_sources,
-    training_data=_training,
+    training_data=training(lambda options: _digits()[0], "none"),
     budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=64), MimoBudget(epochs=20)),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mola.errors import DataError, warn
 from mola.lab.data.catalogue import DATASETS, has_images, load_images
 from mola.lab.data.images import Images, normalisation, split_validation
 from mola.lab.data.transforms import ANGLES, flip_and_crop, rotate
-from mola.lab.suite import Batches, DataOptions, Source, TrainingData, checksum, data_checksum, first_labels
+from mola.lab.suite import Batches, DataOptions, Source, TrainingData, checksum, data_checksum
 from mola.lab.training import Labelled, Recipe
 
 Change = Callable[[Images], Images]
@@ -23,7 +24,8 @@ SAMPLE = 64
 """Images of each set whose inputs enter its checksum: enough for every type of corruption to occur."""
 
 
-def _load(name: str, split: str, options: DataOptions) -> Images:
+def load(name: str, split: str, options: DataOptions) -> Images:
+    """Read a published set; a part of it is used with a warning."""
     images = load_images(name, split, options.directory, download=options.download)
     published = DATASETS[name].splits[split].count
     if published is not None and len(images) != published:
@@ -63,30 +65,26 @@ def image_source(
     # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
-    def batches() -> Batches:
-        shown = change(images)
+    def read(start: int, stop: int) -> Batches:
+        shown = change(images).part(slice(start, stop))
         pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
         return ((normalise(part), own) for part, own in zip(pixels, labels, strict=True))
 
-    def show(count: int) -> Tensor:
-        return change(images.part(slice(0, count))).pixels
+    def show(count: int) -> Images:
+        return change(images.part(slice(0, count)))
 
-    first_inputs = hashlib.sha256(normalise(show(SAMPLE)).contiguous().numpy().tobytes()).hexdigest()
+    first_inputs = hashlib.sha256(normalise(show(SAMPLE).pixels).contiguous().numpy().tobytes()).hexdigest()
     made_by = ("normalisation", chosen, *changed_by)
     key = checksum(data_checksum(images.pixels, images.labels), *made_by, first_inputs)
-    labels = first_labels(role, images.labels)
-    return Source(name, title, role, len(images), key, batches, show, level, labels, types)
+    return Source(name, title, role, len(images), key, read, show, level, types)
 
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
     """Make sources of test images rotated counter-clockwise by `ANGLES`."""
 
-    def rotated(degrees: float) -> Change:
-        def change(images: Images) -> Images:
-            turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
-            return Images(turned.round().to(torch.uint8), images.labels)
-
-        return change
+    def rotated(images: Images, degrees: float) -> Images:
+        turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
+        return Images(turned.round().to(torch.uint8), images.labels)
 
     return {
         f"rotation {angle}": image_source(
@@ -96,7 +94,7 @@ def rotations(options: DataOptions, title: str, test: Images, interpolation: str
             f"{title} turned by {angle}°",
             "shift",
             test,
-            change=rotated(angle),
+            change=partial(rotated, degrees=angle),
             changed_by=("rotation", angle, interpolation),
             level=angle,
         )
@@ -106,32 +104,35 @@ def rotations(options: DataOptions, title: str, test: Images, interpolation: str
 
 def test_images(name: str, options: DataOptions) -> Images:
     """Return the images of a published test set that are for testing, not for validation."""
-    _, test = split_validation(_load(name, "test", options))
+    _, test = split_validation(load(name, "test", options))
     return test.evenly(options.test)
 
 
 def in_distribution(name: str, title: str, normalised: str, options: DataOptions) -> dict[str, Source]:
     """Make sources of training, validation and test images; the published test set is divided into the last two."""
-    validation, test = split_validation(_load(name, "test", options))
-    train = _load(name, "train", options).evenly(options.train)
+    validation, test = split_validation(load(name, "test", options))
+    train = load(name, "train", options).evenly(options.train)
     parts: dict[Role, Images] = {"train": train, "validation": validation, "test": test.evenly(options.test)}
     return {
         role: image_source(options, normalised, role, f"{title} {role}", role, images) for role, images in parts.items()
     }
 
 
-def load_outliers(name: str, options: DataOptions) -> Images | None:
-    """Read a set of outliers; a set that is neither in the data directory nor downloaded is left out with a warning."""
-    reason = "is not in the data directory"
-    if has_images(name, "test", options.directory) or options.download:
-        try:
-            return _load(name, "test", options).evenly(options.outliers)
-        except DataError as error:
-            if has_images(name, "test", options.directory):
-                raise
-            reason = f"cannot be downloaded ({error})"
-    warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
-    return None
+def load_outliers(options: DataOptions, names: Iterable[str]) -> dict[str, Images]:
+    """Read sets of outliers; a set that is neither in the data directory nor downloaded is left out with a warning."""
+    found = {}
+    for name in names:
+        reason = "is not in the data directory"
+        if has_images(name, "test", options.directory) or options.download:
+            try:
+                found[name] = load(name, "test", options).evenly(options.outliers)
+                continue
+            except DataError as error:
+                if has_images(name, "test", options.directory):
+                    raise
+                reason = f"cannot be downloaded ({error})"
+        warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
+    return found
 
 
 def outlier_sources(
@@ -141,19 +142,19 @@ def outlier_sources(
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
     """Make sources of the sets in `titles`, normalised like the training data."""
-    found = {name: load_outliers(name, options) for name in titles}
     return {
         name: image_source(options, normalised, name, titles[name], "outlier", change(images))
-        for name, images in found.items()
-        if images is not None
+        for name, images in load_outliers(options, titles).items()
     }
 
 
-def training(name: str, normalised: str) -> Callable[[DataOptions, Recipe], TrainingData]:
+def training(
+    read_images: Callable[[DataOptions], Images], normalised: str
+) -> Callable[[DataOptions, Recipe], TrainingData]:
     """Return a reader of a suite's training data, augmented if the recipe requires it."""
 
     def read(options: DataOptions, recipe: Recipe) -> TrainingData:
-        images = _load(name, "train", options).evenly(options.train)
+        images = read_images(options).evenly(options.train)
         normalise = normalisation(options.normalisation or normalised)
 
         def prepare(pixels: Tensor) -> Tensor:

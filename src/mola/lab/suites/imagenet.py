@@ -7,7 +7,7 @@ or generated from the published parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,25 +16,14 @@ import torch
 from torch import Tensor
 
 from mola.compare.record import Role
-from mola.compare.results import EXAMPLES
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_CORRUPTIONS, SEVERITIES, corrupt
 from mola.lab.data.catalogue import data_directory
 from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, imagenet_c_folder, open_imagenet
-from mola.lab.data.images import Images, Normalisation, even_places, normalisation
+from mola.lab.data.images import Images, even_places, normalisation
 from mola.lab.data.transforms import in_colour
 from mola.lab.models import build_network
-from mola.lab.suite import (
-    Batches,
-    DataOptions,
-    Folds,
-    Shift,
-    Source,
-    Suite,
-    checksum,
-    data_checksum,
-    first_labels,
-)
+from mola.lab.suite import Batches, DataOptions, Source, Suite, checksum, data_checksum
 from mola.lab.suites.image_sources import load_outliers
 from mola.lab.training import Recipe
 from mola.options import one_of
@@ -75,16 +64,15 @@ class _Pictures:
     severity: int = 0
     kinds: tuple[str, ...] = ()
 
-    def read(self, places: Sequence[int]) -> Batches:
-        """Yield bytes and labels at some places; the corruption of an image depends on its place alone."""
-        first = 0
-        for pixels, labels in self.images.part(places).batches(BATCH, workers=2):
+    def read(self, places: Sequence[int]) -> Iterator[Images]:
+        """Yield batches of the images at some places; the corruption of an image depends on its place alone."""
+        change = partial(corrupt, severity=self.severity, seed=CORRUPTION_SEED, parameters="imagenet-c")
+        for start, (pixels, labels) in enumerate(self.images.part(places).batches(BATCH, workers=2)):
             if self.kinds:
-                change = partial(corrupt, severity=self.severity, seed=CORRUPTION_SEED, parameters="imagenet-c")
-                pairs = zip(torch.split(pixels, 1), places[first : first + len(labels)], strict=True)
+                own = places[start * BATCH : start * BATCH + len(labels)]
+                pairs = zip(torch.split(pixels, 1), own, strict=True)
                 pixels = torch.cat([change(one, self.kinds[place], first=place) for one, place in pairs])
-            yield pixels, labels
-            first += len(labels)
+            yield Images(pixels, labels)
 
     def key(self, root: Path) -> str:
         """Return a checksum of the files, their labels and their processing."""
@@ -104,61 +92,44 @@ def _source(
     types: tuple[str, ...] = (),
     level: float = 0.0,
     whole: Source | None = None,
-    places: Sequence[int] | None = None,
+    places: tuple[int, ...] = (),
 ) -> Source:
     # `types` are dealt over the images in turn; `places` are the places of a part in `whole`, whose activations are shared.
     normalise = normalisation(options.normalisation or "imagenet")
-    chosen = range(len(pictures.images)) if places is None else tuple(places)
+    chosen = range(len(pictures.images)) if whole is None else places
 
-    def part(start: int, stop: int) -> Batches:
-        return ((normalise(pixels), labels) for pixels, labels in pictures.read(chosen[start:stop]))
+    def read(start: int, stop: int) -> Batches:
+        return ((normalise(one.pixels), one.labels) for one in pictures.read(chosen[start:stop]))
 
-    def show(count: int) -> Tensor:
-        return torch.cat([in_colour(pixels, THUMBNAIL) for pixels, _ in pictures.read(chosen[:count])])
+    def show(count: int) -> Images:
+        (first,) = pictures.read(chosen[: min(count, BATCH)])
+        return Images(in_colour(first.pixels, THUMBNAIL), first.labels)
 
     if whole is None:
         key = checksum(pictures.key(data_directory(options.directory)), repr(normalise))
     else:
         key = checksum(whole.checksum, list(chosen))
-    return Source(
-        name,
-        title,
-        role,
-        len(chosen),
-        key,
-        lambda: part(0, len(chosen)),
-        show,
-        level,
-        first_labels(role, pictures.images.labels[list(chosen[:EXAMPLES])]),
-        types,
-        open_part=part,
-        whole=whole,
-        places=() if whole is None else tuple(chosen),
-    )
+    return Source(name, title, role, len(chosen), key, read, show, level, types, large=True, whole=whole, places=places)
 
 
 def _outliers(options: DataOptions) -> dict[str, Source]:
-    normalise = normalisation(options.normalisation or "imagenet")
-    side = _preparation(options).crop or 224
-    found = {name: load_outliers(name, options) for name in OUTLIERS}
-    return {
-        name: _enlarged(name, OUTLIERS[name], images, side, normalise)
-        for name, images in found.items()
-        if images is not None
-    }
+    found = load_outliers(options, OUTLIERS)
+    return {name: _enlarged(options, name, images) for name, images in found.items()}
 
 
-def _enlarged(name: str, title: str, images: Images, side: int, normalise: Normalisation) -> Source:
-    def part(start: int, stop: int) -> Batches:
+def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
+    normalise, side = normalisation(options.normalisation or "imagenet"), _preparation(options).crop or 224
+
+    def read(start: int, stop: int) -> Batches:
         for first in range(start, stop, BATCH):
             rows = slice(first, min(first + BATCH, stop))
             yield normalise(in_colour(images.pixels[rows], side)), images.labels[rows]
 
-    def show(count: int) -> Tensor:
-        return in_colour(images.pixels[:count], THUMBNAIL)
+    def show(count: int) -> Images:
+        return Images(in_colour(images.pixels[:count], THUMBNAIL), images.labels[:count])
 
     key = checksum(data_checksum(images.pixels, images.labels), side, repr(normalise))
-    return Source(name, title, "outlier", len(images), key, lambda: part(0, len(images)), show, open_part=part)
+    return Source(name, OUTLIERS[name], "outlier", len(images), key, read, show, large=True)
 
 
 # --- ImageNet-C
@@ -238,7 +209,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 # --- without: cross-fitting
 
 
-def _folds(options: DataOptions) -> Folds:
+def _folds(options: DataOptions) -> list[dict[str, Source]]:
     images = open_imagenet(data_directory(options.directory), "val", prepare=_preparation(options))
     ranks = _ranks(images.labels)
     counts = torch.bincount(images.labels)
@@ -259,37 +230,19 @@ def _folds(options: DataOptions) -> Folds:
     outliers = _outliers(options)
     folds: list[dict[str, Source]] = []
     for turn in range(FOLDS):
-        parts: dict[Role, Tensor] = {
-            role: torch.nonzero(_in_parts(ranks, wanted, turn)).flatten() for role, wanted in PARTS.items()
-        }
-        fold: dict[str, Source] = {
-            role: _source(
-                options, role, f"ImageNet {TITLES[role]}", role, pictures, whole=whole, places=places.tolist()
-            )
-            for role, places in parts.items()
-        }
+        fold: dict[str, Source] = {}
+        for role, wanted in PARTS.items():
+            places, title = _places(ranks, wanted, turn), f"ImageNet {TITLES[role]}"
+            fold[role] = _source(options, role, title, role, pictures, whole=whole, places=tuple(places.tolist()))
         # In the order of ranks, then of classes: the types then come in turn.
-        tested = torch.nonzero(_in_parts(ranks[some], PARTS["test"], turn)).flatten()
-        order = tested[torch.argsort(ranks[some][tested], stable=True)]
-        for source, made in shifts:
-            fold[source.name] = _source(
-                options,
-                source.name,
-                source.title,
-                "shift",
-                made,
-                types=types,
-                level=source.level,
-                whole=source,
-                places=order.tolist(),
+        tested = _places(ranks[some], PARTS["test"], turn)
+        order = tuple(tested[torch.argsort(ranks[some][tested], stable=True)].tolist())
+        for one, made in shifts:
+            fold[one.name] = _source(
+                options, one.name, one.title, "shift", made, types=types, level=one.level, whole=one, places=order
             )
         folds.append({**fold, **outliers})
-    notes = (
-        "The training images are not here: the sums come from two of every five validation images, one tunes and two test, in five "
-        "rotations. Every image is tested in two of them, and all rotations have the same networks and outliers.",
-        "All images of a class have one type of corruption: types are compared on different classes.",
-    )
-    return Folds(tuple(folds), notes)
+    return folds
 
 
 def _ranks(labels: Tensor) -> Tensor:
@@ -301,8 +254,10 @@ def _ranks(labels: Tensor) -> Tensor:
     return ranks
 
 
-def _in_parts(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
-    return torch.isin(ranks % FOLDS, torch.tensor([(one + turn) % FOLDS for one in wanted]))
+def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
+    # The places of the images in some fifths of their classes.
+    fifths = torch.tensor([(one + turn) % FOLDS for one in wanted])
+    return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
 
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
@@ -323,7 +278,7 @@ IMAGENET = Suite(
     classes=(),
     recipe=Recipe(epochs=90, batch_size=256, learning_rate=0.1, weight_decay=1e-4, optimiser="sgd", augment=True),
     threshold=None,
-    shift=Shift("severity", "ImageNet-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
+    shift={"title": "ImageNet-C", "axis": "severity"},
     make_sources=_sources,
     make_folds=_folds,
     components=3,
@@ -334,6 +289,11 @@ IMAGENET = Suite(
         "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
         "With training images, a fifth of ImageNet's validation images tune the prior precision and the others test; each of these "
         "is corrupted once at each severity, the types dealt in turn.",
+    ),
+    fold_notes=(
+        "The training images are not here: the sums come from two of every five validation images, one tunes and two test, in five "
+        "rotations. Every image is tested in two of them, and all rotations have the same networks and outliers.",
+        "All images of a class have one type of corruption: types are compared on different classes.",
     ),
 )
 """The paper's ImageNet-C, with trained networks that the user brings."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mola.lab.data.transforms import ANGLES
+from functools import partial
+
 from mola.lab.models import build_network
-from mola.lab.suite import DataOptions, Shift, Source, Suite
-from mola.lab.suites.image_sources import in_distribution, outlier_sources, rotations, test_images, training
+from mola.lab.suite import DataOptions, Source, Suite
+from mola.lab.suites.image_sources import in_distribution, load, outlier_sources, rotations, test_images, training
 from mola.lab.training import RECIPES
 
 OUTLIERS = {"fashion-mnist": "FMNIST", "emnist-letters": "EMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
@@ -26,8 +27,8 @@ MNIST = Suite(
     classes=tuple("0123456789"),
     recipe=RECIPES["mnist"],
     threshold=0.98,
-    shift=Shift("rotation", "Rotated MNIST", "angle in degrees", tuple(float(angle) for angle in ANGLES)),
+    shift={"title": "Rotated MNIST", "axis": "angle in degrees"},
     make_sources=_sources,
-    training_data=training("mnist", "none"),
+    training_data=training(partial(load, "mnist", "train"), "none"),
 )
 """The paper's MNIST-R and MNIST against outliers. 0.98 is the paper's threshold for networks of 99.2 %."""

@@ -1,0 +1,183 @@
+"""`mola bench`: from names of networks and options to a plan, and from the plan to records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mola.app.jobs.groups import Computing, Device
+from mola.app.options import option, parse_names
+from mola.compare.store import COST, Store
+from mola.distributed import Team
+from mola.errors import OptionError
+from mola.lab.activations import Activations, Progress, open_networks
+from mola.lab.comparisons import COMPARISONS, NAMED, SWEEP
+from mola.lab.cost import measure_cost
+from mola.lab.measures import EstimatedAccuracy
+from mola.lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
+from mola.lab.runner import Plan, run_suite
+from mola.lab.suite import Budget, DataOptions, changed
+from mola.lab.suites.registry import find_suite
+from mola.options import one_of
+
+NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "The suite uci (regression)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Computing, Device):
+    """The options of `mola bench`."""
+
+    suite: str = option(
+        help="digits, mnist, cifar10, imagenet, clinc, or uci for regression", argument=True, metavar="SUITE"
+    )
+    runs: int | None = option(None, "Runs, each with its own networks", minimum=1, shown="1, or all folds")
+    components: int | None = option(None, "Networks in each mixture", minimum=1, shown="the paper's")
+    groups: str = option(
+        "main",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all of these; "
+        "only by name: tempered (temperature first), many-classes (a thousand classes), beyond (SWAG and MIMO), whole (all "
+        "layers)",
+        metavar="NAMES",
+    )
+    results: Path = option(Path("results"), "Folder for the numbers, one JSON file per method and run", metavar="DIR")
+    cache: Path = option(
+        Path("activations"), "Folder for activations, also MOLA_CACHE", metavar="DIR", envvar="MOLA_CACHE"
+    )
+    data: Path | None = option(
+        None, "Folder of the data sets, also MOLA_DATA; digits need none", metavar="DIR", envvar="MOLA_DATA"
+    )
+    download: bool = option(False, "Download missing data sets")
+    fresh: bool = option(False, "Replace the records of these comparisons and runs")
+    networks: str | None = option(
+        None,
+        "Folder of trained networks; or package.module:function, timm:NAME=FILE, torchvision:NAME=FILE, separated by commas",
+        panel=NETWORKS,
+        metavar="NAMES",
+        shown="networks/SUITE",
+    )
+    network: str | None = option(None, "Architecture", panel=NETWORKS, metavar="NAME", shown="the paper's")
+    train: bool = option(False, "Train missing networks first", panel=NETWORKS)
+    normalisation: str | None = option(
+        None, "none, cifar10 or imagenet", panel=DATA, metavar="NAME", shown="the suite's"
+    )
+    corruptions: str = option("paper", "CIFAR-10-C: paper (16 types) or all (19)", panel=DATA, metavar="WHICH")
+    train_images: int | None = option(None, "Fit on at most N", panel=DATA, minimum=1)
+    test_images: int | None = option(None, "Test on at most N, shifted or not", panel=DATA, minimum=1)
+    outliers: int | None = option(None, "At most N of each OOD set", panel=DATA, minimum=1)
+    shifted_images: int | None = option(None, "At most N of each shifted test set", panel=DATA, minimum=1)
+    types: tuple[str, ...] = option(
+        (),
+        "Corruptions of ImageNet-C, separated by commas",
+        panel=DATA,
+        metavar="NAMES",
+        parse=parse_names,
+        shown="all",
+    )
+    image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
+    cross_fit: bool = option(
+        False, "ImageNet without its training images: validation images in five folds and five rotations", panel=DATA
+    )
+    stream: bool = option(False, "Store no training activations: less disk, fewer ablations", panel=DATA)
+    swag: str = option(
+        "",
+        "snapshots=, images= (between them), batch_size=, learning_rate=, samples=",
+        panel=TRAINED,
+        metavar="SETTINGS",
+    )
+    mimo: str = option("", "epochs=, members=, batch_repetition=", panel=TRAINED, metavar="SETTINGS")
+    sets: tuple[str, ...] = option(
+        (), "Data sets, separated by commas", panel=UCI, metavar="NAMES", parse=parse_names, shown="all"
+    )
+    splits: int | None = option(None, "At most N published splits of each set", panel=UCI, minimum=1)
+    gaps: bool = option(False, "Also leave out the middle third of the rows by each feature", panel=UCI)
+
+
+def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
+    """Train missing networks, if requested; run the suite; measure cost, if requested. Return the folder of the suite's results."""
+    suite, groups = find_suite(options.suite), _groups(options.groups)
+    components, runs = options.components or suite.components, options.runs or 1
+    budget = Budget(changed(suite.budget.swag, options.swag), changed(suite.budget.mimo, options.mimo))
+    data = DataOptions(
+        directory=options.data,
+        train=options.train_images,
+        outliers=options.outliers,
+        test=options.test_images,
+        shifted=options.shifted_images,
+        image_size=options.image_size,
+        types=options.types,
+        cross_fit=options.cross_fit,
+        download=options.download,
+        normalisation=options.normalisation,
+        corruptions=options.corruptions,
+    )
+    if data.cross_fit and suite.make_folds is None:
+        raise OptionError(f"the {suite.name} suite has its own training data: leave --cross-fit out.")
+    trained = 0.5 if options.train else 0.0
+    given = options.networks or str(Path("networks") / suite.name)
+    if are_names(given):
+        if options.train:
+            raise OptionError("--train makes networks in a folder: leave it out if --networks names trained networks.")
+        # Networks that are named individually resize and normalise images themselves.
+        data = replace(data, normalisation=data.normalisation or "none")
+        networks = open_named(given, suite.outputs)
+        name = ", ".join(network.label for network in networks)
+    else:
+        name, build = suite.builder(options.network)
+        if options.train:
+            count = max(runs * components, SWEEP if "components" in groups else 0)
+            training = Training(suite, count, suite.recipe, options.network, options=data, device=options.device)
+            train_networks(training, Path(given), lambda doing, done: progress(doing, trained * done), team)
+        paths = find_networks(Path(given))
+        check_networks(paths, suite, name, data)
+        networks = open_networks(paths, build, name)
+    progress(f"reading {suite.title}", trained)
+    folds = [suite.make_sources(data)] if suite.make_folds is None or not data.cross_fit else suite.make_folds(data)
+    shifted = tuple((key, len(one.types) or 1) for key, one in folds[0].items() if one.role == "shift")
+    plan = Plan(
+        suite=suite,
+        network=name,
+        networks=networks,
+        folds=folds,
+        runs=options.runs or len(folds),
+        components=components,
+        groups=tuple(group for group in groups if group in COMPARISONS),
+        options=data,
+        budget=budget,
+        measures=(*suite.measures(data), *((EstimatedAccuracy(shifted),) if shifted else ())),
+        stream=options.stream,
+    )
+    store = Store(options.results)
+    refused = None
+    try:
+        run_suite(
+            plan,
+            Activations(options.cache, options.device),
+            store,
+            lambda doing, done: progress(doing, trained + (0.95 - trained) * done),
+            fresh=options.fresh,
+            team=team,
+        )
+    except OptionError as error:
+        refused = error  # the cost is measured first
+    if "cost" in groups and team.first:
+        document = measure_cost(
+            plan.networks[:components],
+            plan.sources["train"],
+            plan.sources["test"],
+            suite.budget if suite.cost_of_training else None,
+            lambda doing, done: progress(doing, 0.95 + 0.05 * done),
+            images=suite.cost_images,
+        )
+        store.write_document(suite.name, COST, document)
+    if refused is not None:
+        raise refused
+    progress("done", 1.0)
+    return options.results / suite.name
+
+
+def _groups(text: str) -> list[str]:
+    every = (*COMPARISONS, "cost")
+    names = [one_of(name.strip(), (*every, "all"), "groups") for name in text.split(",")]
+    if "all" in names:
+        names = [*(group for group in every if group not in NAMED), *(name for name in names if name in NAMED)]
+    return list(dict.fromkeys(names))
