@@ -12,7 +12,6 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -339,13 +338,11 @@ DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
 
 
 def _default(name: str) -> str:
-    """`summary`, or `cifar10` and `labelled`, `outliers` or `accuracy`: the default rule beside temperature-scaled ensembles."""
+    """`summary`, or `cifar10` and `labelled` or `outliers`: the default rule beside temperature-scaled ensembles."""
     if name == "summary":
         return _default_summary()
     suite, kind = name.split()
     found = _suite(suite)
-    if kind == "accuracy":
-        return _accuracy_estimates(found)
     numbers = Numbers({method: found.runs[method] for method in (*RIVALS, DEFAULT)})
     if kind == "outliers":
         header = ["AUROC by confidence", *RIVALS, "default", "default less DE-T", "runs ahead"]
@@ -387,25 +384,6 @@ def _default_summary() -> str:
             means = [f"{one.mean:.{digits}f}" for one in numbers(quantity, factor).values() if one is not None]
             rows += [[f"{title}, {name}", *means]] if means else []
     return markdown_rows(["", *RIVALS, "default"], rows)
-
-
-def _accuracy_estimates(found: SuiteResults) -> str:
-    """Mean absolute error, in points, of accuracies estimated without labels."""
-    methods = {"DE": "ensemble", "DE-T": "DE-T", "DE-L": "DE-L", DEFAULT: "default"}
-    numbers, sets = Numbers(found.runs), [one.name for one in found.of_role("shift")]
-    estimators = {
-        "confidence": "mean confidence",
-        "DoC": "DoC",
-        "ATC, confidence": "ATC",
-        "ATC, negative entropy": "ATC, entropy",
-    }
-    rows = []
-    for method, shown in methods.items():
-        for estimator, title in estimators.items():
-            found_by_set = [numbers(On("estimated accuracy", f"{one}, {estimator}"), 100)[method] for one in sets]
-            means = [one.mean for one in found_by_set if one is not None]
-            rows.append([f"{title} of {shown}", *(f"{one:.1f}" for one in (*means, fmean(means)))])
-    return markdown_rows(["estimate", *sets, "mean"], rows)
 
 
 def _default_rule(_: str) -> str:

@@ -159,7 +159,6 @@ def openood_store(directory):
         measures = {
             "people": {"cross-entropy": 0.3, "divergence": 0.1, "correlation, entropy": 0.5},
             "rejection": {"in-scope accuracy, entropy": 0.9, "out-of-scope recall, entropy": 0.25},
-            "estimated accuracy": {"shift 1, DoC": 0.02, "shift 1, confidence": 0.0345},
         }
         store.write(replace(one, outliers=outliers, labelled=labelled, measures=measures))
     document = store.read_document("cifar10", "suite.json")
@@ -189,9 +188,6 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
     assert {text for row in types.values() for text in row} == {"0.010 ± 0.000"}
     assert texts(tables["people"])["MoLA"][1:] == ["0.3000 ± 0.0000", "0.1000 ± 0.0000", "50.0 ± 0.0"]
     assert texts(tables["rejection"])["MoLA, entropy"] == ["90.0 ± 0.0", "25.0 ± 0.0"]
-    estimated = tables["estimated accuracy"]
-    assert [(one.group, one.name) for one in estimated.columns] == [("confidence, level", "1"), ("DoC, level", "1")]
-    assert texts(estimated)["MoLA"] == ["3.5 ± 0.0", "2.0 ± 0.0"]
 
 
 def test_cost_and_variants_beside_the_paper(tmp_path, suite):

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from mola.compare.answers import Answer, outlier_scores
-from mola.lab.measures import (
-    HumanLabels,
-    Rejection,
-    accuracy_estimates,
-    best_threshold,
-    rank_correlation,
-)
+from mola.lab.measures import HumanLabels, Rejection, best_threshold, rank_correlation
 from mola.uncertainty import entropy
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
@@ -89,17 +83,3 @@ def test_rejection_counts_what_is_answered_and_what_is_not():
     for score in ("max probability", "entropy"):
         assert found[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected
         assert found[f"out-of-scope recall, {score}"] == pytest.approx(2 / 3)
-
-
-def test_accuracy_estimates_by_hand():
-    known = {
-        "confidence": torch.tensor([0.9, 0.8, 0.7, 0.6]).double(),
-        "negative entropy": -torch.tensor([0.1, 0.2, 0.3, 0.4]).double(),
-        "correct": torch.tensor([1.0, 1, 0, 1]).double(),
-    }
-    unknown = {
-        "confidence": torch.tensor([0.9, 0.5]).double(),
-        "negative entropy": -torch.tensor([0.1, 0.2]).double(),
-    }
-    expected = {"confidence": 0.7, "DoC": 0.75 + 0.7 - 0.75, "ATC, confidence": 0.5, "ATC, negative entropy": 1.0}
-    assert accuracy_estimates(known, unknown) == pytest.approx(expected)

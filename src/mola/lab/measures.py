@@ -1,8 +1,8 @@
-"""Numbers of a suite beyond the common metrics: agreement with people, rejection at a threshold, accuracy estimated without labels."""
+"""Numbers of a suite beyond the common metrics: agreement with people, and rejection at a threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,60 +114,6 @@ class Rejection:
             found[f"in-scope accuracy, {score}"] = float((answered * test["correct"]).double().mean())
             found[f"out-of-scope recall, {score}"] = float((outside[score] > threshold).double().mean())
         return found
-
-
-@dataclass(frozen=True)
-class EstimatedAccuracy:
-    """Error of accuracies estimated without labels on shifted data: the mean absolute error over the types of shift of each set.
-
-    Four estimates: the mean confidence; the validation accuracy less the drop in mean confidence (DoC, Guillory et al., 2021); and the
-    share of inputs whose confidence, or negative entropy, exceeds the threshold that as large a share of the validation data exceed as
-    are classified correctly (ATC, Garg et al., 2022).
-    """
-
-    shifted: tuple[tuple[str, int], ...]
-    """Name of each shifted set, and the number of types of shift that are assigned to its data in turn."""
-    name: str = "estimated accuracy"
-
-    def __call__(self, answers: Answers) -> dict[str, float]:
-        """Return the numbers of one method."""
-        known = _certainty(answers, "validation")
-        found: dict[str, float] = {}
-        for name, types in self.shifted:
-            whole = _certainty(answers, name)
-            errors: dict[str, list[float]] = {}
-            for place in range(types):
-                part = {column: values[place::types] for column, values in whole.items()}
-                for estimator, value in accuracy_estimates(known, part).items():
-                    errors.setdefault(estimator, []).append(abs(value - float(part["correct"].mean())))
-            found |= {f"{name}, {estimator}": float(np.mean(each)) for estimator, each in errors.items()}
-        return found
-
-
-def accuracy_estimates(known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
-    """Accuracy on unlabelled data by each estimator.
-
-    Args:
-        known: "confidence", "negative entropy" and "correct" (n,) of validation data.
-        unknown: "confidence" and "negative entropy" (m,) of the unlabelled data.
-    """
-    accuracy, source = float(known["correct"].mean()), float(known["confidence"].mean())
-    confidence = float(unknown["confidence"].mean())
-    found = {"confidence": confidence, "DoC": accuracy + confidence - source}
-    for score in ("confidence", "negative entropy"):
-        threshold = np.quantile(known[score].numpy(), 1 - accuracy)
-        found[f"ATC, {score}"] = float((unknown[score] >= threshold).double().mean())
-    return found
-
-
-def _certainty(answers: Answers, name: str) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {"confidence": [], "negative entropy": [], "correct": []}
-    for answer, labels in answers(name, False):
-        confidence, predicted = answer.probs.double().max(1)
-        found = (confidence, -entropy(answer.probs).double(), (predicted == labels).double())
-        for values, part in zip(parts.values(), found, strict=True):
-            values.append(part)
-    return {column: torch.cat(values) for column, values in parts.items()}
 
 
 def _tally(answers: Answers, name: str) -> Tally:

@@ -13,7 +13,6 @@ from mola.errors import OptionError
 from mola.lab.activations import Activations, Progress, open_networks
 from mola.lab.comparisons import COMPARISONS, NAMED, SWEEP
 from mola.lab.cost import measure_cost
-from mola.lab.measures import EstimatedAccuracy
 from mola.lab.networks import Training, are_names, check_networks, find_networks, open_named, train_networks
 from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import Budget, DataOptions, changed
@@ -132,7 +131,6 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
         networks = open_networks(paths, build, name)
     progress(f"reading {suite.title}", trained)
     folds = [suite.make_sources(data)] if suite.make_folds is None or not data.cross_fit else suite.make_folds(data)
-    shifted = tuple((key, len(one.types) or 1) for key, one in folds[0].items() if one.role == "shift")
     plan = Plan(
         suite=suite,
         network=name,
@@ -143,7 +141,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
         groups=tuple(group for group in groups if group in COMPARISONS),
         options=data,
         budget=budget,
-        measures=(*suite.measures(data), *((EstimatedAccuracy(shifted),) if shifted else ())),
+        measures=suite.measures(data),
         stream=options.stream,
     )
     store = Store(options.results)

@@ -59,7 +59,6 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
             "in-distribution": _in_distribution(suite, numbers),
             "risk": _risk(suite, numbers),
             "people": _people(suite),
-            "estimated accuracy": _estimated_accuracy(suite),
             **{f"shift {metric}": _along_shift(suite, metric) for metric in SHIFT_METRICS},
             **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
         }
@@ -357,21 +356,6 @@ def _people(suite: SuiteResults) -> Table | None:
         "2019), divergence from these, and Spearman's correlation of scores with their entropy."
     )
     return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), columns)
-
-
-def _estimated_accuracy(suite: SuiteResults) -> Table | None:
-    if not (methods := _measured(suite, measure := "estimated accuracy")):
-        return None
-    columns = [
-        Column(f"{one.level:g}", f"{name}, {suite.axis}", "low", 1, On(measure, f"{one.name}, {name}"), 100)
-        for name in ("confidence", "DoC", "ATC, confidence", "ATC, negative entropy")
-        for one in suite.of_role("shift")
-    ]
-    caption = (
-        "Mean absolute error over types of shift, in points, of the mean confidence, DoC (Guillory et al., 2021) and ATC (Garg et "
-        "al., 2022)."
-    )
-    return records_table(f"{suite.shift_title}: accuracy estimated without labels", caption, Numbers(methods), columns)
 
 
 # --- ablations, settings and cost ------------------------------------------------------------------------------------
