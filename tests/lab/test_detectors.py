@@ -10,7 +10,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from mola.compare.answers import gen_score
 from mola.errors import DataError, OptionError
-from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours, VirtualLogit
+from mola.lab.detectors import mahalanobis, nearest_neighbours, standardised, virtual_logit
 from mola.outliers import energy_score, max_logit_score
 
 
@@ -40,59 +40,39 @@ def loop_mahalanobis(features, labels, queries, relative):
     return np.array(scores)
 
 
+def fitted(features, labels, **options):
+    """Both forms, from features in parts."""
+    return dict(zip((False, True), mahalanobis(lambda: features.split(70), labels, **options), strict=True))
+
+
 @pytest.mark.parametrize("relative", [False, True])
 def test_mahalanobis_against_a_loop(relative):
     features, labels, queries = make_features()
     labels = 3 * labels  # class numbers need not be consecutive
-    parts = list(features.split(70))
-    detector = Mahalanobis.fit(lambda: parts, labels, relative=relative)
     expected = loop_mahalanobis(features, labels, queries, relative)
-    np.testing.assert_allclose(detector(queries).numpy(), expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(fitted(features, labels)[relative](queries).numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_mahalanobis_is_invariant_to_linear_maps(relative):
-    """Distances have the units of the data: any invertible affine map of the features changes nothing."""
+def test_mahalanobis_is_invariant_to_linear_maps_and_dead_features(relative):
+    """Distances have the units of the data; directions that training data never take count for nothing."""
     features, labels, queries = make_features(1)
     generator = torch.Generator().manual_seed(5)
-    mixing, shift = torch.randn(6, 6, generator=generator), 100 * torch.randn(6, generator=generator)
-    ours = Mahalanobis.fit(features, labels, relative=relative)(queries)
-    mapped = Mahalanobis.fit(features @ mixing + shift, labels, relative=relative)(queries @ mixing + shift)
-    torch.testing.assert_close(mapped, ours, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_dead_features_change_nothing(relative):
-    features, labels, queries = make_features(2)
-    ours = Mahalanobis.fit(features, labels, relative=relative)(queries)
-
-    generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(6, 5, generator=generator)
-
-    def padded(values, off):
-        """Two constant columns and five that follow from the others, left by `off` as training data never leave them."""
-        never = torch.cat([-off @ mixing.T, off], 1)  # orthogonal to every (value, value @ mixing)
-        constant = 0.1 + off[:, :2]
-        return torch.cat([torch.cat([values, values @ mixing], 1) + never, constant], 1)
-
-    detector = Mahalanobis.fit(padded(features, torch.zeros(300, 5)), labels, relative=relative)
-    for off in (torch.zeros(70, 5), torch.randn(70, 5, generator=generator)):
-        torch.testing.assert_close(detector(padded(queries, off)), ours, rtol=1e-8, atol=1e-8)
+    mixing, shift = torch.randn(6, 9, generator=generator), 100 * torch.randn(9, generator=generator)
+    off = torch.randn(70, 9, generator=generator) @ (torch.eye(9) - torch.linalg.pinv(mixing) @ mixing)
+    ours = fitted(features, labels)[relative](queries)
+    mapped = fitted(features @ mixing + shift, labels)[relative](queries @ mixing + shift + off)
+    torch.testing.assert_close(mapped, ours, rtol=1e-7, atol=1e-7)
 
 
 def test_mahalanobis_plus_plus_is_that_of_directions():
     """Mueller and Hein (2025): features of length 1, then the distance to the nearest class mean."""
     features, labels, queries = make_features(6)
     unit, far = (values / values.norm(dim=1, keepdim=True) for values in (features, queries))
-    detector = Mahalanobis.fit(features, labels, normalised=True)
-    np.testing.assert_allclose(
-        detector(queries).numpy(), loop_mahalanobis(unit, labels, far, relative=False), rtol=1e-9, atol=1e-9
-    )
-    # Lengths do not matter, those of the training data included.
     lengths = torch.rand(300, 1, generator=torch.Generator().manual_seed(1)) + 0.1
-    torch.testing.assert_close(
-        Mahalanobis.fit(lengths * features, labels, normalised=True)(7 * queries), detector(queries)
-    )
+    found = fitted(lengths * features, labels, normalised=True)[False](7 * queries)
+    expected = loop_mahalanobis(unit, labels, far, relative=False)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 def make_head(seed=0, width=6, classes=4):
@@ -118,60 +98,50 @@ def loop_vim(features, weight, bias, queries, dimension):
 def test_virtual_logits_against_the_authors_script(dimension):
     features, _, queries = make_features(7)
     weight, bias = make_head()
-    detector = VirtualLogit.fit(features, weight, bias, dimension=dimension)
+    detector = virtual_logit(lambda: features.split(70), weight, bias, dimension)
     expected = loop_vim(features, weight, bias, queries, 3 if dimension is None else dimension)
     np.testing.assert_allclose(detector(queries).numpy(), expected, rtol=1e-9, atol=1e-9)
-    # A function of the features as the head sees them: turning both changes nothing.
-    turn = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))[0]
-    turned = VirtualLogit.fit(features @ turn, weight @ turn, bias, dimension=dimension)
-    torch.testing.assert_close(turned(queries @ turn), detector(queries), rtol=1e-8, atol=1e-8)
 
 
 def test_sums_are_exact_for_float32_features_far_from_zero():
     features, labels, queries = make_features(3)
     shifted, far = (features + 1e4).float(), (queries + 1e4).float()
     expected = loop_mahalanobis(shifted.double(), labels, far.double(), relative=False)
-    scores = Mahalanobis.fit(shifted, labels)(far)
-    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-6)
-    assert Mahalanobis.fit(features.half(), labels)(1000 * queries.half()).isfinite().all()
+    np.testing.assert_allclose(fitted(shifted, labels)[False](far).numpy(), expected, rtol=1e-6)
+    assert fitted(features.half(), labels)[False](1000 * queries.half()).isfinite().all()
 
 
 @pytest.mark.parametrize("k", [1, 7, 50, 300])
 def test_nearest_neighbours_against_sklearn(k):
-    features, labels, queries = make_features()
+    features, _, queries = make_features()
     unit = features / features.norm(dim=1, keepdim=True)
     theirs = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(unit.numpy())
     expected = theirs.kneighbors((queries / queries.norm(dim=1, keepdim=True)).numpy())[0][:, -1]
-    detector = NearestNeighbours.fit(features, labels, k=k)
-    np.testing.assert_allclose(detector(queries).numpy(), expected, atol=1e-9)
-    # Lengths do not matter.
-    np.testing.assert_allclose(detector(7 * queries).numpy(), expected, atol=1e-9)
-
-
-def test_what_cannot_be_fitted_is_refused():
-    features, _, _ = make_features()
-    with pytest.raises(DataError, match="do not vary within the classes"):
-        Mahalanobis.fit(features[:3], torch.arange(3))
-    with pytest.raises(OptionError, match="k must be between 1 and the 40 training points, got 50"):
-        NearestNeighbours.fit(features[:40])
-    with pytest.raises(OptionError, match="got 0"):
-        NearestNeighbours.fit(features, k=0)
+    np.testing.assert_allclose(nearest_neighbours(features, k)(7 * queries).numpy(), expected, atol=1e-9)
 
 
 def test_an_ensemble_is_indifferent_to_the_units_of_its_members():
     features, labels, queries = make_features()
-    first, second = Mahalanobis.fit(features, labels), NearestNeighbours.fit(features[:, :4])
+    first, second = fitted(features, labels)[False], nearest_neighbours(features[:, :4])
     held = make_features(9)[0]
-    plain = DetectorEnsemble.fit([first, second], [[held, held[:, :4]]])
-    scaled = DetectorEnsemble.fit([lambda x: 1000 * first(x) - 5, second], [[held, held[:, :4]]])
-    scores = plain([queries, queries[:, :4]])
-    torch.testing.assert_close(scaled([queries, queries[:, :4]]), scores)
+    plain = standardised([first, second], [[held, held[:, :4]]])
+    scaled = standardised([lambda x: 1000 * first(x) - 5, second], [[held, held[:, :4]]])
+    torch.testing.assert_close(scaled([queries, queries[:, :4]]), plain([queries, queries[:, :4]]))
     # On the reference data every member has mean 0 and spread 1.
     reference = torch.stack([first(held), second(held[:, :4])])
     by_hand = ((reference - reference.mean(1, keepdim=True)) / reference.std(1, correction=0, keepdim=True)).mean(0)
     torch.testing.assert_close(plain([held, held[:, :4]]), by_hand)
-    with pytest.raises(DataError, match="member 1 gives all 300 reference data the same score"):
-        DetectorEnsemble.fit([first, lambda x: torch.zeros(len(x))], [[features, features]])
+
+
+def test_features_that_cannot_be_compared_are_refused():
+    features, _, _ = make_features()
+    weight, bias = make_head()
+    with pytest.raises(DataError, match="do not vary within the classes"):
+        fitted(features[:3], torch.arange(3))
+    with pytest.raises(DataError, match="subspace of 3"):
+        virtual_logit(lambda: [features[:, :3] @ torch.randn(3, 6)], weight, torch.zeros_like(bias))
+    with pytest.raises(DataError, match="same score"):
+        standardised([lambda x: torch.zeros(len(x))], [[features]])
 
 
 def test_generalised_entropy_by_its_definition():

@@ -1,18 +1,16 @@
 r"""Outlier detectors on the features of a trained network, to compare with the scores of a posterior.
 
-Each is fitted on training features, `detector = Mahalanobis.fit(features, labels)`, and called on features,
-`detector(features) -> (n,)` scores, higher for outliers. Training features are a tensor (n, d), or a function that returns them some
-rows at a time, for bounded memory.
+Each function fits a detector on training features and returns a function from features (n, d) to scores (n,), higher for outliers.
+Training features come some rows at a time, for bounded memory.
 
 The networks of an ensemble have their own features, and distances in their own units: a plain mean would weigh the network
-whose scores spread most. `DetectorEnsemble` therefore standardises each network's scores by their mean and standard deviation on
+whose scores spread most. `feature_scores` therefore standardises each network's scores by their mean and standard deviation on
 held-out in-distribution data before it averages them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mola.compare.activations_file import Seen, Stored
-from mola.errors import DataError, OptionError, warn
+from mola.errors import DataError, warn
 from mola.numerics import to_float64
 from mola.outliers import energy_score, max_logit_score
 
@@ -33,9 +31,15 @@ Parts = Callable[[], Iterable[Tensor]]
 PAIRS_AT_ONCE = 2**23
 """Distances to training points in memory at once."""
 
+NEIGHBOUR = 50
+"""Nearest neighbour whose distance is the score: the authors' choice for CIFAR-10."""
 
-def _as_parts(features: Tensor | Parts) -> Parts:
-    return (lambda: [features]) if isinstance(features, Tensor) else features
+BANK = 10_000
+"""Training points for nearest neighbours, evenly spaced: more would cost much and change little."""
+
+
+def _directions(features: Tensor) -> Tensor:
+    return functional.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=1)
 
 
 def _whitening(covariance: Tensor) -> Tensor:
@@ -47,256 +51,133 @@ def _whitening(covariance: Tensor) -> Tensor:
     return vectors[:, kept] * values[kept].rsqrt()
 
 
-def _directions(features: Tensor) -> Tensor:
-    return functional.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=1)
-
-
-@dataclass(frozen=True, eq=False)
-class Mahalanobis:
-    r"""Squared Mahalanobis distance to the nearest class mean, one covariance for all classes (Lee et al., 2018).
+def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) -> tuple[Detector, Detector]:
+    r"""Fit the squared Mahalanobis distance to the nearest class mean (Lee et al., 2018), and its relative form (Ren et al., 2021).
 
     .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
 
-    with :math:`\Sigma` the covariance within classes. The relative form (Ren et al., 2021) subtracts the distance to the mean of all
-    data under the covariance of all data. Mahalanobis++ (Mueller and Hein, 2025) scales features to length 1 first.
-
-    Args:
-        centre: (d,), mean of all training features.
-        whitening: (d, r), a square root of the (pseudo-)inverse covariance within classes.
-        means: (C, r), class means from the centre, whitened; only of classes that have data.
-        background: (d, s), the same square root for all data; only in the relative form.
-        normalised: whether features are scaled to length 1 first (Mahalanobis++).
+    with :math:`\Sigma` the covariance within classes. The relative form subtracts the distance to the mean of all data under the
+    covariance of all data. Mahalanobis++ (Mueller and Hein, 2025) scales features to length 1 first: `normalised`.
     """
 
-    centre: Tensor
-    whitening: Tensor
-    means: Tensor
-    background: Tensor | None = None
-    normalised: bool = False
+    def prepared(part: Tensor) -> Tensor:
+        return _directions(to_float64(part.detach())) if normalised else to_float64(part.detach())
 
-    @classmethod
-    def fit(
-        cls, features: Tensor | Parts, labels: Tensor, *, relative: bool = False, normalised: bool = False
-    ) -> Mahalanobis:
-        """Estimate means and covariance in float64; the features are read three times.
+    centre = torch.stack([prepared(part).sum(0) / len(labels) for part in features()]).sum(0)
+    _, index = torch.unique(labels.to(centre.device), return_inverse=True)
+    counts, width = torch.bincount(index), len(centre)
 
-        Args:
-            features: (n, d) of the training data.
-            labels: (n,), class indices.
-            relative: subtract the distance under the covariance of all data.
-            normalised: scale features to length 1 first.
-        """
+    def centred() -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for part in features():
+            yield prepared(part) - centre, index[start : start + len(part)]
+            start += len(part)
 
-        def prepared() -> Iterator[Tensor]:
-            for part in _as_parts(features)():
-                values = to_float64(part.detach())
-                yield _directions(values) if normalised else values
+    means, total, within = (centre.new_zeros(rows, width) for rows in (len(counts), width, width))
+    for values, owner in centred():
+        means.index_add_(0, owner, values / counts[owner, None])
+        total += values.T @ values / len(labels)
+    for values, owner in centred():
+        # Not total minus between: if classes are far apart, the difference would be rounding.
+        residuals = values - means[owner]
+        within += residuals.T @ residuals / len(labels)
+    whitening, background = _whitening(within), _whitening(total)
+    means = means @ whitening
 
-        centre = torch.stack([values.sum(0) / len(labels) for values in prepared()]).sum(0)
-        _, index = torch.unique(labels.to(centre.device), return_inverse=True)
-        counts, width = torch.bincount(index), len(centre)
+    def nearest(features: Tensor) -> Tensor:
+        whitened = (prepared(features).to(centre.device) - centre) @ whitening
+        squares = whitened.square().sum(1, keepdim=True) - 2 * whitened @ means.T + means.square().sum(1)
+        return squares.min(1).values.clamp_min(0)
 
-        def centred() -> Iterator[tuple[Tensor, Tensor]]:
-            start = 0
-            for values in prepared():
-                yield values - centre, index[start : start + len(values)]
-                start += len(values)
+    def relative(features: Tensor) -> Tensor:
+        return nearest(features) - ((prepared(features).to(centre.device) - centre) @ background).square().sum(1)
 
-        means, total = centre.new_zeros(len(counts), width), centre.new_zeros(width, width)
-        for values, owner in centred():
-            means.index_add_(0, owner, values / counts[owner, None])
-            if relative:
-                total += values.T @ values / len(labels)
-        within = torch.zeros_like(total)
-        for values, owner in centred():
-            # Not total minus between: where classes are far apart, the difference would be rounding.
-            residuals = values - means[owner]
-            within += residuals.T @ residuals / len(labels)
-        whitening = _whitening(within)
-        return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None, normalised)
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return scores (n,) of features (n, d), higher for outliers."""
-        values = to_float64(features.detach())
-        centred = (_directions(values) if self.normalised else values).to(self.centre.device) - self.centre
-        whitened = centred @ self.whitening
-        squares = whitened.square().sum(1, keepdim=True) - 2 * whitened @ self.means.T + self.means.square().sum(1)
-        nearest = squares.min(1).values.clamp_min(0)
-        return nearest if self.background is None else nearest - (centred @ self.background).square().sum(1)
+    return nearest, relative
 
 
-@dataclass(frozen=True, eq=False)
-class NearestNeighbours:
-    """Distance to the k-th nearest training point, features scaled to length 1 (Sun et al., 2022).
+def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
+    """Return the distance to the k-th nearest training point, features scaled to length 1 (Sun et al., 2022).
 
     Distances are computed in the features' precision: about 4 digits for close neighbours in float32. A feature vector of
     length 0 stays 0 and has distance 1 from everything.
-
-    Args:
-        bank: (n, d), the training features, each of length 1.
-        k: which neighbour.
     """
+    bank = _directions(features.detach())
+    sizes = bank.square().sum(1)
 
-    bank: Tensor
-    k: int = 50
-
-    @classmethod
-    def fit(cls, features: Tensor, labels: Tensor | None = None, *, k: int = 50) -> NearestNeighbours:
-        """Keep the training features.
-
-        Args:
-            features: (n, d) of the training data.
-            labels: not used; every detector takes them.
-            k: which neighbour; 50 is the authors' choice for CIFAR-10.
-        """
-        if not 1 <= k <= len(features):
-            raise OptionError(f"k must be between 1 and the {len(features)} training points, got {k}.")
-        return cls(_directions(features.detach()), k)
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return scores (n,) of features (n, d), higher for outliers."""
-        values, sizes = _directions(features.detach()).to(self.bank), self.bank.square().sum(1)
+    def score(features: Tensor) -> Tensor:
         found = []
-        for part in torch.split(values, max(1, PAIRS_AT_ONCE // len(self.bank))):
-            lengths = part.square().sum(1, keepdim=True)
-            squares = torch.addmm(lengths + sizes, part, self.bank.T, alpha=-2)
-            found.append(squares.topk(self.k, dim=1, largest=False, sorted=False).values.max(1).values)
+        for part in torch.split(_directions(features.detach()).to(bank), max(1, PAIRS_AT_ONCE // len(bank))):
+            squares = torch.addmm(part.square().sum(1, keepdim=True) + sizes, part, bank.T, alpha=-2)
+            found.append(squares.topk(k, dim=1, largest=False, sorted=False).values.max(1).values)
         return torch.cat(found).clamp_min(0).sqrt()
 
+    return score
 
-@dataclass(frozen=True, eq=False)
-class VirtualLogit:
-    r"""ViM, virtual-logit matching (Wang et al., 2022): how far features leave the training data's subspace, against the logits.
+
+def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimension: int | None = None) -> Detector:
+    r"""Fit ViM, virtual-logit matching (Wang et al., 2022): how far features leave the training data's subspace, against the logits.
 
     .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
         \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}
 
-    with :math:`f(\phi) = W \phi + b`, the origin :math:`o = -W^+ b`, and R the directions in which training features from o have
-    the least second moment. The sums are over the training data. The paper's score, the probability of the virtual logit, is a
-    monotone function of this score.
-
-    Args:
-        origin: (d,), where all logits are 0, or as nearly so as the head allows.
-        residual: (d, r), the directions R, orthonormal.
-        scale: alpha.
-        weight: (C, d), of the head.
-        bias: (C,), of the head.
+    with :math:`f(\phi) = W \phi + b`, the head, the origin :math:`o = -W^+ b`, and R the directions in which training features from o
+    have the least second moment. The sums are over the training data. The paper's score, the probability of the virtual logit, is a
+    monotone function of this score. The default dimension of the subspace is the authors' choice.
     """
+    linear = to_float64(weight.detach())
+    width = linear.shape[1]
+    kept = dimension or (1000 if width >= 2048 else 512 if width >= 768 else width // 2)
+    offset = linear.new_zeros(len(linear)) if bias is None else to_float64(bias.detach())
+    origin = -torch.linalg.pinv(linear) @ offset
+    moment = linear.new_zeros(width, width)
+    for part in features():
+        values = to_float64(part.detach()).to(origin) - origin
+        moment += values.T @ values
+    spread, directions = torch.linalg.eigh(moment)
+    if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
+        raise DataError(
+            f"the training features lie in a subspace of {kept} of their {width} dimensions, so that no distance from it can be "
+            f"compared with logits."
+        )
 
-    origin: Tensor
-    residual: Tensor
-    scale: float
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def fit(
-        cls, features: Tensor | Parts, weight: Tensor, bias: Tensor | None = None, *, dimension: int | None = None
-    ) -> VirtualLogit:
-        """Find the subspace and the scale in float64; the features are read twice.
-
-        Args:
-            features: (n, d) of the training data.
-            weight: (C, d), of the last linear layer.
-            bias: (C,), of the last linear layer, or None.
-            dimension: of the training data's subspace, below d; None is the authors' choice: 1000 from d = 2048 on, 512 from
-                d = 768 on, d / 2 below.
-        """
-        linear, parts = to_float64(weight.detach()), _as_parts(features)
-        width = linear.shape[1]
-        default = 1000 if width >= 2048 else 512 if width >= 768 else width // 2
-        kept = default if dimension is None else dimension
-        if not 1 <= kept < width:
-            raise OptionError(f"dimension must be at least 1 and below the {width} of the features, got {kept}.")
-        offset = linear.new_zeros(len(linear)) if bias is None else to_float64(bias.detach())
-        origin = -torch.linalg.pinv(linear) @ offset
-        moment = linear.new_zeros(width, width)
-        for part in parts():
-            values = to_float64(part.detach()).to(origin) - origin
-            moment += values.T @ values
-        spread, directions = torch.linalg.eigh(moment)
-        if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
-            raise DataError(
-                f"the training features lie in a subspace of {kept} of their {width} dimensions, so that no distance from it can be "
-                f"compared with logits. Choose a lower dimension."
-            )
-        unscaled = cls(origin, directions[:, : width - kept].contiguous(), 1.0, linear, offset)
-        largest = norms = 0.0
-        for part in parts():
-            residual, logits = unscaled._parts(part)
-            norms += float(residual.sum())
-            largest += float(logits.amax(1).sum())
-        return replace(unscaled, scale=largest / norms)
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return scores (n,) of features (n, d), higher for outliers."""
-        residual, logits = self._parts(features)
-        return self.scale * residual - logits.logsumexp(1)
-
-    def _parts(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(features: Tensor) -> tuple[Tensor, Tensor]:
         # Distances (n,) from the subspace, and logits (n, C).
-        values = to_float64(features.detach()).to(self.origin)
-        residual = torch.linalg.vector_norm((values - self.origin) @ self.residual, dim=1)
-        return residual, values @ self.weight.T + self.bias
+        values = to_float64(features.detach()).to(origin)
+        residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
+        return residual, values @ linear.T + offset
+
+    sums = torch.stack([torch.stack([one.sum(), two.amax(1).sum()]) for one, two in map(parts, features())]).sum(0)
+    scale = float(sums[1] / sums[0])
+
+    def score(features: Tensor) -> Tensor:
+        residual, logits = parts(features)
+        return scale * residual - logits.logsumexp(1)
+
+    return score
 
 
-@dataclass(frozen=True, eq=False)
-class DetectorEnsemble:
-    r"""Mean over members of their standardised scores, :math:`\frac1K \sum_k (s_k(\phi_k) - m_k) / \sigma_k`.
+def standardised(
+    members: Sequence[Detector], reference: Iterable[Sequence[Tensor]]
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return the mean over networks of standardised scores; a batch has features (n, d_k) of each network.
 
-    Args:
-        members: one detector for each network.
-        centres: (K,), mean score of each on the reference data.
-        scales: (K,), standard deviation of each there.
+    `reference` are batches of held-out in-distribution data, on which every network's scores get mean 0 and standard deviation 1.
     """
 
-    members: tuple[Detector, ...]
-    centres: Tensor
-    scales: Tensor
+    def scores(batch: Sequence[Tensor]) -> Tensor:
+        return torch.stack([to_float64(member(values)) for member, values in zip(members, batch, strict=True)])
 
-    @classmethod
-    def fit(cls, members: Sequence[Detector], reference: Iterable[Sequence[Tensor]]) -> DetectorEnsemble:
-        """Measure each member's mean and standard deviation.
-
-        Args:
-            members: fitted detectors, one for each network.
-            reference: batches of features of held-out in-distribution data, each one tensor (n, d_k) for each network.
-
-        Raises:
-            DataError: a member gives all reference data the same score.
-        """
-        scores = torch.cat([_member_scores(members, batch) for batch in reference], dim=1)
-        centres, scales = scores.mean(1), scores.std(1, correction=0)
-        if not (scales > 0).all():
-            raise DataError(
-                f"member {int((scales > 0).int().argmin())} gives all {scores.shape[1]} reference data the same score: give more "
-                f"varied reference data."
-            )
-        return cls(tuple(members), centres, scales)
-
-    def __call__(self, features: Sequence[Tensor]) -> Tensor:
-        """Return scores (n,) of features (n, d_k), one tensor for each member; higher for outliers."""
-        scores = _member_scores(self.members, features)
-        return ((scores - self.centres[:, None]) / self.scales[:, None]).mean(0)
-
-
-def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> Tensor:
-    return torch.stack([to_float64(member(values)) for member, values in zip(members, features, strict=True)])
-
-
-BANK = 10_000
-"""Training points for nearest neighbours, evenly spaced: more would cost much and change little."""
+    known = torch.cat([scores(batch) for batch in reference], dim=1)
+    centres, scales = known.mean(1, keepdim=True), known.std(1, correction=0, keepdim=True)
+    if not (scales > 0).all():
+        raise DataError("a network gives all reference data the same score: give more varied reference data.")
+    return lambda batch: ((scores(batch) - centres) / scales).mean(0)
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
     """Return the outlier scores of bare logits and features by name, averaged over networks.
 
-    Energy and largest logit are in nats for every network; the other scores are standardised on the validation data first
-    (`DetectorEnsemble`).
-
-    Args:
-        train: activations of the training set.
-        validation: activations of the validation set.
+    Energy and largest logit are in nats for every network; the other scores are standardised on the validation data first.
     """
     stride = max(1, train.count // BANK)
 
@@ -310,25 +191,25 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
             start += len(part)
         return torch.cat(found)
 
-    indices = range(len(train.files))
-    relative = [Mahalanobis.fit(partial(parts, one), train.labels, relative=True) for one in indices]
+    readers = [partial(parts, one) for one in range(len(train.files))]
+    pairs = [mahalanobis(one, train.labels) for one in readers]
     kinds: dict[str, list[Detector]] = {
-        "Mahalanobis": [replace(one, background=None) for one in relative],
-        "relative Mahalanobis": list(relative),
-        "Mahalanobis++": [Mahalanobis.fit(partial(parts, one), train.labels, normalised=True) for one in indices],
-        "nearest neighbours": [NearestNeighbours.fit(bank(one), k=min(50, train.count)) for one in indices],
+        "Mahalanobis": [nearest for nearest, _ in pairs],
+        "relative Mahalanobis": [relative for _, relative in pairs],
+        "Mahalanobis++": [mahalanobis(one, train.labels, normalised=True)[0] for one in readers],
+        "nearest neighbours": [
+            nearest_neighbours(bank(one), min(NEIGHBOUR, train.count)) for one in range(len(readers))
+        ],
     }
     try:
-        kinds["ViM"] = [
-            VirtualLogit.fit(partial(parts, one), head.head.weight, head.head.bias)
-            for one, head in enumerate(train.heads)
-        ]
-    except (DataError, OptionError) as error:
+        heads = [one.head for one in train.heads]
+        kinds["ViM"] = [virtual_logit(one, own.weight, own.bias) for one, own in zip(readers, heads, strict=True)]
+    except DataError as error:
         warn(f"ViM is left out of the scores: {error}")
 
     def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
-        detector = DetectorEnsemble.fit(members, (seen.by_network() for seen in validation.slices()))
-        return lambda seen: detector(seen.by_network())
+        score = standardised(members, (seen.by_network() for seen in validation.slices()))
+        return lambda seen: score(seen.by_network())
 
     return {
         "energy": lambda seen: energy_score(seen.logits).mean(1),

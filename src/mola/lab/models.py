@@ -51,6 +51,9 @@ def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:
     )
 
 
+# The source code of a network's classes is part of its checksum, by which activations and records are kept.
+
+
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions around a shortcut that skips pixels and pads channels instead of learning a projection."""
 
@@ -199,17 +202,14 @@ def wrn16_4(classes: int = 10, *, channels: int = 3, dropout: float = 0.3, homog
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A network's builder and properties.
-
-    Args:
-        build: from the number of classes to a network with random weights.
-        input_shape: channels, height and width of one input.
-        homogeneous: whether f(a x) = a f(x) for a > 0.
-    """
+    """A network's builder and properties."""
 
     build: Callable[[int], nn.Module]
+    """From the number of classes to a network with random weights."""
     input_shape: tuple[int, int, int]
+    """Channels, height and width of one input."""
     homogeneous: bool = False
+    """Whether f(a x) = a f(x) for a > 0."""
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:

@@ -21,6 +21,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,8 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             progress(doing, (index + share) / training.count)
 
         checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", "training-checkpoint", identity)
-        network = train(
-            build,
-            moved,
-            training.recipe,
-            seed=seeds[index],
-            prepare=data.prepare,
-            checkpoint=checkpoint,
-            on_epoch=on_epoch,
-        )
+        options: dict[str, Any] = {"prepare": data.prepare, "checkpoint": checkpoint, "on_epoch": on_epoch}
+        network = train(build, moved, training.recipe, seed=seeds[index], **options)
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
     team.collect(None)  # no process continues before all networks are complete
@@ -123,13 +117,13 @@ def _identity(path: Path) -> dict[str, Any] | None:
     if kept is None:
         return None
     try:
-        identity = parse(kept, path)
+        identity: dict[str, Any] = parse(kept, path)
         check(identity, {"recipe": {}}, "identity")
     except (StorageError, ValueError, TypeError) as error:
         raise StorageError(
-            f"{path} is damaged: its training options are unreadable ({error}). Train into another folder, or delete it."
+            f"the training options in {path} are damaged ({error}). Delete it, or train anew."
         ) from error
-    return dict(identity)
+    return identity
 
 
 def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -165,9 +159,6 @@ def find_networks(directory: Path) -> list[Path]:
 
 TIMM, TORCHVISION = "timm:", "torchvision:"
 
-SIZE, CROP = 224, 0.875
-"""Usual for ImageNet, where a library has no setting."""
-
 
 def are_names(text: str) -> bool:
     """Return whether a text names networks one by one; otherwise it is a folder."""
@@ -184,20 +175,12 @@ def open_named(text: str, classes: int) -> list[Network]:
             raise OptionError(
                 f"the weights {path} of {name} do not exist: expected a file (safetensors, or made by torch.save)."
             )
-        if path is None and name.startswith((TIMM, TORCHVISION)):
+        library = name.startswith((TIMM, TORCHVISION))
+        if path is None and library:
             raise OptionError(f"{name} comes without trained weights: add their file, as {name}=FILE.")
-        build = _builder(name, classes)
+        build = partial(_resized, name, classes) if library else import_builder(name)
         found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
     return found
-
-
-def _builder(name: str, classes: int) -> Callable[[], nn.Module]:
-    if name.startswith(TIMM):
-        make = timm_builder(name.removeprefix(TIMM))
-        return lambda: _resized_timm(make(classes))
-    if name.startswith(TORCHVISION):
-        return _torchvision_builder(name.removeprefix(TORCHVISION), classes)
-    return import_builder(name)
 
 
 def timm_builder(name: str) -> Callable[[int], nn.Module]:
@@ -206,55 +189,40 @@ def timm_builder(name: str) -> Callable[[int], nn.Module]:
         raise OptionError(
             f"timm:{name} would be downloaded: expected the plain name of an architecture, such as resnet18."
         )
-    with importing(f"the network timm:{name}", "timm", "hub"):
-        timm: Any = importlib.import_module("timm")
-
-    def build(classes: int) -> nn.Module:
-        try:
-            network: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
-        except RuntimeError as error:
-            raise OptionError(
-                f"timm cannot make {name!r}: {error}. `timm.list_models()` lists its networks."
-            ) from error
-        return network
-
-    return build
+    return partial(_made, TIMM + name)
 
 
-def _resized_timm(network: nn.Module) -> nn.Module:
-    # Resizes and normalises images as timm's own evaluation does.
-    found = getattr(network, "pretrained_cfg", None) or {}
-    shape = found.get("input_size") or (3, SIZE, SIZE)
-    return Resized(
-        network,
-        int(shape[-1]),
-        crop=1.0 if found.get("crop_mode") == "squash" else float(found.get("crop_pct") or CROP),
-        mean=found.get("mean") or 0.0,
-        std=found.get("std") or 1.0,
-        interpolation="bicubic" if found.get("interpolation") == "bicubic" else "bilinear",
-    )
-
-
-def _torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
-    with importing(f"the network torchvision:{name}", "torchvision", "hub"):
-        models: Any = importlib.import_module("torchvision.models")
-
-    def build() -> nn.Module:
-        try:
-            network = models.get_model(name, weights=None, num_classes=classes)
-            evaluated = models.get_model_weights(name).DEFAULT.transforms()
-        except (ValueError, KeyError) as error:
-            raise OptionError(
-                f"torchvision cannot make {name!r}: {error}. `torchvision.models.list_models()` lists its networks."
-            ) from error
-        size, resized = (getattr(evaluated, side)[0] for side in ("crop_size", "resize_size"))
-        return Resized(
-            network,
-            size,
-            crop=size / resized,
-            mean=evaluated.mean,
-            std=evaluated.std,
-            interpolation="bicubic" if evaluated.interpolation.value == "bicubic" else "bilinear",
+def _made(name: str, classes: int) -> nn.Module:
+    library, _, architecture = name.partition(":")
+    with importing(f"the network {name}", library, "hub"):
+        timm = name.startswith(TIMM)
+        module: Any = importlib.import_module("timm" if timm else "torchvision.models")
+    options = {"pretrained": False} if timm else {"weights": None}
+    try:
+        network: nn.Module = (module.create_model if timm else module.get_model)(
+            architecture, num_classes=classes, **options
         )
+    except (RuntimeError, ValueError) as error:
+        raise OptionError(
+            f"{library} cannot make {architecture!r}: {error}. Its list_models() lists its networks."
+        ) from error
+    return network
 
-    return build
+
+def _resized(name: str, classes: int) -> nn.Module:
+    # Resizes and normalises images as the library's own evaluation does.
+    if name.startswith(TIMM):
+        network = timm_builder(name.removeprefix(TIMM))(classes)
+        found = getattr(network, "pretrained_cfg", None) or {}
+        size, mean, std = (found.get("input_size") or (224,))[-1], found.get("mean") or 0.0, found.get("std") or 1.0
+        crop = 1.0 if found.get("crop_mode") == "squash" else float(found.get("crop_pct") or 0.875)
+        bicubic = found.get("interpolation") == "bicubic"
+    else:
+        network = _made(name, classes)
+        weights: Any = importlib.import_module("torchvision.models").get_model_weights(name.removeprefix(TORCHVISION))
+        evaluated = weights.DEFAULT.transforms()
+        size, mean, std = evaluated.crop_size[0], evaluated.mean, evaluated.std
+        crop, bicubic = size / evaluated.resize_size[0], evaluated.interpolation.value == "bicubic"
+    return Resized(
+        network, int(size), crop=crop, mean=mean, std=std, interpolation="bicubic" if bicubic else "bilinear"
+    )
