@@ -128,20 +128,17 @@ def test_the_threshold_is_a_number_and_a_rule():
     s = draw.random(1000)
     probs, labels = made((1 + s) / 2, torch.from_numpy(draw.random(1000) > (1 - s) / 2))
     prediction = mola.Prediction({"probs": probs})
-    by_confidence = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95)
-    by_entropy = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95, score="entropy")
-    own = mola.abstain_threshold(prediction, labels, 0.1, score=prediction.confidence)
-    answered = prediction.confidence > by_confidence
+    answer = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95)
+    own = mola.abstain_threshold(prediction, labels, 0.1, score=-prediction.entropy)
+    answered = prediction.confidence > answer
     # With two classes, entropy and confidence are one order.
-    assert torch.equal(answered, prediction.entropy < by_entropy)
-    assert torch.equal(answered, by_confidence(prediction))
-    assert torch.equal(answered, by_entropy(prediction))
-    assert torch.equal(answered, own(prediction.confidence))
-    assert torch.equal(answered, by_confidence(probs.numpy()))
-    assert torch.equal(answered, by_entropy(probs))
-    assert int(answered.sum()) == by_confidence.answered
-    assert int((labels[answered] != 0).sum()) == by_confidence.errors
-    assert vars(pickle.loads(pickle.dumps(by_entropy))) == vars(by_entropy)
+    assert torch.equal(answered, own(-prediction.entropy))
+    assert torch.equal(answered, answer(prediction))
+    assert torch.equal(answered, answer(probs.numpy()))
+    assert int(answered.sum()) == answer.answered
+    assert int((labels[answered] != 0).sum()) == answer.errors
+    again = pickle.loads(pickle.dumps(answer))
+    assert (again, vars(again)) == (answer, vars(answer))
     with pytest.raises(OptionError, match="scores of your own"):
         own(prediction)
 
@@ -150,7 +147,6 @@ def test_where_all_can_be_answered():
     probs, labels = made(torch.linspace(0.6, 0.9, 500), torch.ones(500, dtype=torch.bool))
     answer = mola.abstain_threshold(probs, labels, 0.01)
     assert (answer, answer.share) == (0.0, 1.0)
-    assert mola.abstain_threshold(probs, labels, 0.01, score="entropy") == math.inf
     assert mola.abstain_threshold(probs, labels, 0.01, score=probs[:, 0]) == -math.inf
 
 
@@ -184,7 +180,7 @@ def test_errors_name_the_remedy():
     [
         (OptionError, r"1 % is 0\.01", {"error_rate": 1}),
         (OptionError, "certainty must be above 0", {"certainty": 95}),
-        (OptionError, "Did you mean 'entropy'", {"score": "entropi"}),
+        (DataError, "one number for each datum", {"score": "entropy"}),
         (DataError, "1 nan", {"score": [math.nan] + [0.0] * 49}),
         (DataError, "each of the 50", {"labels": torch.zeros(49)}),
         (DataError, "from 0 to 1, got 2", {"labels": torch.full((50,), 2)}),

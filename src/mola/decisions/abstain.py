@@ -17,7 +17,7 @@ above it are independent draws from above it.
 significance level is passed on while tests succeed, and is lost when a test fails. It is spent in J equal parts of
 :math:`\delta / J`, at n/2, n/4, n/8, ... answers, as long as that number of answers can still pass without an error
 (the fallback procedure: Wiens, 2003; with J = 1, fixed-sequence testing). A confident mistake at the top thus costs a
-part of the level, not all of it, and where nothing fails the last tests are at the full :math:`\delta`. The number of
+part of the level, not all of it, and if nothing fails the last tests are at the full :math:`\delta`. The number of
 thresholds costs nothing, so every score of the data is a threshold, and ties need no special care.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not.
@@ -45,48 +45,34 @@ from torch import Tensor
 from mola.decisions.calibration import Calibration, probs_of
 from mola.decisions.ranks import ROUNDING, as_numbers, check_share
 from mola.errors import DataError, OptionError
-from mola.options import counted, one_of
+from mola.options import counted
 from mola.prediction import Prediction
-from mola.uncertainty import entropy
-
-SCORES = ("confidence", "entropy")
-"""Scores by name: answer above a confidence, or below an entropy."""
 
 NEGLIGIBLE = 1e-17
 """Terms of a falling sum below this share of the sum are dropped."""
 
 
 class AnswerThreshold(float):
-    """A threshold with its guarantee: answer where `prediction.confidence > threshold`, or where `threshold(prediction)` is true.
-
-    Attributes:
-        score: "confidence", "entropy", or "own".
-        error_rate: upper bound on the error rate of answers.
-        certainty: probability, over draws of the calibration data, that the bound holds.
-        count: number of calibration data.
-        answered: number of calibration data that are answered.
-        errors: number of wrong answers among these.
-    """
+    """A threshold with its guarantee: answer if `prediction.confidence > threshold`, or if `threshold(prediction)` is true."""
 
     score: str
+    """"confidence" or "own"."""
     error_rate: float
+    """Upper bound on the error rate of answers."""
     certainty: float
+    """Probability, over draws of the calibration data, that the bound holds."""
     count: int
+    """Number of calibration data."""
     answered: int
+    """Number of calibration data that are answered."""
     errors: int
+    """Number of wrong answers among these."""
 
-    def __new__(
-        cls, value: float, score: str, error_rate: float, certainty: float, count: int, answered: int, errors: int
-    ) -> Self:
+    def __new__(cls, value: float, **guarantee: Any) -> Self:
         """Attach the guarantee to a number."""
         made = super().__new__(cls, value)
-        made.score, made.error_rate, made.certainty = score, error_rate, certainty
-        made.count, made.answered, made.errors = count, answered, errors
+        vars(made).update(guarantee)
         return made
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        settings = (self.score, self.error_rate, self.certainty, self.count, self.answered, self.errors)
-        return (float(self), *settings)
 
     @property
     def share(self) -> float:
@@ -97,27 +83,20 @@ class AnswerThreshold(float):
         """Return a mask (n,) of the inputs to answer.
 
         Args:
-            prediction: a `mola.Prediction`, or probabilities (n, C); or scores (n,) of the kind that the threshold was
-                made with.
+            prediction: a `mola.Prediction`, or probabilities (n, C); or scores (n,), if the threshold is for scores of your own.
         """
-        scores = prediction
-        if isinstance(prediction, Prediction):
-            if self.score not in SCORES:
-                raise OptionError(
-                    "this threshold is for scores of your own: call it with scores (n,), not with a Prediction."
-                )
-            scores = getattr(prediction, self.score)
-        values = torch.as_tensor(scores)
-        if values.ndim == 2 and self.score in SCORES:  # probabilities of any library
-            probs = probs_of(values)
-            values = probs.amax(1) if self.score == "confidence" else entropy(probs)
-        # In float64, as the scores were compared when the threshold was chosen.
-        return values.double() < float(self) if self.score == "entropy" else values.double() > float(self)
+        if isinstance(prediction, Prediction) and self.score == "own":
+            raise OptionError(
+                "this threshold is for scores of your own: call it with scores (n,), not with a Prediction."
+            )
+        values = torch.as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
+        if values.ndim == 2 and self.score == "confidence":  # probabilities of any library
+            values = probs_of(values).amax(1)
+        return values.double() > float(self)  # in float64, as the scores were compared when the threshold was chosen
 
     def __repr__(self) -> str:
-        side = "below" if self.score == "entropy" else "above"
         return (
-            f"AnswerThreshold({float(self):.6g}: answers {side} it have an error rate of at most {self.error_rate:.3g} with certainty "
+            f"AnswerThreshold({float(self):.6g}: answers above it have an error rate of at most {self.error_rate:.3g} with certainty "
             f"{self.certainty:g}; {self.share:.1%} of {self.count} answered, {self.errors} wrong)"
         )
 
@@ -128,7 +107,7 @@ def abstain_threshold(
     error_rate: float,
     certainty: float = 0.95,
     *,
-    score: str | Any = "confidence",
+    score: Any = None,
 ) -> AnswerThreshold:
     """Find the lowest confidence above which answers provably have at most the given error rate (selective prediction).
 
@@ -142,39 +121,37 @@ def abstain_threshold(
         labels: (n,); None for a `Calibration`.
         error_rate: epsilon, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
-        score: "confidence", "entropy", or scores of your own (n,), higher for more certain predictions and minus
-            infinity for inputs that are never answered, such as inputs with an alarm.
+        score: scores of your own (n,), higher for more certain predictions and minus infinity for inputs that are never
+            answered, such as inputs with an alarm; None is the confidence.
 
     Returns:
-        The threshold as a number: answer where the confidence (or your own score) is above it, or the entropy below it.
-        `DataError` if no threshold has the guarantee, with the number of data that would be enough.
+        The threshold as a number: answer if the confidence (or your own score) is above it. `DataError` if no threshold has
+        the guarantee, with the number of data that would be enough.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
     certain = check_share(certainty, "certainty", "95 % is 0.95.")
-    name, scores = _read_score(calibration, score)
-    found = _walk(scores, ~calibration.correct, rate, 1 - certain)
+    scores, wrong = calibration.confidence, ~calibration.correct
+    if score is not None:
+        scores = as_numbers(score, "score: expected one number for each datum")
+        if scores.shape != wrong.shape or bool(scores.isnan().any()):
+            raise DataError(
+                f"score: expected one number for each of the {len(wrong)} data, without nan; got shape {tuple(scores.shape)} with "
+                f"{int(scores.isnan().sum())} nan."
+            )
+    found = _walk(scores, wrong, rate, 1 - certain)
     if found is None:
-        raise DataError(_why_none(scores, ~calibration.correct, rate, 1 - certain))
+        raise DataError(_why_none(scores, wrong, rate, 1 - certain))
     value, answered, errors = found
-    if name == "entropy":
-        value = -value
-    elif name == "confidence":
-        value = max(value, 0.0)  # every confidence is above 0
-    return AnswerThreshold(value, name, rate, certain, len(scores), answered, errors)
-
-
-def _read_score(calibration: Calibration, score: str | Any) -> tuple[str, Tensor]:
-    if isinstance(score, str):
-        one_of(score, SCORES, "score", "numbers (n,), higher for more certain predictions")
-        return score, calibration.confidence if score == "confidence" else -calibration.entropy
-    own = as_numbers(score, "score: expected one number for each datum")
-    if own.shape != (len(calibration),) or bool(own.isnan().any()):
-        raise DataError(
-            f"score: expected one number for each of the {len(calibration)} data, without nan; got shape {tuple(own.shape)} with "
-            f"{int(own.isnan().sum())} nan."
-        )
-    return "own", own
+    return AnswerThreshold(
+        value if score is not None else max(value, 0.0),  # every confidence is above 0
+        score="confidence" if score is None else "own",
+        error_rate=rate,
+        certainty=certain,
+        count=len(wrong),
+        answered=answered,
+        errors=errors,
+    )
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:

@@ -16,20 +16,11 @@ from mola.prediction import Prediction, RegressionPrediction
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
-    r"""Find the OOD score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
+    """Find the OOD score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
 
-    Let :math:`s_{(1)} \le \dots \le s_{(n)}` be the scores of n validation data. The threshold is
-
-    .. math:: s_{(k)}, \quad k = \lceil (n + 1)(1 - \alpha) \rceil
-
-    the split-conformal quantile. A further datum that is exchangeable with these is equally likely to take each of the
-    n + 1 places among the sorted scores, so it comes after the k-th with probability :math:`1 - k / (n + 1) \le
-    \alpha`, for every n and every distribution of the scores. Ties make it less; without ties it is above :math:`\alpha
-    - 1 / (n + 1)`. The plain quantile of the scores has no such guarantee: 1 in 20 further data exceeds the largest of
-    n = 19.
-
-    The probability is a mean over draws of the validation data. Given the validation data, the rate of a continuous
-    score follows Beta(n + 1 - k, k), with a standard deviation of about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
+    The guarantee holds for every number of validation data and every distribution of the scores, as a mean over draws of the
+    validation data; given the data, the rate has a standard deviation of about sqrt(alpha (1 - alpha) / n). The plain quantile
+    of the scores has no such guarantee: 1 in 20 further data exceeds the largest of n = 19.
 
     Validation data must not have been used in training, nor for early stopping. Tuning on them has no effect that
     matters on `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and uses only the
@@ -43,7 +34,6 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     Returns:
         The threshold: raise an alarm for scores *above* it.
     """
-    rate = _checked_rate(false_alarm_rate)
     if isinstance(scores, (Prediction, RegressionPrediction)):
         scores = scores.ood_score
     values = as_numbers(scores, "scores: expected one number for each validation datum")
@@ -52,12 +42,12 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
             f"scores: expected one number for each validation datum, without nan; got shape {tuple(values.shape)} with "
             f"{int(values.isnan().sum())} nan."
         )
-    return float(values.sort().values[alarm_rank(len(values), rate) - 1])
+    return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
 
 
 def alarm_rank(count: int, false_alarm_rate: float) -> int:
     """Return the rank, from 1, of the alarm threshold among the sorted scores of `count` validation data; see `alarm_threshold`."""
-    rate = _checked_rate(false_alarm_rate)
+    rate = check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     rank = conformal_rank(count, rate)
     if rank > count:
         raise DataError(
@@ -66,7 +56,3 @@ def alarm_rank(count: int, false_alarm_rate: float) -> int:
             f"1/{count + 1}."
         )
     return rank
-
-
-def _checked_rate(false_alarm_rate: float) -> float:
-    return check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")

@@ -17,7 +17,6 @@ from torch import Tensor
 from mola.decisions.ranks import as_numbers
 from mola.errors import DataError
 from mola.prediction import Prediction
-from mola.uncertainty import entropy
 
 SUM_TOLERANCE = 1e-3
 """Deviation of a row's sum from 1 that is accepted, as of probabilities in half precision."""
@@ -70,8 +69,6 @@ class Calibration:
 
     confidence: Tensor
     """Largest probability, in float64."""
-    entropy: Tensor
-    """Entropy of the prediction in nats."""
     label: Tensor
     """True class."""
     true_probability: Tensor
@@ -94,7 +91,6 @@ class Calibration:
         true = known[:, None]
         return cls(
             confidence=probs.amax(1),
-            entropy=entropy(probs),
             label=known,
             true_probability=probs.gather(1, true)[:, 0],
             mass_above=above.gather(1, true)[:, 0],
@@ -123,15 +119,16 @@ class Calibration:
         """Undo `columns`, and check the values, which may come from a file."""
         names = [one.name for one in fields(cls) if one.name != "classes"]
         kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
-        missing = [name for name in names if name not in columns or columns[name].dtype != kinds[name]]
-        shapes = {tuple(columns[name].shape) for name in names if name in columns}
-        if missing or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        known = all(
+            name in columns and columns[name].dtype == kinds[name] and columns[name].ndim == 1 for name in names
+        )
+        if not known or len({len(columns[name]) for name in names}) != 1:
             raise DataError(
                 f"expected the columns {', '.join(names)} of equal length; got {', '.join(columns) or 'nothing'}."
             )
         made = cls(**{name: columns[name] for name in names}, classes=classes)
         ranks, labels = made.true_rank, made.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
-        if not bool(valid & torch.stack([columns[name].isfinite().all() for name in names]).all()):
+        if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
             raise DataError(f"expected labels and ranks of {classes} classes and finite values.")
         return made

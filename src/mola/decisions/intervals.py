@@ -19,10 +19,9 @@ of a datum at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,24 +29,9 @@ from torch import Tensor
 from mola.decisions.ranks import as_numbers, check_share, limits, thresholds
 from mola.errors import DataError, OptionError
 from mola.options import counted, one_of
+from mola.prediction import RegressionPrediction
 
 METHODS = ("quantile", "normalised")
-
-
-@runtime_checkable
-class RegressionLike(Protocol):
-    """The part of a prediction for n inputs with D outputs that intervals need."""
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean (n, D) of the targets."""
-
-    @property
-    def variance(self) -> Tensor:
-        """Variance (n, D) of the targets, including noise."""
-
-    def interval(self, level: float, /) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper end (n, D) of the central interval of that probability."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +43,20 @@ class PredictionIntervals:
     method: str
     """"quantile" or "normalised"."""
     threshold: Tensor
-    """q of each output (D,), in float64; equal for all outputs of joint intervals, and infinite where intervals are by group."""
+    """q of each output (D,), in float64; equal for all outputs of joint intervals, and infinite if intervals are by group."""
     count: int
     """Number of calibration data."""
     joint: bool = False
     """True if the coverage holds for all outputs of a datum at once."""
     groups: Mapping[Any, Tensor] | None = None
-    """q (D,) of each group, where intervals are by group."""
+    """q (D,) of each group, if intervals are by group."""
 
-    def __call__(self, prediction: RegressionLike, *, groups: Any = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, prediction: RegressionPrediction | Any, *, groups: Any = None) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
 
         Args:
             prediction: from the predictor that was calibrated.
-            groups: (n,), where intervals are by group.
+            groups: (n,), if intervals are by group.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
         limit = limits(self.threshold, self.groups, groups, len(low))
@@ -88,7 +72,7 @@ class PredictionIntervals:
 
 
 def prediction_intervals(
-    prediction: RegressionLike,
+    prediction: RegressionPrediction | Any,
     targets: Any,
     coverage: float = 0.9,
     method: str = "quantile",
@@ -103,7 +87,7 @@ def prediction_intervals(
 
     Args:
         prediction: prediction for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
-        targets: (n, D), or (n,) where D is 1.
+        targets: (n, D), or (n,) if D is 1.
         coverage: such as 0.9.
         method: "quantile" or "normalised".
         joint: guarantee the coverage for all D targets of a datum at once; only with "normalised", whose scores have no
@@ -133,9 +117,9 @@ def prediction_intervals(
     return PredictionIntervals(share, method, limit, len(scores), joint, by_group)
 
 
-def _ends(prediction: RegressionLike, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
+def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
     # Lower and upper ends (n, D) before calibration, and what a score of 1 adds to both.
-    if not isinstance(prediction, RegressionLike):
+    if not hasattr(prediction, "interval"):
         raise DataError(
             f"expected a regression's prediction with mean, variance and interval(level); got {type(prediction).__name__}. For "
             f"classes use mola.prediction_sets."
@@ -146,12 +130,12 @@ def _ends(prediction: RegressionLike, method: str, coverage: float) -> tuple[Ten
     else:
         low = high = as_numbers(prediction.mean, "expected a mean of numbers")
         scale = as_numbers(prediction.variance, "expected a variance of numbers").sqrt()
-    if low.ndim != 2 or low.shape != high.shape or low.shape != scale.shape:
+    shaped = low.ndim == 2 and low.shape == high.shape == scale.shape
+    if not shaped or not bool(
+        (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()
+    ):
         raise DataError(
-            f"expected predictions (n, D), got shapes {tuple(low.shape)}, {tuple(high.shape)}, {tuple(scale.shape)}."
-        )
-    if not bool((low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & (scale < math.inf)).all()):
-        raise DataError(
-            "expected finite predictions with positive variances, and lower ends that are not above upper ends."
+            f"expected finite predictions (n, D) with positive variances, and lower ends that are not above upper ends; got shapes "
+            f"{tuple(low.shape)}, {tuple(high.shape)} and {tuple(scale.shape)}."
         )
     return low, high, scale

@@ -6,7 +6,7 @@ them, sorted. The last score is equally likely to have each of the n + 1 ranks, 
 .. math:: P\left(s_{n+1} > s_{(k)}\right) \le 1 - \frac{k}{n + 1} \le \alpha \quad\text{for}\quad k = \lceil (n + 1)(1 - \alpha) \rceil
 
 with equality in the first place if there are no ties: for every n and every distribution (Vovk et al., 2005; Lei et
-al., 2018). Where k is n + 1, no score is large enough, and the threshold is infinite. The probability is a mean over
+al., 2018). If k is n + 1, no score is large enough, and the threshold is infinite. The probability is a mean over
 draws of the n scores. Given the n scores, the rate of a continuous score follows Beta(n + 1 - k, k) (Vovk, 2012).
 """
 
@@ -39,7 +39,7 @@ def check_share(value: Any, name: str, example: str) -> float:
 
 
 def conformal_rank(count: int, rate: float) -> int:
-    """Return `k = ceil((n + 1)(1 - alpha))`; n + 1 where n scores are too few for the rate."""
+    """Return `k = ceil((n + 1)(1 - alpha))`; n + 1 if n scores are too few for the rate."""
     return count + 1 - math.floor((count + 1) * rate * (1 + ROUNDING))
 
 
@@ -48,47 +48,39 @@ def data_needed(rate: float) -> int:
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 
-def conformal_quantile(scores: Tensor, rate: float) -> float:
-    """Return the k-th smallest of the scores (n,); infinity if there are too few."""
-    rank = conformal_rank(len(scores), rate)
-    return math.inf if rank > len(scores) else float(scores.sort().values[rank - 1])
-
-
-def thresholds(scores: Tensor, coverage: float, groups: Any, always: str) -> tuple[Tensor, dict[Any, Tensor] | None]:
+def thresholds(
+    scores: Tensor, coverage: float, groups: Any, always: str, kind: str = "group", names: Sequence[Any] = ()
+) -> tuple[Tensor, dict[Any, Tensor] | None]:
     """Return the conformal quantiles of scores (n, ...) at a coverage, and, if groups (n,) are given, the quantiles of each group.
 
-    Refuse too few data; warn about groups with too few data, for which only `always` reaches the coverage.
+    Too few data are refused. Groups with too few data, and groups among `names` without data, get an infinite quantile with a
+    warning: only `always` reaches the coverage.
     """
     rate = 1 - coverage
+    infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64)
 
     def quantiles(some: Tensor) -> Tensor:
-        limits = [conformal_quantile(column, rate) for column in some.reshape(len(some), -1).unbind(1)]
-        return torch.tensor(limits, dtype=torch.float64).reshape(some.shape[1:])
+        rank = conformal_rank(len(some), rate)
+        return infinite if rank > len(some) else some.sort(0).values[rank - 1]
 
     if groups is None:
-        limit = quantiles(scores)
-        if bool(limit.isinf().any()):
+        if conformal_rank(len(scores), rate) > len(scores):
             raise DataError(
                 f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only "
                 f"{always} reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
             )
-        return limit, None
-    rows: dict[Any, list[int]] = {}
+        return quantiles(scores), None
+    rows: dict[Any, list[int]] = {name: [] for name in names}
     for row, name in enumerate(_names(groups, len(scores))):
         rows.setdefault(name, []).append(row)
-    found = {name: quantiles(scores[own]) for name, own in rows.items()}
-    warn_of_too_few([name for name, one in found.items() if bool(one.isinf().any())], "group", coverage, always)
-    return torch.full(scores.shape[1:], math.inf, dtype=torch.float64), found
-
-
-def warn_of_too_few(lacking: Sequence[Any], what: str, coverage: float, always: str) -> None:
-    """Warn about classes or groups with too few data for the coverage."""
+    lacking = [str(name) for name, own in rows.items() if len(own) < data_needed(rate)]
     if lacking:
-        listed = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
+        listed = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
         warn(
-            f"a coverage of {coverage:g} needs at least {data_needed(1 - coverage)} labelled data of each {what}, and there are fewer "
-            f"of {what} {listed}, which gets {always}."
+            f"a coverage of {coverage:g} needs at least {data_needed(rate)} labelled data of each {kind}, and there are fewer of "
+            f"{kind} {listed}, which gets {always}."
         )
+    return infinite, {name: quantiles(scores[own]) for name, own in rows.items()}
 
 
 def limits(threshold: Tensor, by_group: Mapping[Any, Tensor] | None, groups: Any, count: int) -> Tensor:

@@ -8,7 +8,7 @@ which for exchangeable data has probability at least :math:`1 - \alpha`, and wit
 probabilities, and U uniform between 0 and 1 (1 without randomisation), the scores are
 
 - "lac": :math:`-p_c`, all classes above one probability. The smallest sets on average (Sadinle et al., 2019).
-- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, classes in order of probability: sets grow where inputs are
+- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, classes in order of probability: sets grow if inputs are
   hard (Romano et al., 2020).
 - "raps": the same plus :math:`\lambda \max(0, \text{rank}_c - k)`: fewer very large sets (Angelopoulos et al., 2021).
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mola.decisions.calibration import Calibration, probs_of, ranked
-from mola.decisions.ranks import check_share, conformal_quantile, limits, thresholds, warn_of_too_few
+from mola.decisions.ranks import check_share, limits, thresholds
 from mola.errors import DataError, OptionError
 from mola.options import is_real, one_of, whole_number
 from mola.prediction import Prediction
@@ -51,13 +51,13 @@ class PredictionSets:
     method: str
     """"lac", "aps" or "raps"."""
     threshold: Tensor
-    """Largest score of a class in a set, in float64: (), or (C,) where sets are by class."""
+    """Largest score of a class in a set, in float64: (), or (C,) if sets are by class."""
     classes: int
     """C."""
     count: int
     """Number of calibration data."""
     groups: Mapping[Any, Tensor] | None = None
-    """Threshold of each group, where sets are by group."""
+    """Threshold of each group, if sets are by group."""
     randomised: bool = False
     penalty: float = 0.0
     """Penalty of each rank above `free`, for "raps"."""
@@ -80,7 +80,7 @@ class PredictionSets:
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
-            groups: (n,), where sets are by group.
+            groups: (n,), if sets are by group.
             generator: source of randomness for randomised sets; None uses torch's default.
         """
         probs = probs_of(prediction)
@@ -156,11 +156,11 @@ def prediction_sets(
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
     columns = calibration.true_probability, calibration.mass_above, calibration.true_rank
     scores = _scores(method, *columns, draws, strength, ranks)
-    each = None
     if by == "class":
-        own = [scores[calibration.label == one] for one in range(calibration.classes)]
-        threshold = torch.tensor([conformal_quantile(one, 1 - share) for one in own], dtype=torch.float64)
-        warn_of_too_few(threshold.isinf().nonzero().flatten().tolist(), "class", share, "a place in every set")
+        classes = range(calibration.classes)
+        _, found = thresholds(scores, share, calibration.label, "a place in every set", "class", classes)
+        assert found is not None
+        threshold, each = torch.stack([found[one] for one in classes]), None
     else:
         threshold, each = thresholds(scores, share, groups, "sets of all classes")
     return PredictionSets(
@@ -180,9 +180,8 @@ def prediction_sets(
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    # Return scores in the shape of `probability`, with which `draws` is broadcast.
+    # Scores in the shape of `probability`, with which `draws` is broadcast.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability
-    scores = above + own
-    return scores + penalty * (rank - free).clamp_min(0) if penalty else scores
+    return above + own + penalty * (rank - free).clamp_min(0)

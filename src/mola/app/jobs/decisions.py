@@ -219,7 +219,7 @@ def gated_threshold(
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
     # Minus infinity answers everything else. Every confidence is above 0, which can be written to a file.
-    return AnswerThreshold(0.0, *answer.__getnewargs__()[1:]) if answer < 0 else answer
+    return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
 
 
 def make_decisions(
