@@ -194,9 +194,9 @@ def test_results_are_the_metrics_of_all_data_at_once():
     assert list(found.classes) == list("abcd"), "a class without data has no result"
     for label, one in enumerate(found.classes.values()):
         mine = labels == label
-        assert one.count == int(mine.sum())
-        assert_close(one.accuracy, (predicted[mine] == label).double().mean())
-        assert_close(one.confidence, confidence[mine].mean())
+        assert one["count"] == int(mine.sum())
+        assert_close(one["accuracy"], (predicted[mine] == label).double().mean())
+        assert_close(one["confidence"], confidence[mine].mean())
     out = outlier_result(inside, outside, errors=True)
     for name, one in out.scores.items():
         wins = (beyond[name][:, None] > scores[name]).double() + (beyond[name][:, None] == scores[name]).double() / 2

@@ -13,7 +13,7 @@ import pytest
 
 from mola.__main__ import main
 from mola.compare.leads import Lead
-from mola.compare.record import ClassResult, Comparison, SetInfo
+from mola.compare.record import Comparison, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import Estimate
 from mola.compare.report.figures import suite_figures
@@ -351,7 +351,9 @@ def one_run() -> Comparison:
     for place, method in enumerate(("MAP", "DE", "MoLA")):
         one = record("", method, "main", 0, 2 * place, [0.0])
         errors = dict.fromkeys(("accuracy", "nll", "brier", "ece", "confidence"), 0.003)
-        classes = {name: ClassResult(20, 0.9 + place / 100, 0.95) for name in ("cat", "<u>", "dog")}
+        classes = {
+            name: {"count": 20, "accuracy": 0.9 + place / 100, "confidence": 0.95} for name in ("cat", "<u>", "dog")
+        }
         found = one.outliers["kmnist"]
         outlier = replace(
             found,

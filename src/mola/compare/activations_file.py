@@ -5,8 +5,7 @@ There are one or several safetensors files for each network and set; a large set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,40 +30,26 @@ WHOLE = ("weight", "bias")
 """Tensors of the head, which have no row for each datum."""
 
 
-@contextmanager
-def written_rows(
-    path: Path, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-    """Collect batches of rows and write them as one safetensors file; its folder is created if missing.
-
-    Args:
-        path: the file to write.
-        count: rows of all batches together; another number is a `DataError`, and nothing is written.
-        whole: tensors without rows.
-        metadata: short texts by name.
-
-    Yields:
-        A function that takes the batches.
-    """
-    batches: list[dict[str, Tensor]] = []
-    yield lambda batch: batches.append({name: rows.detach().cpu() for name, rows in batch.items()})
-    rows = {name: torch.cat([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
-    found = len(next(iter(rows.values()), ()))
+def write_rows(
+    path: Path,
+    batches: Sequence[Mapping[str, Tensor]],
+    count: int,
+    whole: Mapping[str, Tensor],
+    metadata: dict[str, str],
+) -> None:
+    """Write batches of rows, `count` in all, and tensors without rows as one safetensors file; its folder is created if missing."""
+    rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
+    found = len(next(iter(rows.values())))
     if found != count:
         raise DataError(f"expected {count} data of {metadata.get('set', 'the set')}, got {found}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial_file(path) as partial:
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
-        save_file({**rows, **head}, partial, dict(metadata))
+        save_file({**rows, **head}, partial, metadata)
 
 
 class TensorFile:
-    """One or several safetensors files with the rows of one set, read by rows.
-
-    Args:
-        paths: the file, or several files in the order of their rows.
-        content: description of the files, for messages.
-    """
+    """One or several safetensors files, in the order of their rows, with one set; `content` describes them in messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -85,18 +70,18 @@ class TensorFile:
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows from `start` to `stop` of a tensor, or all of a tensor of `WHOLE`."""
+        """Return rows from `start` to `stop` of a tensor, or all of a tensor of `WHOLE`."""
         if name in WHOLE:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
         found: list[Tensor] = []
-        first = 0
+        first, last = 0, self.shape(name)[0] if stop is None else stop
         for part in self.parts:
             rows = part.get_slice(name)
             count = rows.get_shape()[0]
-            ends = [min(max(end - first, 0), count) for end in (start, first + count if stop is None else stop)]
-            if ends[0] < ends[1] or not found:
-                found.append(rows[ends[0] : max(ends)])
+            low, high = (min(max(end - first, 0), count) for end in (start, last))
+            if low < high or not found:
+                found.append(rows[low : max(low, high)])
             first += count
         return torch.cat(found)
 
@@ -159,11 +144,11 @@ class Stored:
 
     files: tuple[TensorFile, ...]
     places: tuple[int, ...] | None = None
-    """Places of the data in the files, in order; None is all of them."""
+    """Places of the data in the files, in order; None for all data."""
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """From a file for each network, or from its files in the order of their rows; all of the same set."""
+        """Open a file for each network, or its files in the order of their rows; all of the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:

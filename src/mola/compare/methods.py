@@ -1,7 +1,7 @@
 """Methods of a comparison, as values that are fitted and then predict.
 
-`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them. Its networks are whole networks, or `HeadOnly` over
-stored features: both go through the public `mola.fit`, `tune` and call.
+`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them, by the public `mola.fit` and `tune` over stored
+features.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Material:
     threshold: float | None
     """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
-    """Makes scores from the activations of the training and of the validation set."""
+    """Function that makes scores from the activations of the training and of the validation set."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Makes the posterior with a structure over some heads from stored sums, where training activations are not stored."""
+    """Function that makes the posterior with a structure over some heads from stored sums, if training activations are not stored."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,7 @@ class Method(Protocol[MaterialT]):
 
 @contextmanager
 def noting() -> Iterator[list[str]]:
-    """Keep the library's warnings for the record instead of showing them; other warnings are passed on.
-
-    Yields:
-        The warnings, complete when the context ends.
-    """
+    """Yield a list of the library's warnings, complete when the context ends, instead of showing them; other warnings pass."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MolaWarning)
@@ -169,7 +165,7 @@ class LastLayer:
                 averaged = logits.mean(0) if self.mean == "logits" else logits
                 temperature = fit_temperature(averaged, validation.labels)
                 networks, chosen["temperature"] = tuple(one.scaled(temperature) for one in networks), temperature
-            posterior = self.posterior(networks, train or (), validation, material.threshold, material.sums)
+            posterior = self._posterior(networks, train or (), validation, material)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
@@ -210,34 +206,18 @@ class LastLayer:
     def _read(self, material: Material, name: str) -> Stored:
         return material.read(name).first(self.components)
 
-    def posterior(
-        self,
-        networks: Sequence[nn.Module],
-        train: Iterable[Any],
-        validation: Iterable[Any],
-        threshold: float | None = None,
-        sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None,
+    def _posterior(
+        self, networks: Sequence[nn.Module], train: Iterable[Any], validation: Stored, material: Material
     ) -> mola.MoLA:
-        """Return the fitted and tuned predictor.
-
-        Args:
-            networks: networks of the mixture.
-            train: batches to fit on.
-            validation: batches to tune on.
-            threshold: target confidence of the paper's rule; None is 0.01 below the networks' accuracy.
-            sums: makes the posterior from stored sums, instead of `train`.
-        """
         if self.structure is None:
             return mola.ensemble(networks).with_pooling(0.0 if self.mean == "logits" else 1.0)
-        weights = "evidence" if self.weights == "evidence" else "uniform"
-        if sums is None:
-            posterior = mola.fit(
-                networks, train, structure=self.structure, link=self.link, weights=weights, progress=False
-            )
+        if material.sums is None:
+            posterior = mola.fit(networks, train, structure=self.structure, link=self.link, progress=False)
         else:
-            posterior = sums(self.structure, networks).with_link(self.link).with_weights(weights)
-        needs_data = self.rule != "evidence"
-        posterior = posterior.tune(validation if needs_data else None, rule=RULES[self.rule](threshold), progress=False)
+            posterior = material.sums(self.structure, networks).with_link(self.link)
+        posterior = posterior.with_weights("evidence" if self.weights == "evidence" else "uniform")
+        held = validation if self.rule != "evidence" else None
+        posterior = posterior.tune(held, rule=RULES[self.rule](material.threshold), progress=False)
         return posterior.reweight(validation, progress=False) if self.weights == "stacking" else posterior
 
     @staticmethod

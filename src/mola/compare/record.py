@@ -43,24 +43,6 @@ class SetInfo:
 
 
 @dataclass(frozen=True)
-class ClassResult:
-    """A method on the data of one class."""
-
-    count: int
-    accuracy: float
-    confidence: float
-    """Mean of the largest probability."""
-    auroc: float | None = None
-    """Multi-label data: area under the ROC curve."""
-    average_precision: float | None = None
-    """Multi-label data."""
-    ece: float | None = None
-    """Multi-label data: calibration error of the probability of yes."""
-    iou: float | None = None
-    """Dense outputs: intersection over union."""
-
-
-@dataclass(frozen=True)
 class OutputResult:
     """A method on one output of a regression."""
 
@@ -77,11 +59,12 @@ class RegressionDetail:
     coverage: list[list[float | None]]
     """Triples: probability of central intervals, share of targets in them, and its standard error."""
     spread: dict[str, list[list[float]]]
-    """By output, for groups of data by predicted standard deviation: count, its root mean square, root mean squared error."""
+    """Calibration of each output's standard deviation, in groups of data: count, root mean square of the predicted standard
+    deviation, root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """By output, for some data: target, mean, and the ends of the 90 % interval."""
+    """Some data of each output: target, mean, and the ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
-    """By name, the first outputs."""
+    """Results of the first outputs, by name."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +75,18 @@ class LabelledResult:
     """Shift of the data (degrees, severity); 0 for the test set."""
     count: int
     metrics: dict[str, float]
-    """By name, as in `mola.compare.results.METRICS`."""
+    """Metrics by name, as in `mola.compare.results.METRICS`."""
     reliability: list[list[float]]
-    """For each of 15 bins of confidence: count, sum of confidences, correct predictions. Empty in ablations."""
+    """Count, sum of confidences and number of correct predictions in each of 15 bins of confidence. Empty in ablations."""
     histogram: list[int]
     """Number of predictions in each of `CONFIDENCE_BINS` bins of confidence. Empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
     """Standard errors over data of accuracy, nll, brier, ece and confidence; None for a single datum."""
-    classes: dict[str, ClassResult] = field(default_factory=dict)
-    """By name of the class, for classes that the data have."""
+    classes: dict[str, dict[str, float]] = field(default_factory=dict)
+    """"count", "accuracy" and mean "confidence" of each class in the data. Multi-label data have "auroc", "average_precision" and
+    "ece" (of the probability of yes), dense outputs "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By type of shift, where several types were dealt over the data: "accuracy", "nll" and "ece", to six digits."""
+    """"accuracy", "nll" and "ece" of each type of shift, to six digits, if the data have several types."""
     regression: RegressionDetail | None = None
 
 
@@ -114,15 +98,15 @@ class OutlierResult:
     confidence: float | None
     """Mean of the largest probability (MMC); None for regression."""
     scores: dict[str, dict[str, float]]
-    """By outlier score, against the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and "fpr95_out"
-    (outliers positive), which some stored records lack."""
+    """"auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and "fpr95_out" (outliers positive) of each outlier score, against
+    the test set. Some stored records lack "fpr95_out"."""
     histogram: list[int]
     confidence_error: float | None = None
     """Standard error over data; None for a single datum, and in suites."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """By outlier score: standard errors over data of "auroc" and "fpr95"."""
+    """Standard errors over data of "auroc" and "fpr95" of each outlier score."""
     std: float | None = None
-    """Regression: mean standard deviation, over inputs and outputs."""
+    """Mean standard deviation over inputs and outputs, for regression."""
     std_error: float | None = None
     """Standard error over data."""
 
@@ -136,37 +120,37 @@ class Examples:
     """The class predicted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One method, one run."""
 
     suite: str
     method: str
-    """The name shown in tables; unique within the suite."""
-    group: str
+    """Name shown in tables; unique within the suite."""
+    group: str = "main"
     """"main", or the ablation it belongs to."""
-    run: int
-    settings: dict[str, Any]
+    run: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
     """Structure, link, rule, weights, number of components."""
-    networks: list[str]
+    networks: list[str] = field(default_factory=list)
     """Checksums of the networks used."""
-    data: dict[str, str]
+    data: dict[str, str] = field(default_factory=dict)
     """Checksum of every set used, by name."""
     chosen: dict[str, Any]
     """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), "notes", and the
     name of the posterior's own "ood_score"."""
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
     labelled: dict[str, LabelledResult]
-    """By set: the test set first."""
+    """Results on labelled sets, by name: the test set first."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """Further measures of a suite, by name. Absent from files if empty."""
     overlap: float = 0.0
-    """Runs of a cross-fit share data: test data for each datum of fitting or tuning. 0 for runs with their own networks. Not in
-    files: it follows from the suite's document."""
+    """Number of test data for each datum of fitting or tuning, if the runs of a cross-fit share data; 0 for runs with their own
+    networks. Not in files: it follows from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
@@ -253,11 +237,11 @@ class AnswerResult:
     threshold: float | None
     """Confidence above which inputs that raise no alarm are answered; None if no threshold can guarantee the rate."""
     answered: float | None = None
-    """Share of the test data."""
+    """Share of the test data that are answered."""
     realised: float | None = None
     """Error rate of these answers."""
     why: str = ""
-    """Why there is no threshold."""
+    """Reason why there is no threshold."""
 
 
 @dataclass(frozen=True)
@@ -294,11 +278,11 @@ class DecisionResult:
     alarms: float
     """Share of the test data that raise the alarm."""
     curves: dict[str, list[list[float]]]
-    """By method: pairs of coverage and error rate, the most confident predictions first."""
+    """Pairs of coverage and error rate of each method, the most confident predictions first."""
     answers: list[AnswerResult]
     sets: SetResult | None
     intervals: list[IntervalResult] = field(default_factory=list)
-    """Regression."""
+    """Calibrated intervals of a regression."""
 
 
 @dataclass(frozen=True)
@@ -307,29 +291,29 @@ class Comparison:
 
     title: str
     sets: dict[str, SetInfo]
-    """By name, in order: the test set, shifted sets by level, outliers."""
+    """Sets by name, in order: the test set, shifted sets by level, outliers."""
     records: tuple[Record, ...]
     """Methods in order, each method's runs one after the other."""
     classes: tuple[str, ...] = ()
     """Names of the classes, or of a regression's outputs, in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """By set and metric; only for one run. Labelled data: "accuracy", "nll", "brier" and "ece", of `(method,)`. Outliers:
-    "confidence" and "max probability" (AUROC of that score), of `(method,)`; "auroc" and "fpr95", of `(method, score)`."""
+    """Best method on each set by each metric, for one run. Labelled data: "accuracy", "nll", "brier" and "ece", of `(method,)`.
+    Outliers: "confidence" and "max probability" (AUROC of that score), of `(method,)`; "auroc" and "fpr95", of `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
-    """By set."""
+    """Images of some sets."""
     notes: tuple[str, ...] = ()
     """Remarks of tuning, and caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By set and input, the reason."""
+    """Inputs of each set that could not be used, with the reason."""
     noted: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By set and input, a remark."""
+    """Inputs of each set with a remark."""
     made: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made: versions, seconds, files."""
+    """Versions, seconds and files of the comparison."""
     decisions: DecisionResult | None = None
-    """Where the posterior's folder has validation predictions."""
+    """Decisions, if the posterior's folder has validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """Regression: by method and metric, the excess over `own`, and its standard error."""
+    """Excess of each other method's metrics over those of `own`, and its standard error, for regression."""
 
     def of_role(self, role: Role) -> list[SetInfo]:
         """Return the sets of a role."""
@@ -342,7 +326,7 @@ class Comparison:
 
     @property
     def methods(self) -> dict[str, Record]:
-        """By name; the first of several runs."""
+        """The first run of each method."""
         found: dict[str, Record] = {}
         for record in self.records:
             found.setdefault(record.method, record)
@@ -355,10 +339,10 @@ class Comparison:
 
     @property
     def own(self) -> str:
-        """The mixture itself, the last of the methods: MoLA, or LLLA of one network."""
+        """Name of the last method: MoLA, or LLLA of one network."""
         return self.records[-1].method
 
     @property
     def baseline(self) -> str:
-        """The same networks without a posterior: the deep ensemble, or one network alone."""
+        """Name of the method without a posterior: the deep ensemble, or a single network."""
         return "DE" if "DE" in self.methods else "MAP"

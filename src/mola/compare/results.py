@@ -12,7 +12,6 @@ from mola.compare.answers import outlier_columns
 from mola.compare.leads import Better, Lead, Name, lead
 from mola.compare.record import (
     CONFIDENCE_BINS,
-    ClassResult,
     Examples,
     LabelledResult,
     OutlierResult,
@@ -101,7 +100,7 @@ def labelled_result(
         reliability=metrics.bin_sums(tally["confidence"], tally["correct"]).tolist() if detail else [],
         histogram=_histogram(tally) if detail else [],
         errors={name: one.error for name, one in found.items()} if errors else {},
-        classes={} if regression else _by_class(tally, classes),
+        classes=_by_class(tally, classes) if classes and not regression else {},
         types=_by_type(tally, types),
         regression=regression_detail(tally, classes) if regression else None,
     )
@@ -133,27 +132,26 @@ def _mean_of_known(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
-    if not classes:
-        return {}
+def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, dict[str, float]]:
     several = "question" in tally.columns
     labels = tally["question" if several else "label"].long()
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
-    right, sure = (torch.bincount(labels, tally[name], len(classes)).tolist() for name in ("correct", "confidence"))
-    known = [place for place, count in enumerate(counts) if count]
-    more: dict[str, dict[int, float]] = {}
+    counts = torch.bincount(labels)
+    known = counts.nonzero().flatten().tolist()
+    columns = {
+        "accuracy": (torch.bincount(labels, tally["correct"]) / counts)[known].tolist(),
+        "confidence": (torch.bincount(labels, tally["confidence"]) / counts)[known].tolist(),
+    }
     if several:
-        more = {name: dict(zip(known, values, strict=True)) for name, values in _by_label(tally).items()}
+        columns |= _by_label(tally)
     elif tally.groups is not None:
-        more = {"iou": dict(enumerate(_overlaps(tally, len(classes))))}
+        overlaps = _overlaps(tally, len(classes))
+        columns["iou"] = [overlaps[place] for place in known]
     return {
-        classes[place]: ClassResult(
-            counts[place],
-            right[place] / counts[place],
-            sure[place] / counts[place],
-            **{name: None if math.isnan(values[place]) else values[place] for name, values in more.items()},
-        )
-        for place in known
+        classes[place]: {
+            "count": int(counts[place]),
+            **{name: each[index] for name, each in columns.items() if not math.isnan(each[index])},
+        }
+        for index, place in enumerate(known)
     }
 
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import mola
-from mola.compare.activations_file import HeadOnly, Stored, written_rows
+from mola.compare.activations_file import HeadOnly, Stored, write_rows
 from mola.component import Component
 from mola.distributed import Team
 from mola.errors import OptionError, located
@@ -157,24 +156,22 @@ class Activations:
             (inputs.to(device), targets.to(device)) if labelled else [inputs.to(device)]
             for inputs, targets in source.read(*rows)
         )
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(*networks))
+        written: list[list[dict[str, Tensor]]] = [[] for _ in networks]
+        with evaluating(*networks):
             first, every = peek(batches, source.title)
             networks = [fast_network(network, first[0]) for network in networks]
             heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
-            writers = [
-                stack.enter_context(
-                    written_rows(path, rows[1] - rows[0], _layer(head.layer), {"set": source.name, "network": label})
-                )
-                for path, head, label in zip(paths, heads, labels, strict=True)
-            ]
             captured = stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL)
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
-                for add, head, phi, outputs in zip(writers, heads, chunk.phi, chunk.outputs, strict=True):
+                for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
                     dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
-                    add({"features": features, "logits": logits, "labels": targets})
+                    row = {"features": features, "logits": logits, "labels": targets}
+                    kept.append({name: values.detach().cpu() for name, values in row.items()})
+        for path, kept, head, label in zip(paths, written, heads, labels, strict=True):
+            metadata = {"set": source.name, "network": label}
+            write_rows(path, kept, rows[1] - rows[0], _layer(head.layer), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> Stored:
         """Return the stored activations of a set, or of a part of a set."""

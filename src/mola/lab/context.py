@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mola.compare.activations_file import BATCH, TensorFile, written_rows
+from mola.compare.activations_file import BATCH, TensorFile, write_rows
 from mola.compare.answers import Answer
 from mola.compare.methods import Material
 from mola.lab.activations import Activations, Network, fast_inputs
@@ -92,8 +92,8 @@ class Context(Material):
             path = self.activations.directory / "predictions" / key / f"{source.checksum}.safetensors"
             if not path.exists():
                 found = StoredPrediction.mean(self._predict(predictor, source) for predictor in make())
-                with written_rows(path, source.count, {}, {"set": source.name}) as add:
-                    add({"probs": found.probs, "entropy": found.own_entropy})
+                columns = {"probs": found.probs, "entropy": found.own_entropy}
+                write_rows(path, [columns], source.count, {}, {"set": source.name})
             files.append(TensorFile(path, "predictions"))
         for index, labels in enumerate(torch.split(self.read(name).labels, CHUNK)):
             rows = (index * CHUNK, (index + 1) * CHUNK)

@@ -98,13 +98,7 @@ def compare_on_digits(
         Record(
             suite="demo",
             method=method,
-            group="main",
-            run=0,
-            settings={},
-            networks=[],
-            data={},
             chosen=LastLayer.tuned(one),
-            seconds={},
             labelled={
                 name: labelled_result(tallies[name][method], level, errors=True) for name, level in levels.items()
             },

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare.answers import Answer, Rows, outlier_scores, tally_set
 from mola.compare.evaluation import short
+from mola.compare.methods import noting
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, IntervalResult, Record, SetInfo
 from mola.compare.regression import LEVELS, RegressionAnswer
 from mola.compare.results import (
@@ -46,11 +46,11 @@ from mola.compare.results import (
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, prediction_sets
 from mola.distributed import Team
-from mola.errors import DataError, MolaWarning, OptionError
+from mola.errors import DataError, OptionError
 from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
 from mola.posterior import MoLA
-from mola.prediction import Prediction
+from mola.prediction import RegressionPrediction
 from mola.tally import Tally, rows_of
 from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
@@ -59,7 +59,7 @@ ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 """Decisions that the report shows."""
 
 POSITIONS = 256
-"""Positions of dense outputs that are drawn from each input: neighbours are correlated, so all of them would add little."""
+"""Positions of dense outputs that are drawn from each input: neighbours are correlated, so more of them would add little."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
@@ -92,36 +92,41 @@ class EvaluateOptions(Opening, Reporting):
 
 @dataclass(frozen=True)
 class _Methods:
-    """The methods, from one posterior. The ensemble has the posterior's weights."""
-
+    # All methods, from one posterior. The ensemble has the posterior's weights.
     posterior: MoLA
     single: MoLA
-    """The first component alone."""
-    factors: Mapping[str, Any]
-    """Temperature, or factors (D,) of the noise, of each method whose networks are scaled."""
+    """The first component alone, tuned as the posterior was."""
+    alone: Mapping[str, Any]
+    """Networks without Laplace approximations: the temperature, or factors (D,) of the noise, of each method; None if unscaled."""
     sets: PredictionSets | None = None
     """Conformal sets of the posterior for classes, if its folder has enough validation data."""
-    intervals: Mapping[float, PredictionIntervals] | None = None
-    """Intervals of a regression by coverage, if the folder has enough validation data to calibrate them."""
+    intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
+    """Calibrated intervals of a regression by coverage, if the folder has enough validation data."""
+
+    @property
+    def own(self) -> str:
+        """Name of the posterior."""
+        return LAPLACE if self.single is self.posterior else MIXTURE
 
     def chosen(self, method: str) -> dict[str, Any]:
         """Return the tuned numbers of a method."""
-        discrete = self.posterior.likelihood.classification
-        own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
-        if own is None:
-            if method not in self.factors:
-                return {}
-            if discrete:
-                return {"temperature": self.factors[method]}
-            untuned = untuned_noise(self.posterior)[0].sqrt()
-            noise = self.posterior.noise[0] * self.posterior.temperature * untuned
-            return {"noise": (noise * self.factors[method]).tolist()}
-        found: dict[str, Any] = {"prior_precision": list(own.prior_precision)}
+        discrete, found = self.posterior.likelihood.classification, dict[str, Any]()
+        if method in self.alone:
+            factor = self.alone[method]
+            if factor is not None and discrete:
+                found["temperature"] = factor
+            elif factor is not None:
+                noise = self.posterior.noise[0] * self.posterior.temperature * untuned_noise(self.posterior)[0].sqrt()
+                found["noise"] = (noise * factor).tolist()
+            return found
+        posterior = {LAPLACE: self.single, self.own: self.posterior}[method]
+        found["prior_precision"] = list(posterior.prior_precision)
         if not discrete:
-            found["noise"] = own.noise[0].tolist()
+            found["noise"] = posterior.noise[0].tolist()
         neutral = {"temperature": 1, "pooling": 1} if discrete else {}
         for name, value in {**neutral, "distance_exponent": 0}.items():
-            found |= {} if getattr(own, name) == value else {name: getattr(own, name)}
+            if getattr(posterior, name) != value:
+                found[name] = getattr(posterior, name)
         return found
 
     def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Rows], Tensor | None, int]:
@@ -129,60 +134,40 @@ class _Methods:
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, ignored = len(whole), self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
-        (whole, own, inputs), (single, _, _) = (
+        (whole, known, inputs), (single, _, _) = (
             rows_of(one, labels, "the labels", ignore_index=ignored, positions=POSITIONS, first=start)
             for one in (whole, single)
         )
-        labels = own
         if not len(whole):
             return {}, None, count
-        if labels is not None:
-            outputs = whole.probs if isinstance(whole, Prediction) else whole.component_mean[0]
-            labels = self.posterior.likelihood.check_labels(labels, outputs, "the test data")
-        answer = self._classes if isinstance(whole, Prediction) else self._regression
-        return answer(whole, single, inputs), labels, count
+        if known is not None:
+            outputs = whole.component_mean[0] if isinstance(whole, RegressionPrediction) else whole.probs
+            known = self.posterior.likelihood.check_labels(known, outputs, "the test data")
+        answers = {name: self._alone(name, factor, whole, inputs) for name, factor in self.alone.items()}
+        for name, prediction in {LAPLACE: single, self.own: whole}.items():
+            answers[name] = self._laplace(prediction, inputs, decided=name == self.own)
+        return answers, known, count
 
-    def _classes(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, Rows]:
-        likelihood, logits = whole.likelihood, whole.logit_mean
-        weights = None if len(logits) == 1 else self.posterior.weights
-        shared: dict[str, Any] = {"likelihood": likelihood, "inputs": inputs}
+    def _alone(self, method: str, factor: Any, whole: Any, inputs: Tensor | None) -> Rows:
+        count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
+        if isinstance(whole, RegressionPrediction):
+            return RegressionAnswer(networks_alone(self.posterior, whole, count, factor), inputs=inputs)
+        likelihood, logits, weights = whole.likelihood, whole.logit_mean[:count], self.posterior.weights
+        if method == LOGITS:
+            logits = torch.tensordot(weights.to(logits), logits, 1)[None]
+        logits = logits / (factor or 1.0)
+        probs = mixed(weights, likelihood.probabilities(logits))
+        scores = outlier_scores(probs, logits, weights if len(logits) > 1 else None, None, likelihood)
+        return Answer(probs, scores, likelihood=likelihood, inputs=inputs)
 
-        def networks(count: int, temperature: float | None) -> Answer:
-            some, own = logits[:count] / (temperature or 1.0), None if count == 1 else weights
-            probs = mixed(self.posterior.weights, likelihood.probabilities(some))
-            return Answer(probs, outlier_scores(probs, some, own, None, likelihood), **shared)
-
-        sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
-        scores = outlier_scores(whole.probs, logits, weights, whole.ood_score, likelihood)
-        own = Answer(whole.probs, scores, sets, **shared)
-        scores = outlier_scores(single.probs, single.logit_mean, None, single.ood_score, likelihood)
-        one = Answer(single.probs, scores, **shared)
-        answers = self._in_order(networks, one, own)
-        if weights is None or LOGITS not in self.factors:
-            return answers
-        mean = torch.tensordot(weights.to(logits), logits, 1) / self.factors[LOGITS]
-        probs = likelihood.probabilities(mean)
-        averaged = Answer(probs, outlier_scores(probs, mean[None], likelihood=likelihood), **shared)
-        last = {name: answers.pop(name) for name in (LAPLACE, MIXTURE)}
-        return {**answers, LOGITS: averaged, **last}
-
-    def _regression(self, whole: Any, single: Any, inputs: Tensor | None) -> dict[str, Rows]:
-        def networks(count: int, factors: Tensor | None) -> RegressionAnswer:
-            return RegressionAnswer(networks_alone(self.posterior, whole, count, factors), inputs=inputs)
-
-        promised = {level: intervals(whole) for level, intervals in (self.intervals or {}).items()}
-        own = RegressionAnswer(whole, whole.ood_score, promised, inputs)
-        return self._in_order(networks, RegressionAnswer(single, single.ood_score, inputs=inputs), own)
-
-    def _in_order(self, networks: Callable[[int, Any], Rows], one: Rows, own: Rows) -> dict[str, Rows]:
-        # The first network and all networks, each plain and scaled; then LLLA, and MoLA of several networks.
-        count, answers = len(self.posterior.components), {}
-        for name, some in ((SINGLE, 1), (ENSEMBLE, count))[: min(count, 2)]:
-            answers[name] = networks(some, None)
-            scaled = f"{name}{SCALED[self.posterior.likelihood.classification]}"
-            if scaled in self.factors:
-                answers[scaled] = networks(some, self.factors[scaled])
-        return {**answers, LAPLACE: own} if count == 1 else {**answers, LAPLACE: one, MIXTURE: own}
+    def _laplace(self, found: Any, inputs: Tensor | None, *, decided: bool) -> Rows:
+        if isinstance(found, RegressionPrediction):
+            promised = {level: intervals(found) for level, intervals in self.intervals.items()} if decided else None
+            return RegressionAnswer(found, found.ood_score, promised, inputs)
+        weights = self.posterior.weights if len(found.logit_mean) > 1 else None
+        scores = outlier_scores(found.probs, found.logit_mean, weights, found.ood_score, found.likelihood)
+        sets = self.sets(found).to(found.probs.device) if decided and self.sets is not None else None
+        return Answer(found.probs, scores, sets, found.likelihood, inputs)
 
 
 def run_evaluate(
@@ -193,11 +178,10 @@ def run_evaluate(
 ) -> Comparison:
     """Compare the methods. Processes of a team read their own part of every set, and all return the same numbers."""
     began = time.perf_counter()
-    test, outliers, val = options.test, options.ood, options.val
+    test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):
         raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
-    account, together = Account(), team or Team.single()
-    steps = 2 + len(outliers)
+    account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
 
     def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
         def on_share(share: float) -> None:
@@ -220,8 +204,7 @@ def run_evaluate(
             tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
         )
         reading = loader(source, "tuning", 0, labelled=True)
-        where = f"validation data {source.name}"
-        held_out = fitted.posterior.read(reading, where, labelled=True, team=together)
+        held_out = posterior.read(reading, f"validation data {source.name}", labelled=True, team=together)
     exposed = None
     if fitted.job.outliers is not None:
         exposed = loader(fitted.open_set(fitted.job.outliers, labelled=False), "tuning", 0, labelled=False)
@@ -232,22 +215,15 @@ def run_evaluate(
     }
     account = account.together(together)
     progress("done", 1.0)
-    classes, inside, regression = output_names(fitted), tallies[test], not fitted.posterior.likelihood.classification
-    own = list(inside)[-1]
+    classes, inside, regression = output_names(fitted), tallies[test], not posterior.likelihood.classification
     return Comparison(
         title=test,
-        sets={name: _set_info(fitted, name, test, outliers, found) for name, found in tallies.items()},
+        sets={name: _set_info(posterior, name, options, found[methods.own]) for name, found in tallies.items()},
         records=tuple(
             Record(
                 suite="evaluation",
                 method=method,
-                group="main",
-                run=0,
-                settings={},
-                networks=[],
-                data={},
                 chosen=methods.chosen(method),
-                seconds={},
                 labelled={test: labelled_result(tally, errors=True, classes=classes)},
                 outliers={name: outlier_result(tally, tallies[name][method], errors=True) for name in outliers},
             )
@@ -259,12 +235,12 @@ def run_evaluate(
         left_out=account.left_out,
         decisions=_decisions(fitted, methods, inside, classes),
         regression=regression,
-        differences=differences(inside, own) if regression else {},
+        differences=differences(inside, methods.own) if regression else {},
         made={
-            "components": len(fitted.posterior.components),
+            "components": len(posterior.components),
             "posterior": str(fitted.folder),
             "validation": tuned_on,
-            "structure": fitted.posterior.structure,
+            "structure": posterior.structure,
             "rule": fitted.job.rule,
             "seconds": time.perf_counter() - began,
             "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -272,19 +248,11 @@ def run_evaluate(
     )
 
 
-def _set_info(
-    fitted: PosteriorFolder, name: str, test: str, outliers: Sequence[str], found: Mapping[str, Tally]
-) -> SetInfo:
-    tally = next(iter(found.values()))
-    parts = "" if tally.groups is None else "position" if fitted.posterior.is_dense else "label"
-    return SetInfo(
-        name,
-        short(name, tuple(outliers)),
-        "test" if name == test else "outlier",
-        tally.count,
-        parts=parts,
-        inputs=None if tally.groups is None else tally.inputs,
-    )
+def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, tally: Tally) -> SetInfo:
+    found = SetInfo(name, short(name, options.ood), "test" if name == options.test else "outlier", tally.count)
+    if tally.groups is None:
+        return found
+    return replace(found, parts="position" if posterior.is_dense else "label", inputs=tally.inputs)
 
 
 def _tuned(
@@ -312,63 +280,51 @@ def _tuned(
         notes.append(f"{ENSEMBLE}, {ENSEMBLE}{SCALED[discrete]} and {MIXTURE} share these weights: {listed}.")
     single = posterior
     if len(posterior.components) > 1:
-        single = _tuned_single(fitted, held_out, exposed, team)
-    tuned = {LAPLACE: single} if single is posterior else {LAPLACE: single, MIXTURE: posterior}
+        single = type(posterior)(posterior.components[:1], posterior.link)
+        if (rule := make_rule(fitted.job, exposed)) is not None:
+            first = None
+            if held_out is not None and fitted.job.rule != "evidence":
+                first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
+            with noting():  # the report shows the notes of the tuning
+                single = single.tune(first, rule=rule, progress=False, team=team)
+    alone, remarks = _alone(posterior, held_out, team)
+    methods = _Methods(posterior, single, alone, _usual_sets(fitted), _usual_intervals(fitted))
     what = "logits are divided by a power" if discrete else "standard deviations grow with a power"
-    for name, one in tuned.items():
+    for name, one in {LAPLACE: single, methods.own: posterior}.items():
         if one.distance_exponent > 0:
             notes.append(f"{name}: {what} of the distance, with exponent {one.distance_exponent:.4g}.")
         if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
-    factors: dict[str, Any] = {}
-    if held_out is not None and discrete:
-        factors, remarks = _temperatures(posterior, held_out, team)
-        notes += remarks
-    elif held_out is not None:
-        factors = _noise_factors(posterior, held_out)
-    return _Methods(posterior, single, factors, _usual_sets(fitted), _usual_intervals(fitted)), notes
+    return methods, notes + remarks
 
 
-def _tuned_single(fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team) -> MoLA:
-    posterior = fitted.posterior
-    single = type(posterior)(posterior.components[:1], posterior.link)
-    rule = make_rule(fitted.job, exposed)
-    if rule is None:
-        return single
-    first = None
-    if held_out is not None and fitted.job.rule != "evidence":
-        first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)  # the report shows the notes of the tuning
-        return single.tune(first, rule=rule, progress=False, team=team)
-
-
-def _temperatures(posterior: MoLA, held_out: HeldOut, team: Team) -> tuple[dict[str, Any], list[str]]:
+def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, Any], list[str]]:
+    # The networks without Laplace approximations, plain and scaled, and notes; see `_Methods.alone`.
+    count, likelihood = len(posterior.components), posterior.likelihood
+    members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
+    if held_out is None:
+        return dict.fromkeys(members), []
+    alone: dict[str, Any] = {}
+    if not isinstance(likelihood, ClassificationLikelihood):
+        for name, some in members.items():
+            alone |= {name: None, f"{name}{SCALED[False]}": noise_factors(posterior, held_out, some)}
+        return alone, []
     held_out.check_labels()
     # Logits (K, n, C) and labels (n,) of the data of all processes.
     rows = team.gather(torch.stack(list(held_out.outputs), dim=1) if len(held_out) else None)
     logits, labels = rows.transpose(0, 1), team.gather(held_out.labels if len(held_out) else None)
-    if isinstance(posterior.likelihood, ClassificationLikelihood) and not posterior.likelihood.mutually_exclusive:
-        logits, labels = as_classes(logits, labels, posterior.likelihood)
-    temperatures: dict[str, Any] = {}
+    if not likelihood.mutually_exclusive:
+        logits, labels = as_classes(logits, labels, likelihood)
     notes: list[str] = []
-    for name, count in ((SINGLE, 1), (ENSEMBLE, len(logits)))[: min(len(logits), 2)]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", MolaWarning)
-            weights = posterior.weights if count > 1 else None
-            temperatures[f"{name}{SCALED[True]}"] = fit_temperature(logits[:count], labels, weights)
-        notes += [f"{name}{SCALED[True]}: {one.message}" for one in caught]
-    if len(logits) > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the ensemble has the same note
-            mean = torch.tensordot(posterior.weights.to(logits), logits, 1)
-            temperatures[LOGITS] = fit_temperature(mean, labels)
-    return temperatures, notes
-
-
-def _noise_factors(posterior: MoLA, held_out: HeldOut) -> dict[str, Any]:
-    names = {SINGLE: 1, ENSEMBLE: len(posterior.components)} if len(posterior.components) > 1 else {SINGLE: 1}
-    return {f"{name}{SCALED[False]}": noise_factors(posterior, held_out, count) for name, count in names.items()}
+    for name, some in members.items():
+        with noting() as caught:
+            scaled = fit_temperature(logits[:some], labels, posterior.weights if some > 1 else None)
+        alone |= {name: None, f"{name}{SCALED[True]}": scaled}
+        notes += [f"{name}{SCALED[True]}: {note}" for note in caught]
+    if count > 1:
+        with noting():  # the ensemble has the same note
+            alone[LOGITS] = fit_temperature(torch.tensordot(posterior.weights.to(logits), logits, 1), labels)
+    return alone, notes
 
 
 def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
@@ -421,7 +377,7 @@ def _decisions(
         likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
     ):
         return None
-    tally = list(inside.values())[-1]
+    tally = inside[methods.own]
     outlying = tally["ood score"] > limit
     curves, answers, sets, intervals = {}, [], None, []
     if likelihood.classification:
@@ -429,7 +385,7 @@ def _decisions(
         curves = {name: risk_curve(one) for name, one in inside.items() if name in shown}
         answers = [_answers_at(fitted, rate, tally, outlying) for rate in ERROR_RATES]
         sets = set_result(tally, COVERAGE, classes) if "held" in tally.columns else None
-    for level in methods.intervals or {}:
+    for level in methods.intervals:
         held = tally.mean(f"promised[{level}]")
         width = float(tally[f"promised width[{level}]"].mean())
         intervals.append(IntervalResult(level, held.value, held.error, width))
@@ -458,14 +414,9 @@ def _overlaps(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[
     # Warnings of test data that were seen before.
     notes = []
     for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
-        if name is not None and _same(name, test):
+        if name is not None and len({Path(one).expanduser().resolve() for one in (name, test)}) == 1:
             notes.append(f"The test data are the {what} data: the scores are too good.")
         elif name is not None and overlap(name, test):
             base = test.partition(":")[0]
             notes.append(f"{name}, the {what} data, and {test} share images: {base}:val and {base}:report do not.")
     return notes
-
-
-def _same(one: str, other: str) -> bool:
-    places = [Path(name).expanduser() for name in (one, other)]
-    return one == other or (all(place.exists() for place in places) and places[0].samefile(places[1]))

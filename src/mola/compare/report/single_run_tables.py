@@ -141,14 +141,14 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
     # A label is counted once for each input that has it, a class once for each position.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
-    order = sorted(results[1], key=lambda name: (results[1][name].accuracy, -results[1][name].count))
-    shown = [key for key in CLASS_COLUMNS if any(getattr(one, key) is not None for one in results[0].values())]
+    order = sorted(results[1], key=lambda name: (results[1][name]["accuracy"], -results[1][name]["count"]))
+    shown = [key for key in CLASS_COLUMNS if any(key in one for one in results[0].values())]
     columns = [Column(f"{unit}s", digits=0)]
     columns += [Column(method, CLASS_COLUMNS[key]) for key in shown for method in methods]
     values: dict[str, list[Number]] = {}
     for name in order[:most]:
-        found = [getattr(result[name], key) for key in shown for result in results]
-        values[name] = [float(results[0][name].count), *(None if one is None else 100 * one for one in found)]
+        found = [result[name].get(key) for key in shown for result in results]
+        values[name] = [float(results[0][name]["count"]), *(None if one is None else 100 * one for one in found)]
     one, many = ("label", "labels") if "auroc" in shown else ("class", "classes")
     title = f"{one.capitalize()} by {one}"
     if len(values) < len(order):
