@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,8 @@ SETTINGS: dict[Any, Any] = {
 
 def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and line style of each method."""
-    methods = list(methods)
-    taken = [KNOWN[method] for method in methods if method in KNOWN]
-    free = (pair for pattern in PATTERNS for colour in OTHERS if (pair := (colour, pattern)) not in taken)
-    # With more methods than pairs, the last methods look the same.
-    pairs = {method: KNOWN[method] if method in KNOWN else next(free, (OTHERS[0], PATTERNS[-1])) for method in methods}
+    free = cycle((colour, pattern) for pattern in PATTERNS for colour in OTHERS)
+    pairs = {method: KNOWN[method] if method in KNOWN else next(free) for method in methods}
     return {method: {"color": colour, "linestyle": pattern} for method, (colour, pattern) in pairs.items()}
 
 
@@ -97,11 +95,9 @@ def colours(methods: Iterable[str]) -> dict[str, str]:
     return {method: stroke["color"] for method, stroke in strokes(methods).items()}
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
+def drawing() -> AbstractContextManager[None]:
     """Apply these settings of matplotlib within the context."""
-    with mpl.rc_context(SETTINGS):
-        yield
+    return mpl.rc_context(SETTINGS)
 
 
 def canvas(
@@ -124,13 +120,8 @@ def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[A
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
-        handles = list(
-            {
-                label: one
-                for panel in panels[:used]
-                for one, label in zip(*panel.get_legend_handles_labels(), strict=True)
-            }.values()
-        )
+        drawn = [one for panel in panels[:used] for one in panel.get_legend_handles_labels()[0]]
+        handles = list({one.get_label(): one for one in drawn}.values())
     style = {"fontsize": 8, "handlelength": 2.4, "labelspacing": 0.45, "columnspacing": 1.3}
     if len(panels) > used and len(handles) <= 16:
         panels[used].legend(handles=handles, loc="center left", **style)
@@ -188,12 +179,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """Return the bare `<svg>` element on a transparent ground; the same figure gives the same text.
-
-    Args:
-        figure: to draw.
-        name: prefix of every id, so that several figures fit on one page.
-    """
+    """Return the bare `<svg>` element on a transparent ground; the name is a prefix of every id in it."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -8,7 +8,6 @@ from typing import Any
 
 from mola.compare.record import Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import Estimate
 from mola.compare.report.numbers import (
     BY_CONFIDENCE,
     EXCESS,
@@ -194,44 +193,26 @@ COMPARED = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
 """Methods compared with the paper's rule by type of shift: the first with results by type."""
 
 
-def compared_by_type(suite: SuiteResults) -> str | None:
-    """Return the method that is compared with the paper's rule by type of shift, if both have results by type."""
-
-    def typed(method: str) -> bool:
-        return any(one.types for record in suite.runs.get(method, ()) for one in record.labelled.values())
-
-    return next((method for method in COMPARED if typed(method)), None) if typed(PAPERS_RULE) else None
-
-
-def type_differences(suite: SuiteResults, metric: str) -> dict[str, dict[float, Estimate | None]]:
-    """Return a metric of the compared method minus that of the paper's rule, by type of shift and level."""
-    other = compared_by_type(suite)
-    if other is None:
-        return {}
-    numbers = Numbers({method: suite.runs[method] for method in (other, PAPERS_RULE)})
-    typed = [one for record in suite.runs[PAPERS_RULE] for one in record.labelled.values() if one.types]
-    levels = sorted({one.level for one in typed})
-
-    def gap(level: float, kind: str) -> Estimate | None:
-        mine, theirs = numbers(numbers.at_level(level, metric, kind), BY_TYPE[metric][2]).values()
-        return None if mine is None or theirs is None else mine.minus(theirs)
-
-    kinds = dict.fromkeys(kind for one in typed for kind in one.types)
-    return {kind: {level: gap(level, kind) for level in levels} for kind in kinds}
-
-
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
-    found, other = type_differences(suite, metric), compared_by_type(suite)
-    if not found or other is None:
+    typed = {
+        method: [one for record in suite.runs.get(method, ()) for one in record.labelled.values() if one.types]
+        for method in (*COMPARED, PAPERS_RULE)
+    }
+    other = next((method for method in COMPARED if typed[method]), None)
+    if other is None or not typed[PAPERS_RULE]:
         return None
-    title, digits, _ = BY_TYPE[metric]
-    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in next(iter(found.values()))]
-    values: dict[str, list[Number]] = {kind.replace("_", " "): list(row.values()) for kind, row in found.items()}
-    counted = {method: suite.runs[method] for method in (other, PAPERS_RULE)}
+    methods = {method: suite.runs[method] for method in (other, PAPERS_RULE)}
+    numbers, (title, digits, factor) = Numbers(methods), BY_TYPE[metric]
+    levels = sorted({one.level for one in typed[PAPERS_RULE]})
+    values: dict[str, list[Number]] = {}
+    for kind in dict.fromkeys(kind for one in typed[PAPERS_RULE] for kind in one.types):
+        pairs = [numbers(numbers.at_level(level, metric, kind), factor).values() for level in levels]
+        values[kind.replace("_", " ")] = [mine.minus(theirs) if mine and theirs else None for mine, theirs in pairs]
     caption = (
-        f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(counted)} "
+        f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(methods)} "
         f"Each row has its own test images: types were dealt over them."
     )
+    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
     return make_table(f"{suite.shift_title} by type: {title}, {other} minus {PAPERS_RULE}", caption, columns, values)
 
 
@@ -246,23 +227,24 @@ SCORED = {
 }
 
 
-def _every_score(
-    suite: SuiteResults, numbers: Numbers, columns: Sequence[tuple[Column, str | tuple[str, ...], str]]
-) -> tuple[list[Column], dict[str, list[Number]]]:
-    # A row for each method and score with numbers, and the columns with numbers; a column is on sets, by a metric.
-    rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in known_scores(suite)}
-    kept = []
-    for column, sets, metric in columns:
-        by_score = {
-            score: numbers(On(sets, metric.format(score), score if "{}" not in metric else ""), 100)
-            for score in known_scores(suite)
+def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers, columns: Sequence[Column]) -> Table:
+    # A row for each method and score; a metric such as "recall, {}" has the score in its name.
+    scores, kept = known_scores(suite), []
+    rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
+    for column in columns:
+        metric = column.on.metric
+        found = {
+            f"{method}, {score}": one
+            for score in scores
+            for method, one in numbers(
+                On(column.on.sets, metric.format(score), "" if "{}" in metric else score), 100
+            ).items()
         }
-        if any(one is not None for found in by_score.values() for one in found.values()):
+        if any(found.values()):
             kept.append(column)
-            for score, found in by_score.items():
-                for method, one in found.items():
-                    rows[f"{method}, {score}"].append(one)
-    return kept, {name: row for name, row in rows.items() if any(number is not None for number in row)}
+            for name, row in rows.items():
+                row.append(found[name])
+    return make_table(title, caption, kept, {name: row for name, row in rows.items() if any(row)})
 
 
 def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
@@ -284,13 +266,12 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
 
 
-def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table | None:
-    columns, values = _every_score(suite, numbers, [(column, one.name, name) for name, column in SCORED.items()])
+def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
     caption = (
         "In %: AUPR with test data (in) or outliers (out) as the positive class; FPR95 of outliers that pass where 95 % of the test "
         "data do, or (out) of test data refused where 95 % of the outliers are."
     )
-    return make_table(f"{one.title}: every method by every score", caption, columns, values)
+    return _every_score(f"{one.title}: every method by every score", caption, suite, numbers, on_set(one.name, SCORED))
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
@@ -300,14 +281,15 @@ OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in",
 
 
 def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
-    wanted = []
+    columns: list[Column] = []
     shown: list[SetInfo] = []
     for kind, listed in NEAR_AND_FAR.get(suite.name, {}).items():
         sets = [suite.sets[name] for name in listed if name in suite.sets]
         group, names = f"{kind}: {', '.join(one.title for one in sets)}", tuple(one.name for one in sets)
-        wanted += [(replace(SCORED[key], name=name, group=group), names, key) for key, name in OPENOOD_METRICS.items()]
+        columns += [
+            replace(SCORED[key], name=name, group=group, on=On(names, key)) for key, name in OPENOOD_METRICS.items()
+        ]
         shown += sets
-    columns, values = _every_score(suite, numbers, wanted)
     counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
     caption = (
         f"In %. {runs_words(suite.runs)} Means over sets, as in OpenOOD (Zhang et al., 2023). FPR95: share of test data refused where "
@@ -317,7 +299,8 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"TinyImageNet's classes that are also CIFAR-10's are left out by our own list; no outliers were used to choose settings of "
         f"scores; AUPR is the average precision. Do not rank these numbers among published ones."
     )
-    return make_table(f"{suite.title}: near and far outliers, as OpenOOD shows them", caption, columns, values)
+    title = f"{suite.title}: near and far outliers, as OpenOOD shows them"
+    return _every_score(title, caption, suite, numbers, columns)
 
 
 # --- measures beyond the metrics -------------------------------------------------------------------------------------
@@ -325,14 +308,13 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
 
 def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
-    wanted = [(Column(name, better="high"), "rejection", f"{name}, {{}}") for name in named]
-    columns, values = _every_score(suite, numbers, wanted)
+    columns = [Column(name, better="high", on=On("rejection", f"{name}, {{}}")) for name in named]
     caption = (
         f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds the threshold that treats most validation "
         f"requests correctly, 3000 in scope and 100 out of it. Rejected requests count as wrong in the in-scope accuracy. Larson "
         f"et al. (EMNLP 2019, arXiv 1909.02027) report the same two numbers, with other features and networks."
     )
-    return make_table(f"{suite.title}: requests out of scope, rejected", caption, columns, values)
+    return _every_score(f"{suite.title}: requests out of scope, rejected", caption, suite, numbers, columns)
 
 
 def _measured(suite: SuiteResults, measure: str) -> dict[str, tuple[Record, ...]]:
@@ -424,36 +406,32 @@ def _range(given: Iterable[Any]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-BASES = (("fit", "s", "LLLA"), ("predict", "s", "MAP"), ("memory", "MB", "MAP"))
-"""Costs, their units, and the method of the ratios: MAP fits nothing."""
-
-MEGABYTE = 1e6
+COSTS = (
+    ("fit", "s", "fit_seconds", 1.0, "LLLA"),
+    ("predict", "s", "predict_seconds", 1.0, "MAP"),
+    ("memory", "MB", "bytes", 1e-6, "MAP"),
+)
+"""Each cost: its heading, unit, entry and factor, and the method of the ratios. MAP fits nothing."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:
-    here = {
-        row["method"]: (row["fit_seconds"], row["predict_seconds"], row["bytes"] / MEGABYTE)
-        for row in suite.cost["rows"]
-    }
-    if not here:
-        return None
+    here = {row["method"]: row for row in suite.cost["rows"]}
     columns: list[Column] = []
     values: dict[str, list[Number]] = {method: [] for method in here}
-    for index, (group, unit, base) in enumerate(BASES):
+    for index, (group, unit, entry, factor, base) in enumerate(COSTS):
         ratio = f"\N{MULTIPLICATION SIGN} {base}"
         columns += [Column(name, group=group, digits=2) for name in (unit, ratio, f"paper {ratio}")]
+        ours = {method: None if row[entry] is None else factor * row[entry] for method, row in here.items()}
+        paper = {method: costs[index] for method, costs in paper_numbers.COST.items()}
         for method, row in values.items():
-            row += [here[method][index], *(_ratio(costs, method, base, index) for costs in (here, paper_numbers.COST))]
+            row += [ours[method], *(_ratio(costs.get(method), costs.get(base)) for costs in (ours, paper))]
     settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
         f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
         f"fits nothing. Paper: the same ratios in the paper's table ({paper_numbers.COST_SETTING}). Memory: what prediction needs."
     )
-    return make_table(f"{suite.title}: cost", caption, columns, values)
+    return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
 
 
-def _ratio(costs: Mapping[str, tuple[float | None, float, float]], method: str, base: str, index: int) -> float | None:
-    if method not in costs or base not in costs:
-        return None
-    mine, other = costs[method][index], costs[base][index]
-    return mine / other if mine is not None and other else None
+def _ratio(mine: float | None, base: float | None) -> float | None:
+    return mine / base if mine is not None and base else None

@@ -243,56 +243,19 @@ def as_html(table: Table) -> str:
     return text
 
 
-LONG = 40
-"""Rows from which a table may break over pages."""
-
-SPECIAL = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "\N{GREEK SMALL LETTER LAMDA}": r"$\lambda$",
-    }
-)
-"""Characters that LaTeX reads as commands, or that its text fonts lack."""
-
-
 def escape_latex(text: str) -> str:
-    """Return the text with everything that LaTeX reads as a command made harmless; the sign of a negative number becomes a minus."""
-    return re.sub(r"^-(?=\d)", "$-$", text.translate(SPECIAL))
+    """Return the text for LaTeX, without backslashes, tildes and carets; the sign of a negative number becomes a minus."""
+    plain = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\~^]", " ", text))
+    return re.sub(r"^-(?=\d)", "$-$", plain)
 
 
 def as_latex(table: Table) -> str:
-    """Return a booktabs table with its caption, shrunk to the width of the line, or a longtable that breaks over pages."""
-    long = len(table.texts) > LONG
+    """Return a table for a document with booktabs; it may break over pages with longtable."""
     text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
         column_format="l" + "r" * len(table.columns),
-        longtable=long,
         escape=False,
+        longtable=True,
         multicolumn_format="c",
         caption=f"{escape_latex(table.title)}. {escape_latex(table.caption)}",
-        position=None if long else "htbp",
     )
-    if long:
-        return text
-    text = text.replace(r"\begin{tabular}", "\\begin{adjustbox}{max width=\\linewidth}\n\\begin{tabular}", 1)
-    return text.replace(r"\end{tabular}", "\\end{tabular}\n\\end{adjustbox}", 1)
-
-
-def latex_document(sections: Sequence[tuple[str, Sequence[Table]]], words: str) -> str:
-    """Return a complete document that compiles, from words at its beginning and the title and tables of each section."""
-    lines = [
-        r"\documentclass{article}",
-        r"\usepackage[T1]{fontenc}",
-        r"\usepackage{adjustbox,booktabs,longtable,multirow,textcomp}",
-        r"\usepackage[margin=2cm]{geometry}",
-        r"\begin{document}",
-        r"\footnotesize",
-        escape_latex(words),
-    ]
-    for title, tables in sections:
-        lines += [rf"\section*{{{escape_latex(title)}}}", ""]
-        # Each on its own page at the latest: LaTeX keeps only a few floats waiting.
-        lines += [part for table in tables for part in (as_latex(table), r"\clearpage", "")]
-    return "\n".join([*lines, r"\end{document}", ""])
+    return text

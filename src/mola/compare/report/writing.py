@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mola.compare.report.reading import SuiteResults
 from mola.compare.report.single_run_tables import FEW, detail_table, evaluation_tables
 from mola.compare.report.style import Drawn, Planned, render
 from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import as_markdown, latex_document
+from mola.compare.report.tables import as_latex, as_markdown
 from mola.errors import OptionError
 
 Progress = Callable[[str, float], None]
@@ -28,60 +29,26 @@ Progress = Callable[[str, float], None]
 def _quiet(doing: str, done: float) -> None: ...
 
 
-def _write(
-    directory: Path,
-    figures: Mapping[str, Planned],
-    texts: Callable[[dict[str, Drawn]], Mapping[str, str]],
-    progress: Progress,
-) -> Path:
-    # `texts` makes the texts by file name from the figures.
-    pictures, drawn = directory / "figures", {}
-    try:
-        pictures.mkdir(parents=True, exist_ok=True)
-        for index, (name, planned) in enumerate(figures.items()):
-            progress(f"drawing {name}", index / len(figures))
-            drawn[name] = render(name, planned)
-            drawn[name].write(pictures)
-        for name, text in texts(drawn).items():
-            (directory / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(
-            f"cannot write the report to {directory} ({error.strerror}): make room, or choose another output folder."
-        ) from error
-    progress("done", 1.0)
-    return directory / "index.html"
-
-
-def _as_json(numbers: dict[str, Any]) -> str:
-    return json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
-
-
 def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet) -> Path:
     """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
-
-    def texts(figures: dict[str, Drawn]) -> dict[str, str]:
-        return {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
-
-    return _write(directory, demo_figures(result), texts, progress)
+    with _named(directory):
+        figures = _draw(demo_figures(result), directory, progress)
+        texts = {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
+        return _write(texts, directory)
 
 
 def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
 ) -> Path:
     """Write `index.html`, `numbers.json`, `tables.md`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
-
-    def texts(figures: dict[str, Drawn]) -> dict[str, str]:
-        lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
-        tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
-        lines += ["", *[as_markdown(table) for table in tables if table is not None]]
-        lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
-        return {
-            "numbers.json": _as_json(numbers),
-            "tables.md": "\n".join(lines),
-            "index.html": evaluation_page(comparison, list(figures.values())),
-        }
-
-    return _write(directory, evaluation_figures(comparison), texts, progress)
+    tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
+    lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
+    lines += ["", *[as_markdown(table) for table in tables if table is not None]]
+    lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
+    with _named(directory):
+        figures = _draw(evaluation_figures(comparison), directory, progress)
+        page = evaluation_page(comparison, list(figures.values()))
+        return _write({"numbers.json": _as_json(numbers), "tables.md": "\n".join(lines), "index.html": page}, directory)
 
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = _quiet) -> Path:
@@ -95,29 +62,23 @@ def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Prog
     Returns:
         Path of the page.
     """
-    planned = {suite.name: suite_figures(suite) for suite in suites}
-
-    def texts(drawn: dict[str, Drawn]) -> dict[str, str]:
+    named = {(suite.name, name): one for suite in suites for name, one in suite_figures(suite).items()}
+    files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in named}
+    with _named(directory):
+        drawn = _draw({files[key]: one for key, one in named.items()}, directory, progress)
         reports = [
             SuiteReport(
-                suite, suite_tables(suite), {one: drawn[_file_name(suite.name, one)] for one in planned[suite.name]}
+                suite, suite_tables(suite), {key[1]: drawn[files[key]] for key in named if key[0] == suite.name}
             )
             for suite in suites
         ]
-        made_by = f"Made by `mola report {' '.join(planned)}` with mola {mola.__version__}, from stored results alone."
-        sections = [(report.suite.title, list(report.tables.values())) for report in reports]
-        return {
+        made_by = f"Made by `mola report {' '.join(suite.name for suite in suites)}` with mola {mola.__version__}."
+        texts = {
             "tables.md": "\n".join([LEADS, "", *(line for report in reports for line in _markdown(report))]),
-            "tables.tex": latex_document(sections, LEADS),
+            "tables.tex": "\n".join(as_latex(table) for report in reports for table in report.tables.values()),
             "index.html": suites_page(reports, made_by),
         }
-
-    figures = {_file_name(suite, name): one for suite, found in planned.items() for name, one in found.items()}
-    return _write(directory, figures, texts, progress)
-
-
-def _file_name(suite: str, name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in f"{suite}-{name}")
+        return _write(texts, directory)
 
 
 def _markdown(report: SuiteReport) -> list[str]:
@@ -129,3 +90,34 @@ def _markdown(report: SuiteReport) -> list[str]:
     for figure in report.figures.values():
         lines += [f"![{figure.title}](figures/{figure.name}.svg)", ""]
     return [*lines, *[f"* {note}" for note in suite.notes], ""]
+
+
+def _draw(figures: Mapping[str, Planned], directory: Path, progress: Progress) -> dict[str, Drawn]:
+    folder, drawn = directory / "figures", {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, (name, planned) in enumerate(figures.items()):
+        progress(f"drawing {name}", index / len(figures))
+        drawn[name] = render(name, planned)
+        drawn[name].write(folder)
+    progress("done", 1.0)
+    return drawn
+
+
+def _write(texts: Mapping[str, str], directory: Path) -> Path:
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return directory / "index.html"
+
+
+def _as_json(numbers: dict[str, Any]) -> str:
+    return json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(
+            f"cannot write the report to {directory} ({error.strerror}): make room, or choose another output folder."
+        ) from error
