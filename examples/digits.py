@@ -64,15 +64,7 @@ def main() -> None:
         "MoLA, tuned for NLL": by_loss,
     }
     test_images, test_labels = test_set.tensors
-    print(f"{'500 test digits':22}{'accuracy %':>12}{'NLL':>8}{'ECE %':>8}{'confidence %':>14}")
-    for name, method in methods.items():
-        prediction = method.predict(test_loader)
-        print(
-            f"{name:22}{100 * metrics.accuracy(prediction.probs, test_labels):12.1f}"
-            f"{metrics.negative_log_likelihood(prediction.probs, test_labels):8.3f}"
-            f"{100 * metrics.expected_calibration_error(prediction.probs, test_labels):8.1f}"
-            f"{100 * prediction.confidence.mean():14.1f}"
-        )
+    print(mola.evaluate(methods, test_loader))
 
     # Most rotated digits are unreadable: confidence should fall with accuracy, and partly does.
     rotated = [rotate(test_images, angle) for angle in ANGLES]

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
-LOADING = {"script", "link", "img", "iframe", "object", "base"}
+LOADING = {"script", "link", "iframe", "object", "base"}
 
 
 class Page(HTMLParser):

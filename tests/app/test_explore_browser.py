@@ -205,13 +205,3 @@ def test_a_phone_shows_all_of_it(page):
     assert outside == []
     bottom = "return [document.querySelector('.confidence').getBoundingClientRect().bottom, innerHeight]"
     assert abs(np.subtract(*page.run(bottom))) <= 1  # in sight while a slider is moved
-    page.run("document.querySelector('canvas').scrollIntoView({block: 'center'})")
-    box = page.run(
-        "const b = document.querySelector('canvas').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
-    )
-    scrolled = page.run("return scrollY")
-    for kind, share in (("touchStart", 0.1), ("touchMove", 0.5), ("touchMove", 0.9), ("touchEnd", None)):
-        points = [] if share is None else [{"x": box[0] + box[2] / 2, "y": box[1] + box[3] * share}]
-        page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-    page.shows(page.explorer.subject.sight.fit(page.drawn()))
-    assert page.run("return scrollY") == scrolled  # drawing does not scroll the page

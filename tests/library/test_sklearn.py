@@ -1,6 +1,5 @@
 """The scikit-learn estimators: scikit-learn's own checks, and what they promise beyond them."""
 
-import pickle
 import warnings
 
 import numpy as np
@@ -9,8 +8,7 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, make_blobs
 from sklearn.metrics import log_loss, roc_auc_score
-from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
-from sklearn.pipeline import make_pipeline
+from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -92,8 +90,6 @@ def test_scaling_by_distance_is_taken_over():
     assert float(far.distance.median()) > float(near.distance.median())
     without = posterior.with_distance_exponent(0.0)(torch.from_numpy((30 * rows - model.mean_) / model.scale_))
     assert float(far.confidence.mean()) < float(without.amax(1).mean()) - 0.1
-    again = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(again.predict_proba(rows), model.predict_proba(rows))
 
 
 @pytest.mark.parametrize(
@@ -130,20 +126,14 @@ def test_units_offsets_and_constant_features_have_no_effect():
     assert constant.scale_[-1] == 1.0
 
 
-def test_pipelines_searches_and_copies():
+def test_searches_and_seeds():
     rows, labels = blobs(90)
-    scores = cross_val_score(make_pipeline(StandardScaler(), quick()), rows, labels, cv=3, scoring="neg_log_loss")
-    assert scores.min() > -np.log(3)
-    search = GridSearchCV(quick(), {"hidden": [(4,), (16,)], "members": [1, 2]}, cv=2, scoring="neg_log_loss")
-    search.fit(rows, labels)
+    search = GridSearchCV(quick(), {"members": [1, 2]}, cv=2, scoring="neg_log_loss").fit(rows, labels)
     best = search.best_estimator_
-    again = pickle.loads(pickle.dumps(best))
-    np.testing.assert_array_equal(again.predict_proba(rows), best.predict_proba(rows))
-    twin = clone(best).fit(rows, labels)
-    np.testing.assert_array_equal(twin.predict_proba(rows), best.predict_proba(rows))
-    assert not np.array_equal(
-        clone(best).set_params(random_state=1).fit(rows, labels).predict_proba(rows), best.predict_proba(rows)
-    )
+    assert search.best_score_ > -np.log(3)
+    np.testing.assert_array_equal(clone(best).fit(rows, labels).predict_proba(rows), best.predict_proba(rows))
+    other = clone(best).set_params(random_state=1).fit(rows, labels)
+    assert not np.array_equal(other.predict_proba(rows), best.predict_proba(rows))
 
 
 def test_sensible_on_a_real_table_and_aware_of_what_is_none():
@@ -199,12 +189,8 @@ def test_several_targets_keep_their_axis(diabetes):
     assert np.corrcoef(mean[:, 0], mean[:, 1])[0, 1] < -0.9
 
 
-def test_the_same_seed_gives_the_same_bits_and_settings_are_kept(diabetes):
-    train, test, targets, _ = diabetes
-    one, other = quick_regressor().fit(train, targets), clone(quick_regressor()).fit(train, targets)
-    assert np.array_equal(one.predict(test), other.predict(test))
-    assert one.ood_score(test).shape == (len(test),)
-    assert cross_val_score(quick_regressor(rule="evidence"), train, targets, cv=3).mean() > 0.2
+def test_fixed_noise_is_kept(diabetes):
+    train, _, targets, _ = diabetes
     assert float(quick_regressor(noise=50.0).fit(train, targets).posterior_.noise[0]) == 50.0
 
 

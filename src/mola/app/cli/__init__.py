@@ -64,11 +64,13 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection, selective prediction.
 
-    Start with `mola demo`, or with checkpoints of your own:
+    Start with `mola demo`, or train networks on digits (or use your own), fit and evaluate:
 
-        mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
+        mola train digits
 
-        mola evaluate posterior --test mnist:report --ood fashion-mnist:test
+        mola fit networks/digits/*.safetensors --network mlp --train digits:train --val digits:val
+
+        mola evaluate posterior --test digits:test
 
     Several processes share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
