@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import DistributedSampler, Subset
 
 from mola.errors import OptionError, warn
 
@@ -42,8 +42,6 @@ class Team:
                 "torch.distributed.init_process_group first."
             )
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise OptionError("this process is not in the process group: make the team only in processes of the group.")
         self._group = group
         if self.size > 1 and "gloo" not in dist.get_backend_config(group):
             # Objects and sums travel through main memory, which NCCL cannot read.
@@ -69,7 +67,7 @@ class Team:
         return self.rank == 0
 
     def shard(self, data: Any) -> Any:
-        """Return this process's shard of a dataset, list or sequential DataLoader; see `mola.distributed.shard`."""
+        """Return this process's shard of a dataset or list; see `mola.distributed.shard`."""
         return shard(data, self.rank, self.size)
 
     def collect(self, document: Any) -> list[Any]:
@@ -131,18 +129,12 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     Args:
         backend: backend of torch.distributed; None is gloo, plus NCCL with GPUs, with the process's own GPU as current device.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():
         yield Team()
         return
-    if size == "1":
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield Team.single()
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise OptionError(
-            f"WORLD_SIZE is {size}, but the environment lacks {' and '.join(missing)}. Start the script with torchrun."
-        )
     if torch.cuda.is_available() and backend != "gloo":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
@@ -158,61 +150,33 @@ def shard(data: Any, rank: int, size: int) -> Any:
     be counted twice. A part may be empty.
 
     Args:
-        data: a dataset with `len` and indices, a list (of data or of batches), a tensor or array, or a DataLoader that reads
-            such a dataset from start to end.
+        data: a dataset with `len` and indices, a list (of data or of batches), a tensor or an array.
         rank: rank of this process, from 0.
         size: number of processes.
 
     Returns:
-        A slice of a list, tensor or array; a `Subset` of a dataset; a DataLoader for a DataLoader.
+        A slice of a list, tensor or array; a `Subset` of a dataset.
     """
     if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
         raise OptionError(f"expected a rank from 0 to size - 1, got rank {rank!r} of size {size!r}.")
-    if isinstance(data, DataLoader):
-        return _shard_loader(data, rank, size)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+    divisible = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, (tuple, Mapping, str)) or not divisible:
         raise OptionError(
-            "expected a dataset, got a pair of tensors: shard torch.utils.data.TensorDataset(inputs, labels)."
-        )
-    if isinstance(data, (Mapping, str)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise OptionError(
-            f"expected a dataset with len() and indices, a list or a DataLoader, got {type(data).__name__}. Divide a stream at "
-            f"its source, or by itertools.islice(stream, rank, None, size) if every rank reads it in the same order."
+            f"expected a dataset with len() and indices, or a list of batches, got {type(data).__name__}. Shard the dataset of a "
+            "DataLoader: DataLoader(team.shard(dataset), batch_size=...). Make two tensors a "
+            "TensorDataset(inputs, labels). Divide a stream at its source, or by itertools.islice(stream, rank, None, size)."
         )
     part = range(len(data) * rank // size, len(data) * (rank + 1) // size)
-    if isinstance(data, (list, tuple, range, Tensor, np.ndarray)):
+    if isinstance(data, (list, range, Tensor, np.ndarray)):
         return data[part.start : part.stop]
     return Subset(data, part)
-
-
-def _shard_loader(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[Any]:
-    problem = None
-    if isinstance(loader.dataset, IterableDataset):
-        problem = "it reads a stream"
-    elif type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) is not SequentialSampler:
-        problem = f"it samples by {type(loader.sampler).__name__}, and each process would draw its own order"
-    elif loader.drop_last:
-        problem = "drop_last would drop data on every rank"
-    if problem is not None:
-        raise OptionError(
-            f"this DataLoader cannot be divided: {problem}. Divide its dataset: DataLoader(mola.distributed.shard(dataset, rank, "
-            f"size), batch_size=...); fitting needs no shuffling."
-        )
-    kept = ["batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
-    kept += ["multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"]
-    return DataLoader(shard(loader.dataset, rank, size), **{name: getattr(loader, name) for name in kept})
 
 
 def check_sampler(loader: Any) -> None:
     """Warn if the loader's DistributedSampler gives some data to two processes, or to none."""
     sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
-        return
-    count, size = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
-    uneven = count % size
-    if uneven:
-        effect = f"drops {uneven}" if sampler.drop_last else f"repeats {size - uneven}"
+    if isinstance(sampler, DistributedSampler) and len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
         warn(
-            f"the loader's DistributedSampler {effect} of {count} data to make {size} equal parts. mola needs no equal parts: use "
-            f"mola.distributed.shard(dataset, rank, size), which gives each datum to exactly one process."
+            "the loader's DistributedSampler drops or repeats data to make equal parts. mola needs no equal parts: use "
+            "team.shard(dataset), which gives each datum to exactly one process."
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from mola.distributed import Team, check_sampler, join, shard
 from mola.errors import MolaWarning, OptionError
@@ -25,10 +25,7 @@ def process(rank, path):
     check_rows(team)
     check_documents(team)
     pair = dist.new_group([0, 2])
-    if rank == 1:
-        with pytest.raises(OptionError, match="not in the process group"):
-            Team(pair)
-    else:
+    if rank != 1:
         inner = Team(pair)
         assert (inner.rank, inner.size) == (rank // 2, 2)
         assert inner.collect(rank) == [0, 2]
@@ -107,10 +104,6 @@ def test_one_process_without_torchrun(monkeypatch):
         assert team.gather(torch.ones(2, 1)).shape == (2, 1)
     with pytest.raises(OptionError, match=r"no process group.*torchrun"):
         Team()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(OptionError, match=r"WORLD_SIZE is 2.*MASTER_ADDR.*torchrun"), join():
-        pass
 
 
 class Squares(Dataset):
@@ -119,11 +112,6 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([float(index)] * 3), index % 4
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield 1
 
 
 class TestShard:
@@ -136,25 +124,16 @@ class TestShard:
             assert joined == list(range(count))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
-    def test_loaders_keep_their_settings(self):
-        parts = [shard(DataLoader(Squares(), batch_size=3), rank, 2) for rank in range(2)]
-        assert all(part.batch_size == 3 for part in parts)
-        assert torch.cat([y for part in parts for _, y in part]).tolist() == [index % 4 for index in range(11)]
-
-    @pytest.mark.parametrize(
-        ("whole", "words"),
-        [
-            (DataLoader(Squares(), batch_size=3, shuffle=True), r"RandomSampler.*shard\(dataset"),
-            (DataLoader(Squares(), batch_size=3, drop_last=True), "drop_last"),
-            (DataLoader(Endless()), "stream"),
-            ((torch.ones(2, 3), torch.ones(2)), "TensorDataset"),
+    def test_what_cannot_be_divided(self):
+        pair = torch.ones(2, 3), torch.ones(2)
+        for whole, words in (
+            (DataLoader(Squares(), batch_size=3), "Shard the dataset"),
+            (pair, "TensorDataset"),
             (iter([1]), r"list_iterator.*islice"),
             ({"a": 1}, "got dict"),
-        ],
-    )
-    def test_what_cannot_be_divided(self, whole, words):
-        with pytest.raises(OptionError, match=words):
-            shard(whole, 0, 2)
+        ):
+            with pytest.raises(OptionError, match=words):
+                shard(whole, 0, 2)
 
     @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0), ("0", 2)])
     def test_ranks(self, rank, size):
@@ -163,6 +142,6 @@ class TestShard:
 
     def test_samplers_that_repeat_data(self):
         sampler = DistributedSampler(Squares(), num_replicas=4, rank=0, shuffle=False)
-        with pytest.warns(MolaWarning, match="repeats 1 of 11 data"):
+        with pytest.warns(MolaWarning, match="repeats data"):
             check_sampler(DataLoader(Squares(), sampler=sampler))
         check_sampler(DataLoader(Squares(), sampler=DistributedSampler(Squares(), num_replicas=11, rank=0)))
