@@ -82,19 +82,6 @@ def compiled(body, head):
     return network
 
 
-def compiled_in_place(body, head):
-    torch.compiler.reset()
-    network = nn.Sequential(body, head)
-    network.compile(backend="eager")
-    network(X)
-    return network
-
-
-def compiled_body(body, head):
-    torch.compiler.reset()
-    return nn.Sequential(torch.compile(body, backend="eager"), head)
-
-
 GOOD = {
     "plain": lambda body, head: nn.Sequential(body, head),
     "nested": nested,
@@ -102,20 +89,15 @@ GOOD = {
     "called after": wrapped(called_after),
     "called by keyword": wrapped(lambda self, x: self.head(input=self.body(x))),
     "registered twice": registered_twice,
-    "Identity after": lambda body, head: nn.Sequential(body, head, nn.Identity()),
     "Dropout after": lambda body, head: nn.Sequential(body, head, nn.Dropout(0.5)).train(),
-    "view of the same shape": wrapped(lambda self, x: self.head(self.body(x)).view(-1, 3)),
     "flatten of the same shape": wrapped(lambda self, x: self.head(self.body(x)).flatten(1)),
-    "detach": wrapped(lambda self, x: self.head(self.body(x)).detach()),
     "logits in an object": wrapped(lambda self, x: SimpleNamespace(logits=self.head(self.body(x)), hidden_states=(x,))),
-    "logits in a mapping": wrapped(lambda self, x: {"logits": self.head(self.body(x))}),
     "user hooks": with_active_hooks,
-    "fx": lambda body, head: torch.fx.symbolic_trace(nn.Sequential(body, head)),
     "DataParallel on the CPU": lambda body, head: nn.DataParallel(nn.Sequential(body, head)),
     "scripted body": lambda body, head: nn.Sequential(torch.jit.trace(body, X), head),
+    "torch.compile": compiled,
     "gradients on": wrapped(torch.enable_grad()(lambda self, x: self.head(self.body(x)))),
 }
-COMPILED = {"torch.compile": compiled, "module.compile": compiled_in_place, "compiled body": compiled_body}
 
 
 HEADS = {
@@ -125,14 +107,14 @@ HEADS = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
     "frozen": lambda: nn.Linear(4, 3).requires_grad_(False),
 }
-CASES = [(network, "Linear") for network in (*GOOD, *COMPILED)] + [("plain", head) for head in list(HEADS)[1:]]
+CASES = [(network, "Linear") for network in GOOD] + [("plain", head) for head in list(HEADS)[1:]]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_head_is_found_and_captured_in_every_pass(case):
     body, layer = make_body(), HEADS[case[1]]()
-    network = (GOOD | COMPILED)[case[0]](body, layer).double()
+    network = GOOD[case[0]](body, layer).double()
     with unchanged(network), evaluating(network):
         head = find_head(network, X)
         assert head.layer is layer
@@ -164,17 +146,6 @@ class CosineLinear(nn.Linear):
         return functional.linear(functional.normalize(x), functional.normalize(self.weight), self.bias)
 
 
-class LowRankLinear(nn.Linear):
-    """As adapters do it: more than weight times input."""
-
-    def forward(self, x):
-        return super().forward(x) + x.sum(1, keepdim=True)
-
-
-def half_head(body, head):
-    return Wrap(lambda self, x: self.head(self.body(x).float()).double(), body, head.float())
-
-
 def scaled_by_a_hook(body, head):
     head.register_forward_hook(lambda _, args, out: 2 * out)
     return nn.Sequential(body, head)
@@ -200,7 +171,6 @@ BAD = {
     "scaled by a hook": (scaled_by_a_hook, rf"{LAYER}.*weight times its input.*plain output of {LAYER}"),
     "activation": (lambda b, h: nn.Sequential(b, h, nn.ReLU()), rf"{LAYER}.*returns the output of {LAYER}"),
     "copied": (wrapped(lambda s, x: s.head(s.body(x)).clone()), r"'head'.*copies.*returns the output of 'head'"),
-    "converted": (half_head, r"'head'.*converts.*returns the output of 'head'"),
     "two of three classes": (wrapped(lambda s, x: s.head(s.body(x))[:, :2]), r"'head'.*\(12, 3\).*\(12, 2\).*returns the output of"),
     "reshaped": (wrapped(lambda s, x: s.head(s.body(x)).view(-1, 6)), r"\(12, 3\).*returns shape \(6, 6\).*returns the output of"),
     "two heads": (two_heads, r"'auxiliary'.*\(12, 6\): the outputs of several heads.*returns the output of 'auxiliary'"),
@@ -209,7 +179,6 @@ BAD = {
     "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network in an nn.Linear"),
     "head by function": (wrapped(functional_head), r"no nn.Linear.*End the network in an nn.Linear"),
     "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus bias"),
-    "adapter in the head": (lambda b, h: nn.Sequential(b, LowRankLinear(4, 3)), r"'1'.*weight times its input plus bias"),
     "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*logits=lambda"),
     "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of 'body\.0'"),
 }  # fmt: skip
@@ -228,13 +197,6 @@ def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
         network.get_submodule(advice.group(1)).register_forward_hook(lambda _, args, output: given.append(output))
         advised = Wrap(lambda self, x: (self.network(x), given[-1])[1], None, None, network=network)
         assert find_head(advised, X).name == f"network.{advice.group(1)}"
-
-
-def test_a_square_of_logits_that_is_transposed_is_not_the_heads_output():
-    """Same memory, same shape: only the strides differ."""
-    network = wrapped(lambda s, x: s.head(s.body(x)).T)(make_body(), nn.Linear(4, 3))
-    with pytest.raises(HeadError, match=r"'head' gives shape \(3, 3\).*returns the output of 'head'"):
-        find_head(network, X[:3])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
@@ -264,7 +226,7 @@ def test_a_wrong_name_is_refused(name):
         find_head(network, X, name)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_in_the_pass_leaves_no_hook(kind):
     network = nn.Sequential(make_body(), nn.Linear(4, 3), nn.Identity())
     head = find_head(network, X)
@@ -292,7 +254,7 @@ def test_a_network_that_stops_returning_its_heads_output_is_noticed():
 # --- a single output, heads at every position, threads, traces ------------------------------------------------------------
 
 
-SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 0], "view": lambda out: out.view(-1)}
+SQUEEZED = {"squeeze": lambda out: out.squeeze(1), "column": lambda out: out[:, 0]}
 
 
 @pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN], ids=lambda one: one.name)

