@@ -45,8 +45,8 @@ def posterior(networks, structure="kron", likelihood="categorical", link="probit
     return MoLA(fitted.components, link, weights, options.get("tuning"), options.get("scaling"))
 
 
-def three():
-    return [plain(0), plain(1, width=6), plain(2, width=3)]
+def three(outputs=3):
+    return [plain(0, outputs=outputs), plain(1, 6, outputs), plain(2, 3, outputs)]
 
 
 def assert_same(first, second):
@@ -59,11 +59,8 @@ def assert_same(first, second):
         assert (one.network, one.head, one.likelihood) == (two.network, two.head, two.likelihood)
         assert one.layer.structure == two.layer.structure
         left, right = one.layer.sums, two.layer.sums
-        assert (left.count, left.log_likelihood, [*sorted(left.tensors)]) == (
-            right.count,
-            right.log_likelihood,
-            [*sorted(right.tensors)],
-        )
+        assert (left.count, left.log_likelihood) == (right.count, right.log_likelihood)
+        assert left.tensors.keys() == right.tensors.keys()
         assert all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
         assert torch.equal(one.layer.weights, two.layer.weights)
     seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
@@ -74,57 +71,12 @@ def assert_same(first, second):
 
 STRUCTURES = [Kron(), KronExact(), KronDiag(), Diag(), Full(), Kron(running_average=0.9)]
 LINKS = [
-    Probit(),
     CentredProbit(),
     MeanField(),
     Bridge(),
     Bridge(normalised=True),
     MonteCarlo(samples=7, over="weights", seed=5),
 ]
-ROUND_TRIPS = [(structure, Probit(), "uniform") for structure in STRUCTURES]
-ROUND_TRIPS += [(Kron(), link, [0.1, 0.2, 0.7]) for link in LINKS] + [(Kron(), Probit(), "evidence")]
-
-
-@pytest.mark.parametrize(("structure", "link", "weights"), ROUND_TRIPS, ids=str)
-def test_a_posterior_comes_back_bit_for_bit(structure, link, weights, tmp_path):
-    networks = three()
-    saved = posterior(networks, structure, link=link, weights=weights)
-    folder = save_posterior(saved, tmp_path / "deep" / "folder")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    loaded = load_posterior(str(folder), networks)
-    assert_same(loaded, saved)
-    assert loaded.save(folder) == folder
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
-
-
-TARGETS = 3 + 2 * X[:, :2]
-LIKELIHOODS = {
-    "bernoulli": (Bernoulli(), 3, (X[:, :3] > 0).double()),
-    "regression": (Gaussian(location=[3.0, 3.0], scale=2.0), 2, TARGETS),
-    "given noise": (Gaussian(noise=[0.5, 0.25]), 2, TARGETS),
-    "heteroscedastic": (Gaussian(heteroscedastic=True, order="interleaved"), 4, TARGETS),
-}
-
-
-@pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_every_likelihood_comes_back(name, structure, tmp_path):
-    likelihood, outputs, labels = LIKELIHOODS[name]
-    networks = [plain(seed, outputs=outputs) for seed in range(2)]
-    saved = posterior(networks, structure, likelihood, labels=labels)
-    assert_same(load_posterior(save_posterior(saved, tmp_path), networks), saved)
-
-
-@pytest.mark.parametrize("options", [{"labels": None}, {"distances": False}, {"labels": None, "distances": False}])
-def test_a_posterior_without_labels_or_distances_comes_back(options, tmp_path):
-    networks = three()
-    saved = posterior(networks, **options)
-    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
-    assert_same(loaded, saved)
-    assert loaded.has_distances == options.get("distances", True)
-
-
 REFERENCE = Reference(
     (FeatureScale(1.5, 2.5),) * 3, ((0.1, 1.0), (-2.0, 0.5), (0.3, 1 / 3)), energies=(-1.0, -2.0, -1 / 3)
 )
@@ -143,13 +95,42 @@ def tuned():
     return {"tuning": tuning, "scaling": LogitScaling(0.7, 0.25, 2.0, 1.25, REFERENCE)}
 
 
-def test_tuning_and_scaling_come_back(tmp_path):
-    networks = three()
-    saved = posterior(networks, weights=[0.2, 0.3, 0.5], **tuned())
-    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
+TARGETS = 3 + 2 * X[:, :2]
+LIKELIHOODS = {
+    "bernoulli": (Bernoulli(), 3, (X[:, :3] > 0).double()),
+    "regression": (Gaussian(location=[3.0, 3.0], scale=2.0), 2, TARGETS),
+    "given noise": (Gaussian(noise=[0.5, 0.25]), 2, TARGETS),
+    "heteroscedastic": (Gaussian(heteroscedastic=True, order="interleaved"), 4, TARGETS),
+}
+ROUND_TRIPS = {
+    **{f"{structure}": {"structure": structure} for structure in STRUCTURES},
+    **{f"{link}": {"link": link, "weights": [0.1, 0.2, 0.7]} for link in LINKS},
+    "evidence": {"weights": "evidence"},
+    "no labels": {"labels": None},
+    "no distances": {"distances": False},
+    "tuned": {"weights": [0.2, 0.3, 0.5], **tuned()},
+    **{
+        f"{name}, {structure}": {"structure": structure, "likelihood": likelihood, "outputs": outputs, "labels": labels}
+        for structure in STRUCTURES[:5]
+        for name, (likelihood, outputs, labels) in LIKELIHOODS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_posterior_comes_back_bit_for_bit(name, tmp_path):
+    options = dict(ROUND_TRIPS[name])
+    networks = three(options.pop("outputs", 3))
+    saved = posterior(networks, **options)
+    folder = save_posterior(saved, tmp_path / "deep" / "folder")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    loaded = load_posterior(str(folder), networks)
     assert_same(loaded, saved)
-    assert_close(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score, "float64")
     assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
+    assert_close(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score, "float64")
+    assert loaded.save(folder) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
@@ -203,18 +184,14 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
             load_posterior(tmp_path, order)
 
 
-def changed(place, by=1e-15):
-    def change(network):
-        network[place].weight.data[1, 2] += by
-        return network
-
-    return change
+def changed(network):
+    network[2].weight.data[1, 2] += 1e-15
+    return network
 
 
 OTHERS = {
     "another seed": (lambda _: plain(9), "weights differ"),
-    "head, by one part in 1e15": (changed(2), "weights differ"),
-    "body": (changed(0, 1e-3), "weights differ"),
+    "head, by one part in 1e15": (changed, "weights differ"),
     "another precision": (lambda network: network.float(), "weights differ.*precision"),
     "another number of classes": (lambda _: plain(outputs=5), "5 outputs and 5 features.*3 and 5"),
     "another width": (lambda _: plain(width=6), "3 outputs and 7 features.*3 and 5"),
