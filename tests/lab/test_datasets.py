@@ -12,7 +12,7 @@ from PIL import Image
 
 from mola.errors import DataError, OptionError
 from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
-from mola.lab.data.cifar10_c import load_cifar10_c
+from mola.lab.data.cifar10_c import find_cifar10_c, load_cifar10_c, load_cifar10h
 from mola.lab.data.images import NORMALISATIONS, Images, normalisation, split_validation
 from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
 from tests.closeness import assert_close
@@ -67,8 +67,7 @@ def spoil(path, how):
 # --- one format after the other ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("place", ["{}/raw", "{}"])
+@pytest.mark.parametrize(("place", "packed"), [("{}/raw", True), ("{}", False)])
 @pytest.mark.parametrize("name", MNIST_LIKE)
 def test_idx_files_are_read_where_torchvision_leaves_them(tmp_path, name, place, packed):
     pixels, labels = grey(7), np.arange(7, dtype=np.uint8)
@@ -76,11 +75,10 @@ def test_idx_files_are_read_where_torchvision_leaves_them(tmp_path, name, place,
     holds(load_images(name, "test", tmp_path), pixels[:, None], labels)
 
 
-@pytest.mark.parametrize(("part", "first"), [("letters", 1), ("digits", 0)])
-def test_emnist_is_upright(tmp_path, part, first):
+def test_emnist_is_upright(tmp_path):
     pixels, classes = grey(3), [0, 4, 9]
-    write_idx(tmp_path / "EMNIST" / "raw", f"emnist-{part}-test", pixels, np.array(classes, np.uint8) + first)
-    holds(load_images(f"emnist-{part}", "test", tmp_path), pixels.transpose(0, 2, 1)[:, None], classes)
+    write_idx(tmp_path / "EMNIST" / "raw", "emnist-letters-test", pixels, np.array(classes, np.uint8) + 1)
+    holds(load_images("emnist-letters", "test", tmp_path), pixels.transpose(0, 2, 1)[:, None], classes)
 
 
 def test_notmnist_is_read_from_the_published_images_without_the_empty_files(tmp_path):
@@ -158,32 +156,44 @@ def test_arrays_of_something_else_are_refused(tmp_path, arrays, words):
 
 def test_cifar10_c_has_its_severities_one_after_the_other(tmp_path):
     pixels, labels = colour(20), np.tile(RANDOM.integers(0, 10, 4), 5)
-    (tmp_path / "CIFAR-10-C").mkdir()
-    path = tmp_path / "CIFAR-10-C" / "fog.npy"
-    np.save(path, pixels.transpose(0, 2, 3, 1))
-    np.save(path.with_name("labels.npy"), labels)
+    folder = tmp_path / "CIFAR-10-C"
+    folder.mkdir()
+    np.save(folder / "fog.npy", pixels.transpose(0, 2, 3, 1))
+    np.save(folder / "labels.npy", labels)
+    assert find_cifar10_c(["fog"], tmp_path) == folder
+    assert find_cifar10_c(["fog", "snow"], tmp_path) is None
     for severity in range(1, 6):
         rows = slice(4 * severity - 4, 4 * severity)
-        holds(load_cifar10_c("fog", severity, tmp_path), pixels[rows], labels[rows])
-    with pytest.raises(DataError, match=r"(?s)snow is not in.*CIFAR-10-C/snow.npy.*zenodo.*md5 56bf"):
-        load_cifar10_c("snow", 1, tmp_path)
+        holds(load_cifar10_c(folder, "fog", severity), pixels[rows], labels[rows])
     for content, words in ((colour(11).transpose(0, 2, 3, 1), r"\(11, 32, 32, 3\)"), (np.zeros((20, 3)), "integers")):
-        np.save(path, content)
+        np.save(folder / "fog.npy", content)
         with pytest.raises(DataError, match=words):
-            load_cifar10_c("fog", 1, tmp_path)
-    spoil(path, "cut")
+            load_cifar10_c(folder, "fog", 1)
+    spoil(folder / "fog.npy", "cut")
     with pytest.raises(DataError, match=r"not a complete \.npy"):
-        load_cifar10_c("fog", 1, tmp_path)
+        load_cifar10_c(folder, "fog", 1)
+
+
+def test_peoples_labels_must_agree_with_the_test_labels(tmp_path):
+    labels = torch.arange(40) % 10
+    counts = torch.nn.functional.one_hot(labels, 10).numpy() * 50
+    assert load_cifar10h(labels, tmp_path) is None
+    (tmp_path / "cifar10h").mkdir()
+    np.save(tmp_path / "cifar10h" / "counts.npy", counts)
+    assert torch.equal(load_cifar10h(labels, tmp_path).argmax(1), labels)
+    for wrong in (counts[::-1], counts[1:], counts * 0):
+        np.save(tmp_path / "cifar10h" / "counts.npy", wrong)
+        with pytest.raises(DataError, match="counts"):
+            load_cifar10h(labels, tmp_path)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped", "page"])
-@pytest.mark.parametrize("which", ["images-idx3", "labels-idx1"])
-def test_broken_gzip_files_are_named(tmp_path, which, how):
+def test_broken_gzip_files_are_named(tmp_path, how):
     write_idx(tmp_path / "MNIST", "t10k", grey(30), RANDOM.integers(0, 10, 30).astype(np.uint8))
-    path = tmp_path / "MNIST" / f"t10k-{which}-ubyte.gz"
+    path = tmp_path / "MNIST" / "t10k-images-idx3-ubyte.gz"
     spoil(path, how)
     with pytest.raises(DataError, match=rf"(?s){path.name}.*(not a gzip|not an idx file).*download it again"):
         load_images("mnist", "test", tmp_path)
@@ -208,13 +218,14 @@ def test_idx_files_are_checked(tmp_path, content, words):
         load_images("mnist", "test", tmp_path)
 
 
-def test_labels_out_of_range_are_refused(tmp_path):
-    write_idx(tmp_path / "MNIST", "t10k", grey(2), np.array([0, 10], np.uint8))
-    with pytest.raises(DataError, match="labels from 0 to 10, expected 0 to 9"):
-        load_images("mnist", "test", tmp_path)
-    write_idx(tmp_path, "emnist-letters-test", grey(2), np.array([0, 26], np.uint8))
-    with pytest.raises(DataError, match="labels from -1 to 25, expected 0 to 25"):
-        load_images("emnist-letters", "test", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "prefix", "labels", "words"),
+    [("mnist", "t10k", [0, 10], "from 0 to 10"), ("emnist-letters", "emnist-letters-test", [0, 26], "from -1 to 25")],
+)
+def test_labels_out_of_range_are_refused(tmp_path, name, prefix, labels, words):
+    write_idx(tmp_path / name.partition("-")[0], prefix, grey(2), np.array(labels, np.uint8))
+    with pytest.raises(DataError, match=words):
+        load_images(name, "test", tmp_path)
 
 
 # --- the data directory ----------------------------------------------------------------------------------------------------
@@ -260,7 +271,6 @@ def test_even_parts_reach_from_the_first_to_the_last():
         assert len(places) == count
         assert count < 2 or places.diff().max() - places.diff().min() <= 1
     assert images.part([3, 1]).pixels.flatten().tolist() == [3, 1]
-    assert len(images.part([])) == 0
     assert images.part(slice(2)).labels.tolist() == [0, 1]
     assert images.part(images.labels > 97).labels.tolist() == [98, 99]
 
@@ -301,22 +311,14 @@ def test_normalisation_refuses_what_does_not_fit():
 def test_flip_and_crop_gives_every_shift_and_both_mirrors_alike(dtype):
     """Each result is exactly one of the 2 x 5 x 5 shifted images, all equally often; the generator decides."""
     image = torch.randint(1, 255, (2, 6, 7), dtype=torch.uint8).to(dtype)
-    count, padding = 5000, 2
-    many, state = image.expand(count, -1, -1, -1), torch.get_rng_state()
-    results, again = (flip_and_crop(many, torch.Generator().manual_seed(3), padding) for _ in range(2))
+    many = image.expand(5000, -1, -1, -1)
+    results, again = (flip_and_crop(many, torch.Generator().manual_seed(3), 2) for _ in range(2))
     assert torch.equal(results, again)
-    assert torch.equal(torch.get_rng_state(), state)
     assert results.dtype == dtype
-    padded = torch.nn.functional.pad(image, [padding] * 4)
-    seen = 0
-    for top in range(2 * padding + 1):
-        for left in range(2 * padding + 1):
-            crop = padded[:, top : top + 6, left : left + 7]
-            for candidate in (crop, crop.flip(2)):
-                same = int((results == candidate).flatten(1).all(1).sum())
-                assert 60 < same < 145  # 100 expected; four and a half standard deviations
-                seen += same
-    assert seen == count
+    crops = torch.nn.functional.pad(image, [2] * 4).unfold(1, 6, 1).unfold(2, 7, 1).permute(1, 2, 0, 3, 4).flatten(0, 1)
+    counts = [int((results == one).flatten(1).all(1).sum()) for one in (*crops, *crops.flip(3))]
+    assert sum(counts) == 5000
+    assert 60 < min(counts) <= max(counts) < 145  # 100 expected; four and a half standard deviations
 
 
 @pytest.mark.parametrize("angle", [*range(0, 181, 15), 7.3, 200, 270, 359.5, -33])
@@ -351,33 +353,27 @@ def test_grey_images_become_what_openood_makes_of_them(shape):
 
 @pytest.mark.real_data
 @pytest.mark.parametrize(
-    ("name", "split", "count", "mean", "std", "first"),
+    ("name", "split", "count", "mean", "first"),
     [
-        ("mnist", "train", 60_000, [0.1307], [0.3081], [5, 0, 4, 1, 9]),  # the well-known statistics
-        ("mnist", "test", 10_000, [0.1325], [0.3105], [7, 2, 1, 0, 4]),
-        ("fashion-mnist", "test", 10_000, [0.2868], [0.3524], [9, 2, 1, 1, 6]),
-        ("kmnist", "test", 10_000, [0.1846], None, [2, 9, 3, 8, 3]),
-        ("emnist-letters", "test", 20_800, [0.1722], [0.3309], [0, 0, 0, 0, 0]),
-        ("notmnist", "test", 10_000, [0.4266], None, None),
-        ("cifar10", "train", 50_000, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616], [6, 9, 9, 4, 1]),
-        ("cifar10", "test", 10_000, None, None, [3, 8, 8, 0, 6]),
-        ("cifar100", "test", 5_000, None, None, [0, 0, 0, 0, 0]),
-        ("svhn", "test", 10_000, None, None, [5, 2, 1, 0, 6]),
-        ("tinyimagenet", "test", 5_000, None, None, [0, 0, 0, 0, 0]),
+        ("mnist", "train", 60_000, [0.1307], [5, 0, 4, 1, 9]),  # the well-known statistics
+        ("mnist", "test", 10_000, [0.1325], [7, 2, 1, 0, 4]),
+        ("fashion-mnist", "test", 10_000, [0.2868], [9, 2, 1, 1, 6]),
+        ("kmnist", "test", 10_000, [0.1846], [2, 9, 3, 8, 3]),
+        ("emnist-letters", "test", 20_800, [0.1722], [0, 0, 0, 0, 0]),
+        ("notmnist", "test", 10_000, [0.4266], None),
+        ("cifar10", "train", 50_000, [0.4914, 0.4822, 0.4465], [6, 9, 9, 4, 1]),
+        ("cifar10", "test", 10_000, None, [3, 8, 8, 0, 6]),
+        ("cifar100", "test", 5_000, None, [0, 0, 0, 0, 0]),
+        ("svhn", "test", 10_000, None, [5, 2, 1, 0, 6]),
+        ("tinyimagenet", "test", 5_000, None, [0, 0, 0, 0, 0]),
     ],
 )
-def test_the_real_sets_are_what_they_are_known_to_be(unpacked, name, split, count, mean, std, first):
+def test_the_real_sets_are_what_they_are_known_to_be(unpacked, name, split, count, mean, first):
     images = load_images(name, split, unpacked)
     assert len(images) == count
-    if name not in ("notmnist", "cifar100", "svhn", "tinyimagenet"):  # parts of the published sets
-        assert count == DATASETS[name].splits[split].count
-    for channel in range(len(mean or ())):
-        values = images.pixels[:, channel].float().div(255)
-        assert float(values.mean()) == pytest.approx(mean[channel], abs=1e-4)
-        if std is not None:
-            assert float(values.std()) == pytest.approx(std[channel], abs=1e-4)
-    if first is not None:
-        assert images.labels[:5].tolist() == first
+    if mean is not None:
+        assert images.pixels.double().mean((0, 2, 3)).div(255).tolist() == pytest.approx(mean, abs=1e-4)
+    assert first is None or images.labels[:5].tolist() == first
     assert images.labels.unique().tolist() == list(range(DATASETS[name].classes))
     if name not in ("mnist", "svhn"):
         assert images.labels.bincount().unique().numel() == 1  # balanced

@@ -28,7 +28,7 @@ def save(image, path):
 
 @pytest.fixture
 def pets(tmp_path):
-    """Nine pictures of 6 x 5 pixels in three classes, saved in no order."""
+    """Eight pictures of 6 x 5 pixels in three classes, saved in no order."""
     names = [
         "cat/b.png",
         "ant/2.PNG",
@@ -49,16 +49,7 @@ def pets(tmp_path):
 def test_classes_and_images_are_in_the_order_of_their_names(pets):
     root, arrays = pets
     opened = open_folder(root)
-    names = [
-        "ant/1.png",
-        "ant/2.PNG",
-        "ant/3.png",
-        "bee/c.png",
-        "bee/z/deep.png",
-        "cat/a.png",
-        "cat/b.png",
-        "cat/c.png",
-    ]
+    names = sorted(arrays)
     assert [str(path.relative_to(root)) for path in opened.paths] == names
     assert opened.classes == ("ant", "bee", "cat")
     assert opened.labels.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
@@ -70,8 +61,7 @@ def test_classes_and_images_are_in_the_order_of_their_names(pets):
     assert opened.evenly(100) is opened
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("size", [1, 3, 8, 100])
+@pytest.mark.parametrize(("size", "workers"), [(1, 3), (3, 1), (8, 3), (100, 1)])
 def test_batches_hold_every_image_once_and_can_be_read_again(pets, size, workers):
     opened = open_folder(pets[0])
     expected = opened.load()
@@ -87,63 +77,50 @@ def test_batches_hold_every_image_once_and_can_be_read_again(pets, size, workers
     assert torch.equal(inputs, normalise(expected.pixels))
 
 
-def torchvision_size(width, height, size):
-    """Its rule for the shorter side, as documented."""
-    if width <= height:
-        return size, int(size * height / width)
-    return int(size * width / height), size
-
-
 @pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (31, 47), (40, 40), (100, 13), (7, 9)])
 def test_resize_and_crop_are_torchvisions(tmp_path, width, height):
     image = picture(width, height)
     save(image, tmp_path / "a" / "x.png")
     result = open_folder(tmp_path, Preparation(resize=20, crop=16)).load().pixels[0]
-    resized = image.resize(torchvision_size(width, height, 20), Image.Resampling.BILINEAR)
+    size = (20, int(20 * height / width)) if width <= height else (int(20 * width / height), 20)
+    resized = image.resize(size, Image.Resampling.BILINEAR)
     left, top = round((resized.width - 16) / 2), round((resized.height - 16) / 2)
     expected = np.array(resized)[top : top + 16, left : left + 16].transpose(2, 0, 1)
     np.testing.assert_array_equal(result.numpy(), expected)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("damage", ["cut", "empty", "text"])
-def test_broken_images_are_named(tmp_path, damage, workers):
+def test_broken_images_are_named(tmp_path, damage):
     for index in range(5):
         save(picture(64, 64), tmp_path / "a" / f"{index}.jpg")
     path = tmp_path / "a" / "3.jpg"
     path.write_bytes({"cut": path.read_bytes()[:700], "empty": b"", "text": b"not found"}[damage])
-    reader = iter(open_folder(tmp_path).batches(2, workers=workers))
+    reader = iter(open_folder(tmp_path).batches(2))
     next(reader)  # what comes before it can be read
     with pytest.raises(mola.errors.DataError, match=r"a/3.jpg \([\d,]+ bytes\) cannot be decoded.*remove it"):
         list(reader)
 
 
 def test_folders_that_hold_nothing_are_refused(tmp_path):
-    with pytest.raises(mola.errors.DataError, match=r"none is not a folder"):
+    with pytest.raises(mola.errors.DataError, match="is not a folder"):
         open_folder(tmp_path / "none")
-    with pytest.raises(mola.errors.DataError, match=r"holds no images: expected files that end in .bmp"):
-        open_folder(tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(mola.errors.DataError, match=r"holds no images"):
-        open_folder(tmp_path)
+    for folder in (tmp_path, tmp_path / "a"):
+        with pytest.raises(mola.errors.DataError, match="holds no images"):
+            open_folder(folder)
 
 
 # --- ImageNet ------------------------------------------------------------------------------------------------------------
 
 
 def test_all_synsets_are_numbered_by_name(tmp_path):
-    image = tmp_path / "image.png"
-    save(picture(3, 3), image)
-    content = image.read_bytes()
     for number in range(1000):
-        folder = tmp_path / "imagenet" / "val" / f"n{7 * number:08}"
-        folder.mkdir(parents=True)
-        (folder / "x.png").write_bytes(content)
+        (tmp_path / "imagenet" / "val" / f"n{7 * number:08}").mkdir(parents=True)
+    for number in (3, 500, 999):
+        save(picture(3, 3), tmp_path / "imagenet" / "val" / f"n{7 * number:08}" / "x.png")
     opened = open_imagenet(tmp_path)
-    assert opened.labels.tolist() == list(range(1000))
+    assert opened.labels.tolist() == [3, 500, 999]
     assert opened.prepare == CENTRE_224
-    (tmp_path / "imagenet" / "val" / "n00000007" / "x.png").unlink()
-    assert open_imagenet(tmp_path).labels.tolist() == [0, *range(2, 1000)]
     (tmp_path / "imagenet" / "val" / "n00000007").rmdir()
     with pytest.raises(mola.errors.DataError, match=r"has 999 subfolders.*synsets.txt"):
         open_imagenet(tmp_path)
@@ -176,11 +153,10 @@ def test_imagenet_c_is_found_by_corruption_and_severity(tmp_path, between):
 # --- LSUN ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["lsun/classroom_val", "LSUN/classroom_val", "classroom_val"])
-def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path, place):
+def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path):
     image = picture(70, 40)
-    save(image, tmp_path / place / "b.png")
-    save(picture(40, 90), tmp_path / place / "c.png")
+    save(image, tmp_path / "lsun" / "classroom_val" / "b.png")
+    save(picture(40, 90), tmp_path / "lsun" / "classroom_val" / "c.png")
     images = load_images("lsun", "test", tmp_path)
     expected = np.array(image.resize((32, 32), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     np.testing.assert_array_equal(images.pixels[0].numpy(), expected)

@@ -27,29 +27,25 @@ Reader = Callable[[Sequence[Path]], Images]
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a data set.
-
-    Attributes:
-        folders: folders that may hold the files; the first is recommended.
-        files: alternative lists of names: files, plain or compressed by gzip, or a folder of images.
-        read: reads the images from the paths of one list.
-        count: number of published images; None if it is not known.
-        downloads: published files.
-    """
+    """A split of a data set."""
 
     folders: tuple[str, ...]
+    """Folders that may hold the files; the first is recommended."""
     files: tuple[tuple[str, ...], ...]
+    """Alternative lists of names: files, plain or compressed by gzip, or a folder of images."""
     read: Reader
+    """Reads the images from the paths of one list."""
     count: int | None = None
+    """Number of published images; None if it is not known."""
     downloads: tuple[Download, ...] = ()
 
     def find(self, directory: Path) -> list[Path] | None:
         """Return the paths of a complete list in the first folder that has one, or None."""
         for names in self.files:
             for place in (directory / folder for folder in self.folders):
-                paths = [_find(place / name) for name in names]
-                if None not in paths:
-                    return [path for path in paths if path is not None]
+                paths = [path for name in names if (path := _find(place / name)) is not None]
+                if len(paths) == len(names):
+                    return paths
         return None
 
 
@@ -61,23 +57,19 @@ def _find(path: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A published data set.
-
-    Attributes:
-        name: name in this catalogue.
-        title: its authors' name.
-        classes: number of classes.
-        shape: channels, height and width.
-        splits: by name, "train" and "test".
-        hint: how to obtain a set that cannot be downloaded automatically.
-    """
+    """A published data set."""
 
     name: str
+    """Name in this catalogue."""
     title: str
+    """Name given by its authors."""
     classes: int
     shape: tuple[int, int, int]
+    """Channels, height and width."""
     splits: Mapping[str, Split]
+    """Splits by name, "train" and "test"."""
     hint: str = ""
+    """How to obtain a set that cannot be downloaded automatically."""
 
     def expected(self, split: str, directory: Path) -> str:
         """Return the paths that are expected, and where the files come from."""
@@ -94,42 +86,36 @@ def _idx(prefix: str) -> tuple[str, str]:
     return f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
 
 
-def _mnist_like(name: str, title: str, pages: str, sums: Mapping[str, tuple[str, str]]) -> Dataset:
-    # MNIST and the sets with its file names: addresses of their pages, and checksums of images and labels.
-    folder, splits = title.replace("-", ""), {}
+def _mnist_like(title: str, pages: str, sums: str) -> Dataset:
+    # MNIST and the sets with its file names: addresses of their pages, and checksums of images and labels, train and test.
+    name, folder, md5 = title.lower(), title.replace("-", ""), iter(sums.split())
+    splits = {}
     for split, prefix, count in (("train", "train", 60_000), ("test", "t10k", 10_000)):
         downloads = tuple(
-            Download(tuple(f"{page}/{file}.gz" for page in pages.split()), md5, {"": f"{folder}/raw/{file}.gz"})
-            for file, md5 in zip(_idx(prefix), sums[split], strict=True)
+            Download(tuple(f"{page}/{file}.gz" for page in pages.split()), next(md5), {"": f"{folder}/raw/{file}.gz"})
+            for file in _idx(prefix)
         )
         folders = (f"{folder}/raw", folder, f"{name}/raw", name)
         splits[split] = Split(folders, (_idx(prefix),), read_idx_pair, count, downloads)
     return Dataset(name, title, 10, GREY, splits)
 
 
-EMNIST_URLS = (
-    "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
-    "https://www.itl.nist.gov/iaui/vip/cs_links/EMNIST/gzip.zip",
-)
-
-
-def _emnist(part: str, classes: int, counts: Mapping[str, int]) -> Dataset:
-    read, splits = partial(read_idx_pair, first_label=1 if part == "letters" else 0, transposed=True), {}
-    for split, count in counts.items():
-        files = _idx(f"emnist-{part}-{split}")
-        members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
-        download = Download(EMNIST_URLS, "58c8d27c78d21e728a6bc7b3cc06412e", members)
-        folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
-        splits[split] = Split(folders, (files,), read, count, (download,))
-    return Dataset(f"emnist-{part}", f"EMNIST {part}", classes, GREY, splits)
+def _emnist(split: str, count: int) -> Split:
+    files = _idx(f"emnist-letters-{split}")
+    urls = ("https://biometrics.nist.gov/cs_links/EMNIST", "https://www.itl.nist.gov/iaui/vip/cs_links/EMNIST")
+    members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
+    download = Download(tuple(f"{url}/gzip.zip" for url in urls), "58c8d27c78d21e728a6bc7b3cc06412e", members)
+    folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
+    # Columns are stored as rows, and letters from label 1 on.
+    return Split(folders, (files,), partial(read_idx_pair, first_label=1, transposed=True), count, (download,))
 
 
 def _notmnist(paths: Sequence[Path]) -> Images:
     # In MNIST's format, as public conversions have it, or the published images, some of which are empty files.
     if len(paths) == 2:
         return read_idx_pair(paths)
-    empty = frozenset(path.name for path in image_files(paths[0]) if not path.stat().st_size)
-    return open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ", without=empty).load()
+    folder = open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ")
+    return folder.part([place for place, path in enumerate(folder.paths) if path.stat().st_size]).load()
 
 
 def _notmnist_split(prefix: str, size: str, count: int) -> Split:
@@ -151,8 +137,7 @@ def _cifar(title: str, classes: int, folder: str, files: Mapping[str, tuple[str,
 
 def _svhn(split: str, count: int, md5: str) -> Split:
     file = f"{split}_32x32"
-    url = f"http://ufldl.stanford.edu/housenumbers/{file}.mat"
-    downloads = (Download((url,), md5, {"": f"svhn/{file}.mat"}),)
+    downloads = (Download((f"http://ufldl.stanford.edu/housenumbers/{file}.mat",), md5, {"": f"svhn/{file}.mat"}),)
     return Split(("svhn", "SVHN", ""), ((f"{file}.mat",), (f"{file}.npz",)), read_arrays, count, downloads)
 
 
@@ -164,34 +149,30 @@ def _lsun(paths: Sequence[Path]) -> Images:
 
 _ALL = (
     _mnist_like(
-        "mnist",
         "MNIST",
         "https://ossci-datasets.s3.amazonaws.com/mnist http://yann.lecun.com/exdb/mnist",
-        {
-            "train": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432"),
-            "test": ("9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c"),
-        },
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
+        "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c",
     ),
     _mnist_like(
-        "fashion-mnist",
         "Fashion-MNIST",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-        {
-            "train": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe"),
-            "test": ("bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310"),
-        },
+        "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
+        "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310",
     ),
     _mnist_like(
-        "kmnist",
         "KMNIST",
         "http://codh.rois.ac.jp/kmnist/dataset/kmnist",
-        {
-            "train": ("bdb82020997e1d708af4cf47b453dcf7", "e144d726b3acfaa3e44228e80efcd344"),
-            "test": ("5c965bf0a639b31b8f53240b1b52f4d7", "7320c461ea6c1c855c0b718fb2a4b134"),
-        },
+        "bdb82020997e1d708af4cf47b453dcf7 e144d726b3acfaa3e44228e80efcd344 "
+        "5c965bf0a639b31b8f53240b1b52f4d7 7320c461ea6c1c855c0b718fb2a4b134",
     ),
-    _emnist("letters", 26, {"train": 124_800, "test": 20_800}),
-    _emnist("digits", 10, {"train": 240_000, "test": 40_000}),
+    Dataset(
+        "emnist-letters",
+        "EMNIST letters",
+        26,
+        GREY,
+        {"train": _emnist("train", 124_800), "test": _emnist("test", 20_800)},
+    ),
     Dataset(
         "notmnist",
         "notMNIST",
@@ -249,7 +230,7 @@ _ALL = (
 )
 
 DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in _ALL})
-"""By name. EMNIST's images are upright."""
+"""Data sets by name. EMNIST's images are upright."""
 
 
 def data_directory(given: Path | str | None = None) -> Path:
@@ -293,7 +274,7 @@ def load_images(
         DataError: files are missing or damaged; the message lists the expected paths and addresses.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
-    paths = wanted.find(root)
+    paths, where = wanted.find(root), f"{dataset.title} ({split})"
     if paths is None and download:
         try:
             if not wanted.downloads:
@@ -302,22 +283,18 @@ def load_images(
                 fetch(one, root, progress=progress)
         except DataError as error:
             raise DataError(
-                f"{dataset.title} ({split}) could not be downloaded: {error} Expected files:\n{dataset.expected(split, root)}"
+                f"{where} could not be downloaded: {error} Expected files:\n{dataset.expected(split, root)}"
             ) from error
         paths = wanted.find(root)
     if paths is None:
-        remedy = " Pass download=True (--download), or provide" if wanted.downloads else " Provide"
-        raise DataError(f"{dataset.title} ({split}) is not in {root}.{remedy}:\n{dataset.expected(split, root)}")
-    images, where = wanted.read(paths), f"{dataset.title} ({split}) in {root}"
-    shape = tuple(images.pixels.shape[1:])
-    if len(images) == 0 or shape != dataset.shape:
+        remedy = "Pass download=True (--download), or provide" if wanted.downloads else "Provide"
+        raise DataError(f"{where} is not in {root}. {remedy}:\n{dataset.expected(split, root)}")
+    images = wanted.read(paths)
+    shape, labels = tuple(images.pixels.shape[1:]), images.labels.tolist()
+    if shape != dataset.shape or not labels or min(labels) < 0 or max(labels) >= dataset.classes:
         raise DataError(
-            f"{where} holds {len(images)} images of shape {shape}, expected shape {dataset.shape} (channels, height, width): is it "
-            f"another data set?"
-        )
-    low, high = int(images.labels.min()), int(images.labels.max())
-    if low < 0 or high >= dataset.classes:
-        raise DataError(
-            f"{where} has labels from {low} to {high}, expected 0 to {dataset.classes - 1}: is it another data set?"
+            f"{where} in {root} holds {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "
+            f"{max(labels, default=0)}, expected shape {dataset.shape} (channels, height, width) and labels from 0 to "
+            f"{dataset.classes - 1}: is it another data set?"
         )
     return images

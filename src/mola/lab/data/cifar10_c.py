@@ -16,8 +16,9 @@ from torch import Tensor
 from mola.errors import DataError
 from mola.lab.corruptions.catalogue import CORRUPTIONS, SEVERITIES
 from mola.lab.data.catalogue import data_directory
-from mola.lab.data.download import FETCH_AGAIN, Download, fetch
+from mola.lab.data.download import FETCH_AGAIN, Download
 from mola.lab.data.images import Images
+from mola.lab.data.readers import open_npy
 
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
@@ -27,26 +28,18 @@ ARCHIVE = Download(
     "56bf5dcef84df0e2308c6dcbcbbd8499",
     {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CORRUPTIONS, "labels")},
 )
+"""The archive of all corruptions, 2.9 GB."""
 
 
-def load_cifar10_c(
-    corruption: str, severity: int, directory: Path | str | None = None, *, download: bool = False
-) -> Images:
-    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their order, under one corruption at severity 1 to 5.
+def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
+    """Return the folder in the data directory that has the published files of all these corruptions, or None."""
+    names = [f"{name}.npy" for name in (*corruptions, "labels")]
+    return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
 
-    The archive of all corruptions has 2.9 GB.
-    """
-    root = data_directory(directory)
-    folder = _folder(root, corruption)
-    if folder is None and download:
-        fetch(ARCHIVE, root)
-        folder = _folder(root, corruption)
-    if folder is None:
-        raise DataError(
-            f"CIFAR-10-C's {corruption} is not in {root}. Pass download=True, or provide:\n  {root / FOLDER / corruption}.npy\n"
-            f"  {root / FOLDER / 'labels.npy'}\n  from {ARCHIVE}, 2.9 GB"
-        )
-    pixels, labels = _open(folder / f"{corruption}.npy"), _open(folder / "labels.npy")
+
+def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
+    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their order, under one corruption at severity 1 to 5."""
+    pixels, labels = open_npy(folder / f"{corruption}.npy"), open_npy(folder / "labels.npy")
     count = len(labels) // len(SEVERITIES)
     if pixels.shape != (len(labels), 32, 32, 3) or labels.shape != (count * len(SEVERITIES),):
         raise DataError(
@@ -58,36 +51,11 @@ def load_cifar10_c(
     return Images(torch.from_numpy(chosen), torch.from_numpy(labels[rows].astype(np.int64)))
 
 
-def has_cifar10_c(corruptions: Sequence[str], directory: Path | str | None = None) -> bool:
-    """Return whether the published files of all these corruptions are in the data directory."""
-    root = data_directory(directory)
-    return all(_folder(root, corruption) is not None for corruption in corruptions)
-
-
-def _folder(root: Path, corruption: str) -> Path | None:
-    names = (f"{corruption}.npy", "labels.npy")
-    return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
-
-
-def _open(path: Path) -> np.ndarray:
-    # On disk: of 150 MB only the required part is read.
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(
-            f"{path} ({path.stat().st_size:,} bytes) is not a complete .npy file: {error}. {FETCH_AGAIN}"
-        ) from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "ui":
-        raise DataError(f"{path} is not an array of integers. {FETCH_AGAIN}")
-    return array
-
-
 PEOPLE = tuple(
     f"{folder}/{file}"
     for folder in ("cifar10h", "cifar-10h", "cifar-10h/data")
     for file in ("cifar10h-counts.npy", "counts.npy")
 )
-PEOPLE_PAGE = "https://github.com/jcpeterson/cifar-10h"
 LEAST_AGREEMENT = 0.95
 """Share of images on which the majority must agree with CIFAR-10's label; 99.2 % in the published file."""
 
@@ -101,16 +69,11 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
     path = next((root / place for place in PEOPLE if (root / place).is_file()), None)
     if path is None:
         return None
-    counts = torch.from_numpy(_open(path).astype(np.int64))
-    if counts.shape != (len(labels), 10) or not bool((counts.sum(1) > 0).all()) or bool((counts < 0).any()):
+    counts = torch.from_numpy(open_npy(path).astype(np.int64))
+    fits = counts.shape == (len(labels), 10) and bool((counts.sum(1) > 0).all())
+    if not fits or float((counts.argmax(1) == labels).double().mean()) < LEAST_AGREEMENT:
         raise DataError(
-            f"{path}: expected counts ({len(labels)}, 10), some for every image, got {tuple(counts.shape)}. Fetch it from "
-            f"{PEOPLE_PAGE}."
-        )
-    agreement = float((counts.argmax(1) == labels).double().mean())
-    if agreement < LEAST_AGREEMENT:
-        raise DataError(
-            f"{path}: the majority agrees with the test labels on {100 * agreement:.1f} % of the images, expected 99 %: are "
-            f"both in the published order?"
+            f"{path}: expected counts ({len(labels)}, 10) whose majority agrees with the test labels on 99 % of the images, got the "
+            f"shape {tuple(counts.shape)}. Fetch the file from https://github.com/jcpeterson/cifar-10h."
         )
     return counts

@@ -12,8 +12,9 @@ numbers follow the alphabetical order of the synsets, as for all published netwo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,24 +49,24 @@ class Preparation:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Return bytes (channels, height, width)."""
-        image = in_bytes(image).convert(self.mode)
-        if self.resize is not None:
-            from PIL import Image
+        from PIL import Image
 
-            image = image.resize(self._size(image.width, image.height), Image.Resampling.BILINEAR)
+        image = in_bytes(image).convert(self.mode)
+        width, height = image.size
+        if isinstance(self.resize, tuple):
+            height, width = self.resize
+        elif self.resize is not None:
+            # The longer side is rounded down, as torchvision does.
+            shorter = min(width, height)
+            width, height = self.resize * width // shorter, self.resize * height // shorter
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:
             left, top = (_margin(side - self.crop) for side in image.size)
             # Beyond the border of a smaller image, Pillow fills with 0.
             image = image.crop((left, top, left + self.crop, top + self.crop))
         pixels = torch.from_numpy(np.array(image))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-
-    def _size(self, width: int, height: int) -> tuple[int, int]:
-        if isinstance(self.resize, tuple):
-            return self.resize[1], self.resize[0]
-        shorter = self.resize or min(width, height)
-        # The longer side is rounded down, as torchvision does.
-        return (shorter, shorter * height // width) if width <= height else (shorter * width // height, shorter)
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
@@ -80,25 +81,21 @@ def in_bytes(image: Image.Image) -> Image.Image:
 
 
 def _margin(spare: int) -> int:
-    # Pixels cut off in front, rounded as in torchvision; negative where pixels are added.
+    # Pixels cut off in front, rounded as in torchvision; negative if pixels are added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Image files with their labels, decoded when they are read.
-
-    Attributes:
-        paths: the files.
-        labels: their classes, (n,) in int64.
-        classes: names of the classes.
-        prepare: turns a decoded image into pixels.
-    """
+    """Image files with their labels, decoded when they are read."""
 
     paths: tuple[Path, ...]
     labels: Tensor
+    """Classes (n,) in int64."""
     classes: tuple[str, ...]
+    """Names of the classes."""
     prepare: Preparation = field(default_factory=Preparation)
+    """Turns a decoded image into pixels."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -116,9 +113,9 @@ class ImageFolder:
         """Return a loader of the images in their order, for `mola.fit`, `tune` and `predict`.
 
         Args:
-            size: images in a batch; at most two batches are in memory.
+            size: images in a batch; one batch is in memory.
             normalise: turns bytes into network inputs; None leaves bytes.
-            workers: threads that decode the next batch meanwhile.
+            workers: threads that decode a batch.
         """
         return FolderBatches(self, size, normalise, workers)
 
@@ -140,31 +137,18 @@ class FolderBatches:
         return -(-len(self.folder) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        decode = partial(_decode, prepare=self.folder.prepare)
         with ThreadPoolExecutor(self.workers) as pool:
-
-            def submit(start: int) -> list[Future[Tensor]]:
-                paths = self.folder.paths[start : start + self.size]
-                return [pool.submit(_decode, path, self.folder.prepare) for path in paths]
-
-            following = submit(0)
-            try:
-                for start in range(0, len(self.folder), self.size):
-                    current, following = following, submit(start + self.size)
-                    yield self._batch(start, [future.result() for future in current])
-            finally:
-                for future in following:
-                    future.cancel()
-
-    def _batch(self, start: int, images: list[Tensor]) -> tuple[Tensor, Tensor]:
-        shapes = {tuple(image.shape) for image in images}
-        if len(shapes) > 1:
-            raise DataError(
-                f"images from {self.folder.paths[start]} on have different shapes {sorted(shapes)}: resize and crop them with a "
-                f"Preparation."
-            )
-        pixels = torch.stack(images)
-        labels = self.folder.labels[start : start + self.size]
-        return (pixels if self.normalise is None else self.normalise(pixels)), labels
+            for rows in (slice(start, start + self.size) for start in range(0, len(self.folder), self.size)):
+                images = list(pool.map(decode, self.folder.paths[rows]))
+                shapes = {tuple(image.shape) for image in images}
+                if len(shapes) > 1:
+                    raise DataError(
+                        f"images from {self.folder.paths[rows][0]} on have different shapes {sorted(shapes)}: resize and crop them "
+                        f"with a Preparation."
+                    )
+                pixels = torch.stack(images)
+                yield (pixels if self.normalise is None else self.normalise(pixels)), self.folder.labels[rows]
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -178,7 +162,6 @@ def open_folder(
     prepare: Preparation | None = None,
     *,
     classes: Sequence[str] | None = None,
-    without: frozenset[str] = frozenset(),
 ) -> ImageFolder:
     """List a folder of images, one subfolder for each class; a folder without subfolders is one class.
 
@@ -186,7 +169,6 @@ def open_folder(
         root: the folder.
         prepare: brings images to one size.
         classes: names of all classes in the order of their numbers, if some have no subfolder here.
-        without: names of files to skip.
 
     Raises:
         DataError: there is no such folder, or it holds no images.
@@ -207,7 +189,6 @@ def open_folder(
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     if not subfolders and classes is None:
         listed = [(path, 0) for path in image_files(root)]
-    listed = [(path, label) for path, label in listed if path.name not in without]
     if not listed:
         raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
     labels = torch.tensor([label for _, label in listed])

@@ -96,11 +96,8 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
     {
         # x / 255 alone: the paper's for MNIST and its outliers.
         "none": Normalisation(),
-        # The paper's: (125.3, 123.0, 113.9) / 255 and (63.0, 62.1, 66.7) / 255.
-        "cifar10": Normalisation(
-            (125.3 / 255, 123.0 / 255, 113.9 / 255),
-            (63.0 / 255, 62.1 / 255, 66.7 / 255),
-        ),
+        # The paper's.
+        "cifar10": Normalisation((125.3 / 255, 123 / 255, 113.9 / 255), (63 / 255, 62.1 / 255, 66.7 / 255)),
         "imagenet": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     }
 )

@@ -29,7 +29,6 @@ from mola.errors import DataError, importing
 from mola.lab.data.download import FETCH_AGAIN
 from mola.lab.data.images import Images
 
-UNSIGNED_BYTES = 8
 SIDE = 32
 
 
@@ -50,7 +49,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     """Read an idx file of unsigned bytes with this number of dimensions: 3 for images, 1 for labels."""
     content = read_bytes(path)
     start = 4 + 4 * dimensions
-    magic = bytes([0, 0, UNSIGNED_BYTES, dimensions])
+    magic = bytes([0, 0, 8, dimensions])
     if content[:4] != magic or len(content) < start:
         raise DataError(
             f"{path} is not an idx file of unsigned bytes with {dimensions} dimensions: expected a header of {start} bytes that "
@@ -93,23 +92,34 @@ def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
     )
 
 
+def open_npy(path: Path) -> np.ndarray:
+    """Open a NumPy array of integers on disk: only the required part of a large file is read."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path} ({path.stat().st_size:,} bytes) is not a complete .npy file: {error}. {FETCH_AGAIN}"
+        ) from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "ui":
+        raise DataError(f"{path} is not an array of integers. {FETCH_AGAIN}")
+    return array
+
+
+# SciPy and NumPy do not document their exceptions for broken files: these are what truncated and overwritten files gave.
+BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+
+
 def read_arrays(paths: Sequence[Path]) -> Images:
     """Read images (n, 3, 32, 32) from an .npz or .mat file. Without labels all are of class 0; label 10 is SVHN's digit 0."""
     (path,) = paths
     content = BytesIO(read_bytes(path))
     try:
-        pixels, given = _matlab(content) if path.name.removesuffix(".gz").endswith(".mat") else _numpy(content)
-    # The exceptions of SciPy and NumPy for broken files are not documented: these are what truncated and overwritten files gave.
-    except (
-        OSError,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-        NotImplementedError,
-        zlib.error,
-        zipfile.BadZipFile,
-    ) as error:
+        if path.name.removesuffix(".gz").endswith(".mat"):
+            pixels, given = _matlab(content)
+        else:
+            with np.load(content, allow_pickle=False) as arrays:
+                pixels, given = arrays["images"], arrays.get("labels")
+    except BROKEN as error:
         raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a complete file of image arrays: {type(error).__name__}: {error}. "
             f"{FETCH_AGAIN}"
@@ -121,11 +131,6 @@ def read_arrays(paths: Sequence[Path]) -> Images:
         )
     labels[labels == 10] = 0
     return Images(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(labels))
-
-
-def _numpy(content: BytesIO) -> tuple[np.ndarray, np.ndarray | None]:
-    with np.load(content, allow_pickle=False) as arrays:
-        return arrays["images"], arrays.get("labels")
 
 
 def _matlab(content: BytesIO) -> tuple[np.ndarray, np.ndarray]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, corrupt
-from mola.lab.data.catalogue import load_images
-from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c, load_cifar10h
+from mola.lab.data.catalogue import data_directory, load_images
+from mola.lab.data.cifar10_c import ARCHIVE, find_cifar10_c, load_cifar10_c, load_cifar10h
+from mola.lab.data.download import fetch
 from mola.lab.data.images import Images, split_validation
 from mola.lab.data.transforms import in_colour
 from mola.lab.measures import HumanLabels, Measure
@@ -33,16 +35,16 @@ OUTLIERS = {
 """The paper's three, and two more of OpenOOD's."""
 
 
-def _corrupted(images: Images, severity: int, options: DataOptions, published: bool) -> Images:
+def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
     # Every image is corrupted once, by the types in turn: image i gets type i modulo their number. `images` are the first of the test
     # set.
     types, pixels = CORRUPTION_SETS[options.corruptions], images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
-        if not published:
+        if published is None:
             pixels[rows] = corrupt(pixels[rows], corruption, severity, seed=CORRUPTION_SEED)
             continue
-        _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
+        _, test = split_validation(load_cifar10_c(published, corruption, severity))
         made = test.evenly(options.test).part(slice(0, len(images))).part(rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
@@ -52,25 +54,22 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: b
     return Images(pixels, images.labels)
 
 
-def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
-    if not has_cifar10_c(types, options.directory) and options.download:
+def _sources(options: DataOptions) -> dict[str, Source]:
+    types, root = CORRUPTION_SETS[options.corruptions], data_directory(options.directory)
+    test = test_images("cifar10", options)
+    published = find_cifar10_c(types, root)
+    if published is None and options.download:
         try:
-            load_cifar10_c(types[0], 1, options.directory, download=True)
+            fetch(ARCHIVE, root)
         except DataError as error:
             warn(f"CIFAR-10-C cannot be downloaded and is generated instead: {error}")
-    return has_cifar10_c(types, options.directory)
-
-
-def _sources(options: DataOptions) -> dict[str, Source]:
-    types = CORRUPTION_SETS[options.corruptions]
-    test = test_images("cifar10", options)
-    published = _is_published(types, options)
+        published = find_cifar10_c(types, root)
     severities = {
         f"severity {severity}": image_source(
             options,
             "cifar10",
             f"severity {severity}",
-            f"CIFAR-10-C{'' if published else ', generated,'} at severity {severity}",
+            f"CIFAR-10-C{', generated,' if published is None else ''} at severity {severity}",
             "shift",
             test,
             change=partial(_corrupted, severity=severity, options=options, published=published),
@@ -88,7 +87,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 
 
 def _measures(options: DataOptions) -> tuple[Measure, ...]:
-    # Agreement with people's labels, where CIFAR-10H is in the data directory.
+    # Agreement with people's labels, if CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
     if counts is None:
