@@ -73,7 +73,6 @@ class MoonsResult:
     """The maps cover the square from -reach to reach."""
     maps: dict[str, Array]
     """(size, size) by method; the first axis is y, upwards."""
-    prior_precision: dict[str, float]
     notes: tuple[str, ...]
 
 
@@ -86,8 +85,7 @@ class DemoResult:
     """On test digits, rotated digits, and inputs that are not digits."""
     distance: DistanceResult
     moons: MoonsResult
-    seconds: dict[str, float]
-    """Time of each part."""
+    seconds: float
     versions: dict[str, str]
     """Versions of mola, torch and Python."""
 

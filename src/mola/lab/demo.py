@@ -22,7 +22,7 @@ from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
 from mola.lab.data.transforms import ANGLES, rotate
-from mola.lab.training import Labelled, Recipe, digits_mlp, mlp, train_ensemble
+from mola.lab.training import Recipe, digits_mlp, mlp, train_ensemble
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
 
@@ -33,6 +33,9 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 SHOWN = (0, 45, 90)
 """Angles of the example digits."""
+
+NEAR = ("natural patches", "noise")
+"""Outliers in the value range of the digits."""
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
@@ -48,24 +51,10 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
         }
 
 
-def outlier_sets(test: Labelled, count: int, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Make natural patches and noise, in the value range of the digits; and the noise and the test digits, scaled far away."""
-    noise = uniform_noise(count, SIDE, seed=seed)
-    near = {"natural patches": natural_patches(count, SIDE, seed=seed), "noise": noise}
-    return near, {f"noise {TIMES}{FAR:.0f}": FAR * noise, f"digits {TIMES}{FAR:.0f}": FAR * test.inputs}
-
-
-def compare_on_digits(
-    methods: Mapping[str, MoLA],
-    networks: Sequence[nn.Module],
-    digits: Digits,
-    near: Mapping[str, Tensor],
-    far: Mapping[str, Tensor],
-) -> Comparison:
-    """Score fitted methods on the test digits, plain and rotated, and on outliers near and far."""
+def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Comparison:
+    """Score fitted methods on the test digits, plain and rotated, and on outliers."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
     turned = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
-    outliers = {**near, **far}
 
     def answer(method: MoLA, name: str, inputs: Tensor) -> Answer:
         if name in turned and name != TEST:
@@ -76,15 +65,9 @@ def compare_on_digits(
         return Answer(found.probs, outlier_scores(found.probs, found.logit_mean, method.weights, own))
 
     tallies = {
-        name: tally_set(
-            [
-                (
-                    {method: answer(one, name, inputs) for method, one in methods.items()},
-                    digits.test.labels if name in turned else None,
-                )
-            ]
-        )
-        for name, inputs in (turned | outliers).items()
+        name: tally_set([({method: answer(one, name, inputs) for method, one in methods.items()}, labels)])
+        for sets, labels in ((turned, digits.test.labels), (outliers, None))
+        for name, inputs in sets.items()
     }
     inside = tallies[TEST]
     levels = {name: float(angle) for angle, name in names.items()}
@@ -108,7 +91,7 @@ def compare_on_digits(
         for method, one in methods.items()
     ]
     leads = {name: labelled_leads(tallies[name]) for name in turned}
-    shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | dict(near)
+    shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | {name: outliers[name] for name in NEAR}
     return Comparison(
         title="digits",
         sets={one.name: one for one in sets},
@@ -117,7 +100,7 @@ def compare_on_digits(
         leads=leads | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         pictures={name: _pictures(inputs[:EXAMPLES]) for name, inputs in shown.items()},
         notes=_notes(methods),
-        made={"parameters": sum(parameter.numel() for parameter in networks[0].parameters())},
+        made={"parameters": sum(parameter.numel() for parameter in methods["MAP"].networks[0].parameters())},
     )
 
 
@@ -131,54 +114,36 @@ def _notes(methods: Mapping[str, MoLA]) -> tuple[str, ...]:
     )
 
 
-def _tuned(methods: Mapping[str, MoLA]) -> dict[str, MoLA]:
-    return {name: one for name, one in methods.items() if one.structure is not None}
-
-
 SCALES = np.logspace(0, 6, 25)
 PRECISIONS = np.logspace(-16, 4, 41)
 
 
-def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor], test: Tensor, probe: str) -> DistanceResult:
-    """Scale inputs by up to a million, and compare their confidence with the exact limit and the Theorem's bound.
+def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
+    """Scale noise and test digits by up to a million, and compare their confidence with the exact limit and the Theorem's bound."""
 
-    Args:
-        methods: methods of `demo_methods`, of networks without biases.
-        kinds: inputs to scale, by name.
-        test: in-distribution inputs.
-        probe: the kind of input that is followed over the prior precisions.
-    """
-    tuned = _tuned(methods)
-    curves = {
-        kind: {name: _curve(method, inputs) for name, method in methods.items()} for kind, inputs in kinds.items()
-    }
-    limits = {kind: {name: _limit(method, inputs) for name, method in tuned.items()} for kind, inputs in kinds.items()}
+    def limit(method: MoLA, inputs: Tensor) -> float:
+        return mean_confidence(method.far_field_limit(inputs))
+
+    def bound(method: MoLA, inputs: Tensor) -> float:
+        return float(method.confidence_bound(inputs).mean())
+
+    def curve(method: MoLA, inputs: Tensor) -> Array:
+        return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
+
+    tuned = {name: method for name, method in methods.items() if method.structure is not None}
     # With a distance exponent the bound differs for each input, and falls to 1/C with the limit.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
-    bounds = {kind: {name: _bound(method, inputs) for name, method in even.items()} for kind, inputs in kinds.items()}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
         scales=SCALES,
-        curves=curves,
-        limits=limits,
-        bounds=bounds,
+        curves={kind: {name: curve(one, x) for name, one in methods.items()} for kind, x in kinds.items()},
+        limits={kind: {name: limit(one, x) for name, one in tuned.items()} for kind, x in kinds.items()},
+        bounds={kind: {name: bound(one, x) for name, one in even.items()} for kind, x in kinds.items()},
         precisions=PRECISIONS,
-        test_confidence=np.array([mean_confidence(posterior(test)) for posterior in at]),
-        limit=np.array([_limit(posterior, kinds[probe]) for posterior in at]),
-        bound=np.array([_bound(posterior, kinds[probe]) for posterior in at]),
+        test_confidence=np.array([mean_confidence(posterior(kinds[TEST])) for posterior in at]),
+        limit=np.array([limit(posterior, kinds["noise"]) for posterior in at]),
+        bound=np.array([bound(posterior, kinds["noise"]) for posterior in at]),
     )
-
-
-def _curve(method: MoLA, inputs: Tensor) -> Array:
-    return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
-
-
-def _limit(method: MoLA, inputs: Tensor) -> float:
-    return mean_confidence(method.far_field_limit(inputs))
-
-
-def _bound(method: MoLA, inputs: Tensor) -> float:
-    return float(torch.mean(method.confidence_bound(inputs)))
 
 
 POINTS = 200
@@ -190,9 +155,8 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
     """Train an ensemble on two moons, fit and tune, and map each method's confidence far beyond the data."""
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
-    build = partial(
-        mlp, 2, (64, 64), 2
-    )  # with biases: without, the predicted class is constant along a ray from the origin
+    # Without biases, the predicted class would be constant along a ray from the origin.
+    build = partial(mlp, 2, (64, 64), 2)
     networks = train_ensemble(build, data, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
     methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
@@ -207,7 +171,6 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
         labels=data.labels.numpy(),
         reach=REACH,
         maps=maps,
-        prior_precision={name: posterior.prior_precision[0] for name, posterior in _tuned(methods).items()},
         notes=_notes(methods),
     )
 
@@ -226,38 +189,30 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
         settings: seed and sizes.
         progress: called with the current step and the share of the work that is done.
     """
-    seconds: dict[str, float] = {}
+
+    def during(words: str, begin: float, end: float, epochs: int) -> Callable[[int, int], None]:
+        def on_epoch(member: int, epoch: int) -> None:
+            progress(words, begin + (end - begin) * (member + epoch / epochs) / settings.members)
+
+        return on_epoch
+
+    start, seed, members = time.perf_counter(), settings.seed, settings.members
     progress("reading the data", 0.0)
     with one_thread():
-        with _timed(seconds, "train"):
-            digits = load_digits(settings.seed)
-            near, far = outlier_sets(digits.test, settings.outliers, settings.seed)
-
-            def trained(member: int, epoch: int) -> None:
-                done = (member + epoch / settings.epochs) / settings.members
-                progress(f"training network {member + 1} of {settings.members}", TRAINED * done)
-
-            recipe = Recipe(epochs=settings.epochs)
-            networks = train_ensemble(
-                digits_mlp, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
-            )
-        with _timed(seconds, "fit, tune and score"):
-            progress("fitting, tuning and scoring", TRAINED)
-            methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
-            on_digits = compare_on_digits(methods, networks, digits, near, far)
-        with _timed(seconds, "walk away from the data"):
-            progress("walking away from the data", FITTED)
-            kinds = {"noise": near["noise"], "test digits": digits.test.inputs}
-            distance = walk_away(methods, kinds, digits.test.inputs, probe="noise")
-        with _timed(seconds, "two moons"):
-
-            def mapped(member: int, epoch: int) -> None:
-                done = (member + epoch / settings.moons_epochs) / settings.members
-                progress("mapping two moons", WALKED + (MAPPED - WALKED) * done)
-
-            moons = map_moons(settings, mapped)
+        digits = load_digits(seed)
+        recipe, trained = Recipe(epochs=settings.epochs), during("training networks", 0.0, TRAINED, settings.epochs)
+        networks = train_ensemble(digits_mlp, digits.train, recipe, members=members, seed=seed, on_epoch=trained)
+        progress("fitting, tuning and scoring", TRAINED)
+        methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
+        made = [make(settings.outliers, SIDE, seed=seed) for make in (natural_patches, uniform_noise)]
+        near = dict(zip(NEAR, made, strict=True))
+        far = {f"noise {TIMES}{FAR:.0f}": FAR * near["noise"], f"digits {TIMES}{FAR:.0f}": FAR * digits.test.inputs}
+        comparison = compare_on_digits(methods, digits, near | far)
+        progress("walking away from the data", FITTED)
+        distance = walk_away(methods, {"noise": near["noise"], TEST: digits.test.inputs})
+        moons = map_moons(settings, during("mapping two moons", WALKED, MAPPED, settings.moons_epochs))
     versions = {"mola": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
-    return DemoResult(settings, on_digits, distance, moons, seconds, versions)
+    return DemoResult(settings, comparison, distance, moons, time.perf_counter() - start, versions)
 
 
 @contextmanager
@@ -269,10 +224,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[part] = time.perf_counter() - start
