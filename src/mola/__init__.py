@@ -1,4 +1,4 @@
-"""Mixtures of Laplace approximations: calibrated uncertainty for trained PyTorch networks, after the fact."""
+"""Mixtures of Laplace approximations: calibrated uncertainty for PyTorch networks that are already trained."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ _LAZY = {"MolaClassifier": "mola.sklearn", "MolaRegressor": "mola.sklearn", "eva
 
 
 def __getattr__(name: str) -> object:
-    # Imported on first use: what needs more than the core.
+    # Modules that need more than the core are imported on first use.
     if name in _MODULES:
         return importlib.import_module(f"mola.{name}")
     if name in _LAZY:

@@ -1,4 +1,4 @@
-"""The `mola` command, also as `python -m mola`."""
+"""The `mola` command, which `python -m mola` also runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mola.errors import MolaError, MolaWarning
 
 
 def main() -> None:
-    """Run the command line. An expected error is one line on stderr and exit code 1, not a traceback."""
+    """Run the command line. An expected error prints one line to stderr, without a traceback, and exits with code 1."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app
@@ -20,13 +20,13 @@ def main() -> None:
         sys.stderr.write(f"mola: {error}\n")
         sys.exit(1)
     except OSError as error:
-        # A full disk, a folder without permission.
+        # For example, the disk is full or the folder is not writable.
         if error.filename is None and error.strerror is None:
             raise
         place = "" if error.filename is None else f" ({error.filename})"
-        sys.stderr.write(f"mola: {error.strerror}{place}. Files that were finished before are kept.\n")
+        sys.stderr.write(f"mola: {error.strerror}{place}. Files that were already complete are kept.\n")
         sys.exit(1)
-    except KeyboardInterrupt:  # before a command began
+    except KeyboardInterrupt:  # interrupted before a command began
         sys.exit(130)
 
 
@@ -38,7 +38,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    # Warnings of this library are shown without file name and line of code.
+    # Show the library's own warnings without the file name and the line of code.
     if issubclass(category, MolaWarning):
         from mola.app.options import in_flags
 

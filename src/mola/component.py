@@ -1,4 +1,4 @@
-"""One network of a mixture: the Laplace approximation of its last layer, at one prior precision.
+"""One component of a mixture: a network, and the Laplace approximation of its last layer at one prior precision.
 
 Without a Laplace approximation, a component is a member of a plain ensemble.
 """
@@ -19,15 +19,15 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer without its prior: the result of one pass over the training data."""
+    """The Laplace approximation of a last layer, without its prior, from one pass over the training data."""
 
     structure: Structure
     sums: Sums
     weights: Tensor
-    """Trained weights (C, P) in float64, the posterior's mean; the bias is the last column."""
+    """Trained weights (C, P) in float64, which are the posterior's mean. The bias is the last column."""
     curvature: Curvature
     distance: ClassDistance | None
-    """Distances from the training classes; None if they were not summed."""
+    """Distances from the training classes, or None if the fit did not compute them."""
 
     @staticmethod
     def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
@@ -37,7 +37,7 @@ class LastLayer:
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
 
     def to(self, device: torch.device) -> LastLayer:
-        """Move to another device."""
+        """Return the same approximation on another device."""
         distance = None if self.distance is None else self.distance.to(device)
         return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
 
@@ -46,11 +46,11 @@ class Component(nn.Module):
     """One network with a Laplace approximation of its last layer at one prior precision.
 
     Args:
-        network: the trained network, shared and never changed.
-        head: its last linear layer; None in a plain ensemble.
-        layer: its Laplace approximation; None in a plain ensemble.
-        prior_precision: lambda.
-        likelihood: meaning of the outputs.
+        network: the trained network, which is shared and never modified.
+        head: the network's last linear layer, or None in a plain ensemble.
+        layer: the Laplace approximation of that layer, or None in a plain ensemble.
+        prior_precision: the prior precision lambda.
+        likelihood: the likelihood of the network's outputs.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Component(nn.Module):
         self.prior_precision: float = check_precision(prior_precision)
 
     def at(self, prior_precision: float) -> Component:
-        """Return the same network at another prior precision."""
+        """Return the component at a different prior precision."""
         return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
 
     def noise_scaled(self, factor: float) -> Component:
-        """Return the same regression network with its noise multiplied by a factor."""
+        """Return the component of a regression with its noise multiplied by a factor."""
         layer, likelihood = self.layer, self.likelihood
         if layer is None or factor == 1:
             return self
@@ -83,7 +83,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """Return the same network and sums under a likelihood with different settings, such as a different noise level."""
+        """Return the component under a likelihood with different settings, such as a different noise level."""
         layer = self.layer
         if layer is not None:
             curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
@@ -91,42 +91,42 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Move the last layer to a device and return it: the user may have moved the network."""
+        """Move the last layer to a device and return it, because the user may have moved the network."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer
 
     def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
-        """Return the spread of the logits at features (n, P); None without a Laplace approximation."""
+        """Return the spread of the logits at features (n, P), or None without a Laplace approximation."""
         layer = self.on(phi.device)
         if layer is None:
             return None
         return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
 
     def require_layer(self, what: str) -> LastLayer:
-        """Return the Laplace approximation, or raise `OptionError` naming what needs it."""
+        """Return the Laplace approximation, or raise an `OptionError` that names the operation that needs it."""
         if self.layer is None:
             raise OptionError(
-                f"{what} needs a Laplace approximation, and a plain ensemble has none. Use mola.fit(networks, train_loader)."
+                f"{what} needs a Laplace approximation, but a plain ensemble has none. Use mola.fit(networks, train_loader)."
             )
         return self.layer
 
     def log_evidence(self, precision: Tensor) -> Tensor:
-        r"""Return the log marginal likelihood of the training labels at a prior precision; differentiable in it.
+        r"""Return the log marginal likelihood of the training labels, differentiable in the prior precision.
 
         .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
         """
         layer = self.require_layer("the log evidence")
         log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
         if log_likelihood is None:
-            raise OptionError("the log evidence needs training labels: fit with batches of (inputs, labels).")
+            raise OptionError("the log evidence needs training labels. Fit with batches of (inputs, labels).")
         precision = precision.to(layer.weights)
         prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
         return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:
-    """Return one value for each of `count` components, from one for all or one for each."""
+    """Return one value for each of `count` components, from a single value or a sequence of `count` values."""
     single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)

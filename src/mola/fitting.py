@@ -1,4 +1,4 @@
-"""Make a posterior: fit it, or take the networks alone."""
+"""Functions that make a posterior: `fit`, and `ensemble` for networks without a Laplace approximation."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
 Logits: TypeAlias = "Callable[[Any], Tensor]"
-"""From a network's output to its logits."""
+"""A function from a network's output to its logits."""
 
 
 def as_networks(
     networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
 ) -> list[nn.Module]:
-    """Return one network or several as a list, without the wrapper of torch.compile; warn of the same network twice.
+    """Return the networks as a list, without the wrapper of torch.compile, and warn if a network occurs twice.
 
     Args:
-        networks: one or several.
-        logits: picks the logits from a network's output, one for all networks or one for each; None: the output is the logits.
+        networks: one network or several networks.
+        logits: function that picks the logits from a network's output, or one function for each network; None if the output is the
+            logits.
     """
     given: list[Any]
     if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
-        # A Sequential can be iterated, but is one network.
+        # A Sequential is iterable, but it is one network.
         given = (
             list(networks) if isinstance(networks, nn.ModuleList) or not isinstance(networks, nn.Module) else [networks]
         )
@@ -69,12 +70,12 @@ def as_networks(
             got = f"a file name, {str(wrong[0])!r}"
             remedy = (
                 " Build the network and load its weights first: "
-                f"network.load_state_dict(torch.load({str(wrong[0])!r}, weights_only=True)). The command `mola fit` takes files."
+                f"network.load_state_dict(torch.load({str(wrong[0])!r}, weights_only=True)). The command `mola fit` accepts files."
             )
         elif wrong and isinstance(wrong[0], Mapping):
             got = "a state dict"
             remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network."
-        raise OptionError(f"networks: expected one nn.Module or a non-empty list of them, got {got}.{remedy}")
+        raise OptionError(f"networks: expected one nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}")
     for one in given:
         check_network(one)
     models = [unwrapped(one) for one in given]
@@ -82,12 +83,12 @@ def as_networks(
     if len(functions) != len(models) or not (logits is None or all(map(callable, functions))):
         raise OptionError(
             f"logits: expected a function from a network's output to its logits, such as `lambda output: output[0]`, or "
-            f"{len(models)} of them; got {logits!r}."
+            f"a list of {len(models)} such functions; got {logits!r}."
         )
     pairs = combinations(zip(models, functions, strict=True), 2)
     if any(first is second and _are_copies(one, two) for (one, first), (two, second) in pairs):
         warn(
-            "the same network is given more than once: copies always agree, so the mixture is no better than one network."
+            "the same network is given more than once. Copies always agree, so the mixture is no better than one network."
         )
     if logits is None:
         return models
@@ -124,36 +125,38 @@ def fit(
     checkpoint_every: int = 100,
     progress: bool = True,
 ) -> MoLA:
-    """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
+    """Fit a Laplace approximation to the last layer of each trained network in one pass over the training data.
 
     The data are read once; every network processes each batch. The networks are not modified.
 
     Args:
-        networks: one trained network, or K of them; architectures may differ, the number of outputs may not.
-        train_loader: any iterable of batches: `(x, y)`, `x` alone, or a mapping with the labels under "labels".
-        val_loader: validation data; if given, the posterior is tuned on them.
-        rule: how to tune: a name, or an object of `mola.rules`; None is the likelihood's default. Without validation data, None keeps
-            `prior_precision`.
+        networks: one trained network, or K networks. Their architectures may differ, but all must have the same number of outputs.
+        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels".
+        val_loader: validation data. If given, the posterior is tuned on them.
+        rule: the tuning rule, by name or as an object of `mola.rules`; None is the likelihood's default rule. Without validation
+            data, None keeps `prior_precision`.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
             `mola.likelihoods`.
-        prior_precision: lambda, one number or K, where no rule chooses it.
+        prior_precision: the prior precision lambda if no rule chooses it: one number, or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
-        logits: picks the logits from the output of a network that returns more, such as `lambda output: output[0]`; one
-            function for all networks or one for each. Pass it to `mola.load` again.
-        distances: sum C x P and P x P numbers for each network, for the distance from the training classes.
-        positions: for dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average"
-            counts each input as one datum, and a number draws that many positions of each input.
-        ignore_index: label of positions that are left out.
-        team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
-        checkpoint: folder for the sums so far: calling an interrupted fit again continues from there. Removed at the end.
-        checkpoint_every: batches between two checkpoints.
-        progress: show a progress bar on stderr, if that is a terminal.
+        head: dotted name of the last linear layer, or one name for each network; None finds the layer.
+        logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
+            network; None if the output is the logits. Pass the function to `mola.load` as well.
+        distances: also compute the sums for distances from the training classes: C x P and P x P numbers for each network.
+        positions: for dense outputs (n, C, H, W) or (n, T, C): "all" treats each position as a datum, "average"
+            treats each input as one datum, and a number draws that many positions from each input.
+        ignore_index: label of positions to leave out.
+        team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and every process
+            returns the posterior of all data.
+        checkpoint: folder for intermediate sums. An interrupted fit that is called again continues from them. The folder is removed
+            at the end.
+        checkpoint_every: number of batches between two checkpoints.
+        progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        OptionError: if an argument cannot be used; `HeadError` and `DataError` come from the networks and the loaders.
+        OptionError: if an argument is invalid. Unsuitable networks raise `HeadError`, and unsuitable batches raise `DataError`.
     """
     team = Team.single() if team is None else team
     models, likelihood = as_networks(networks, logits), as_likelihood(likelihood)
@@ -172,7 +175,8 @@ def fit(
         check_loader(val_loader, "validation loader")
         if val_loader is train_loader:
             warn(
-                "the validation data are the training data: on these, networks look better and more confident than they are."
+                "the validation data are the training data. Networks are more accurate and more confident on them than on new data, "
+                "so pass held-out data instead."
             )
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)
@@ -180,7 +184,8 @@ def fit(
         check_sampler(train_loader)
         if not chosen_structure.additive:
             raise OptionError(
-                "a running average depends on the order of the batches and cannot be shared by processes."
+                "a running average depends on the order of the batches and cannot be shared by processes. "
+                "Use running_average=None."
             )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
 
@@ -191,7 +196,7 @@ def fit(
             labels = labels.to(outputs.device)
             later = likelihood.label_sums(
                 outputs, labels
-            )  # what the log-likelihood follows from, if it is not known yet
+            )  # sums that determine the log-likelihood, if it is not known yet
             tensors |= later
             log_likelihood = 0.0 if later else float(likelihood.log_likelihood(outputs, labels).sum())
         if distances:
@@ -241,16 +246,16 @@ def fit(
             done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
             done.used_inputs += batch.used_inputs
             checkpoints.save(identity, done)
-        checkpoints.save(identity, done, last=True)  # tuning may be interrupted, too
+        checkpoints.save(identity, done, last=True)  # because tuning may also be interrupted
         totals = [sum_over_processes(one.to("cpu"), team) for one in done.sums]
         if totals[0].count == 0:
-            raise DataError("the training loader: no datum has a label.")
+            raise DataError("the training loader: no datum has a label. At least one label is needed.")
         if positions == "average" and heads[0].dense_axes:
             number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
         for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
-            fitted = likelihood.fitted(total)  # with the noise of a regression, which follows from the sums
+            fitted = likelihood.fitted(total)  # includes the noise of a regression, which follows from the sums
             solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
             components.append(Component(network, one, solved, precision, fitted))
     if likelihood.classification:
@@ -269,7 +274,8 @@ def _find_heads(
     likelihood: Likelihood,
     team: Team,
 ) -> tuple[list[Head], Iterator[Any]]:
-    # The heads, from one watched pass over the first batch, and all batches. A rank without data takes the heads of the others.
+    # Return the heads, found by watching one pass over the first batch, and all batches. A rank without data copies the heads from
+    # another rank.
     if team.size == 1:
         first, batches = peek(loader, "training loader")
     else:
@@ -296,7 +302,7 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
     """Add up the sums of all processes."""
     if team.size == 1:
         return own
-    # A rank without data has no sums, and takes the shapes from the others.
+    # A rank without data has no sums, so it takes the shapes from the other ranks.
     shapes: dict[str, list[int]] = {}
     for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
         shapes |= known
@@ -311,14 +317,14 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
 
 
 def _warn_of_empty_classes(sums: Sums) -> None:
-    # Without labels, counts are of predicted classes: a class that is never predicted may still have data.
+    # Without labels, the sums count predicted classes, and a class that is never predicted may still have data.
     counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
     if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
-            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}): distances from them are "
-            "unknown. Are these the data that the networks were trained on?"
+            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}), so distances from them are "
+            "unknown. Check that the networks were trained on these data."
         )
 
 
@@ -329,13 +335,13 @@ def ensemble(
     likelihood: str | Likelihood = "categorical",
     logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
-    """Make the deep ensemble of trained networks, or the plain (MAP) prediction of one network, without any data.
+    """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network, without any data.
 
     Args:
-        networks: one trained network, or K of them.
+        networks: one trained network, or K networks.
         weights: "uniform", or K numbers that sum to 1.
-        likelihood: as for `fit`.
-        logits: as for `fit`.
+        likelihood: likelihood of the outputs, as for `fit`.
+        logits: function that picks the logits from a network's output, as for `fit`.
     """
     likelihood = as_likelihood(likelihood)
     models = as_networks(networks, logits)

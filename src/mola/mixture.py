@@ -1,4 +1,4 @@
-"""A mixture of predictors: anything that maps inputs to probabilities, averaged with weights."""
+"""Mixtures of predictors: weighted averages of callables that map inputs to probabilities."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
 KEPT_BYTES = 2**28
-"""Memory that the unread fields of a prediction may hold. The fields of further batches are computed at once."""
+"""Number of bytes that the unread fields of a prediction may hold. Beyond it, the fields of a batch are computed immediately."""
 
 
 class Predictor(Protocol):
-    """Anything that maps a batch of inputs to probabilities (n, C)."""
+    """A callable that maps a batch of inputs to probabilities (n, C)."""
 
     def __call__(self, inputs: Any, /) -> Any:
         """Return probabilities (n, C)."""
 
 
 class Mixture(nn.Module):
-    """A weighted average of predictors: deep ensembles, MultiSWAG, or any mix, objects of other libraries included.
+    """A weighted average of predictors: a deep ensemble, MultiSWAG, or any other mixture. Predictors may come from other libraries.
 
     Args:
-        predictors: callables from inputs to probabilities (n, C); modules among them are registered.
+        predictors: callables from inputs to probabilities (n, C). Modules are registered as submodules.
         weights: "uniform", or K non-negative numbers that sum to 1.
-        likelihood: meaning of the predictions, by name or as an object; None takes the members' own, or "categorical".
+        likelihood: likelihood of the predictions, by name or as an object; None takes the members' likelihood, or "categorical" if
+            they have none.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Mixture(nn.Module):
         count = len(members)
         self.weights: Tensor = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
         self.likelihood: Likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
-        """The meaning of the predictions."""
+        """Likelihood of the predictions."""
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Return probabilities (n, C), or means (n, D); the generator is for members that draw."""
+        """Return probabilities (n, C), or means (n, D) of a regression. Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
@@ -77,7 +78,7 @@ class Mixture(nn.Module):
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with evaluating(*modules), torch.no_grad():
             members = [
-                # Members of this library return probabilities; of others this is checked.
+                # A Mixture returns valid probabilities. The outputs of other predictors are checked.
                 run(member) if isinstance(member, Mixture) else _checked(index, run(member), self.likelihood)
                 for index, member in enumerate(self.predictors)
             ]
@@ -87,13 +88,13 @@ class Mixture(nn.Module):
         return members
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch; `place` is its name in messages."""
+        """Predict one batch. Messages refer to the batch as `place`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
             return self._predict_regression(inputs, seed, place)
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(
-                "a Mixture predicts one row per input; for dense outputs fit all networks in one posterior."
+                "a Mixture predicts one row per input. For dense outputs, fit all networks in one posterior with mola.fit."
             )
         probs = mixed(self.weights, list(members))
         return Prediction(
@@ -109,15 +110,15 @@ class Mixture(nn.Module):
         mixtures = [member for member in self.predictors if isinstance(member, Mixture)]
         if mixtures and len(mixtures) < len(self.predictors):
             raise OptionError(
-                "some predictors return means alone and others distributions, whose spread a mixture of means would drop. Wrap the "
-                "former: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
+                "some predictors return means alone and others return distributions, whose spread a mixture of means would drop. Wrap "
+                "each network that returns means: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
             )
         if mixtures:
             parts = [member.predict_batch(inputs, seed, place) for member in mixtures]
             return RegressionPrediction.mixed(parts, self.weights)
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
-                f"means alone are no distribution for likelihood {self.likelihood.name!r}: use mola.ensemble."
+                f"likelihood {self.likelihood.name!r} needs more than the predictors' means alone. Wrap the networks in mola.ensemble."
             )
         means = torch.stack(self._member_outputs(inputs, seed))
         return RegressionPrediction.of_means(means, self.weights, self.likelihood)
@@ -125,7 +126,7 @@ class Mixture(nn.Module):
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
     ) -> Iterator[Any]:
-        """Predict batch by batch, in bounded memory; arguments as for `predict`."""
+        """Predict batch by batch in bounded memory. The arguments are those of `predict`."""
         seed = seed_from(generator)
         for place, batch in _batches(inputs, progress=progress):
             yield self.predict_batch(batch, seed, place).cpu()
@@ -141,16 +142,16 @@ class Mixture(nn.Module):
         """Predict probabilities and uncertainty for one batch, or for all batches of a loader.
 
         Args:
-            inputs: one batch (a tensor, a tuple of positional or a mapping of keyword arguments of the networks), or an iterable of
-                batches, whose labels are ignored.
-            generator: source of randomness for links that draw; None uses the link's own seed.
-            progress: show a progress bar on stderr, if that is a terminal.
-            team: processes that predict together, each with its own shard; every process gets all predictions, in the order of the
-                ranks.
+            inputs: one batch, or an iterable of batches, whose labels are ignored. A batch is a tensor, a tuple of the networks'
+                positional arguments, or a mapping of their keyword arguments.
+            generator: source of random numbers for links that draw samples; None uses the link's seed.
+            progress: show a progress bar if stderr is a terminal.
+            team: processes that predict together. Each process reads its own shard, and every process returns all predictions,
+                sorted by rank.
 
         Returns:
-            A `Prediction`, or a `RegressionPrediction`, in main memory. Costly fields are computed when they are first read, as long
-            as that takes little memory.
+            A `Prediction`, or a `RegressionPrediction`, in main memory. Costly fields are computed when they are first read, unless
+            keeping their inputs would take too much memory.
         """
         seed, parts, held = seed_from(generator), [], 0
         kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
@@ -162,17 +163,17 @@ class Mixture(nn.Module):
         return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Return probabilities (n, C) as a NumPy array, for a NumPy array or anything that `predict` takes."""
+        """Return probabilities (n, C) as a NumPy array. The inputs are a NumPy array or anything that `predict` accepts."""
         if not self.likelihood.classification:
             raise OptionError(
-                "a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob."
+                "a regression has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and log_prob."
             )
         if isinstance(inputs, np.ndarray):
-            # A copy in native byte order: arrays may be read-only or foreign, which torch does not accept.
+            # Copy the array in native byte order, because torch accepts neither read-only arrays nor other byte orders.
             native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
             if native.dtype.kind not in "biufc":
                 raise DataError(
-                    f"expected a numeric array, got {native.dtype}. Convert it, as with array.astype(float)."
+                    f"expected a numeric array, got {native.dtype}. Convert it, for example with array.astype(float)."
                 )
             given, parameter = torch.from_numpy(native), next(self.parameters(), None)
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
@@ -186,9 +187,9 @@ def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[
         return
     if isinstance(inputs, np.ndarray):
         raise DataError(
-            "expected a tensor, got a NumPy array: use predict_proba(array), or predict(torch.from_numpy(array))."
+            "expected a tensor, got a NumPy array. Use predict_proba(array), or predict(torch.from_numpy(array))."
         )
-    # A shard of several processes may be empty.
+    # With several processes, the shard of this process may be empty.
     again = peek(inputs, "prediction loader")[1] if required else iter(inputs)
     bar = tqdm(again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
     for index, raw in enumerate(bar):
@@ -200,14 +201,14 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
     known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
     if any(one.name != known[0].name for one in known):
         names = ", ".join(dict.fromkeys(repr(one.name) for one in known))
-        raise OptionError(f"predictors: expected members of the same likelihood, got {names}.")
+        raise OptionError(f"predictors: expected members with the same likelihood, got {names}.")
     return known[0] if known else CATEGORICAL
 
 
 def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
     place, remedy = f"predictors[{index}]", "Wrap networks that return logits in mola.ensemble or mola.fit."
     try:
-        # A copy: NumPy arrays may be read-only or run backwards, which torch does not accept.
+        # Copy the array, because torch accepts neither read-only arrays nor negative strides.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{place}: expected probabilities (n, C), got {type(output).__name__}.") from error
@@ -222,5 +223,5 @@ def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
         )
     gap = float((probs.sum(1) - 1).abs().max())
     if isinstance(likelihood, ClassificationLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
-        raise DataError(f"{place}: rows must sum to 1, got sums up to {gap:.3g} away from it. {remedy}")
+        raise DataError(f"{place}: rows must sum to 1, got sums that differ from 1 by up to {gap:.3g}. {remedy}")
     return probs

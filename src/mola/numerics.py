@@ -1,7 +1,7 @@
 """Numerical conventions: the head computes in float64, and one seed per call determines all draws.
 
-Devices without float64 (mps) hand their rows to the CPU. A generator becomes one seed, so that every batch and every component draws
-the same numbers and a prediction does not depend on its batch.
+Rows on a device without float64 (mps) are moved to the CPU. Each call draws one seed from its generator, so every batch and every
+component uses the same random numbers. A prediction then does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from torch import Tensor
 from mola.errors import OptionError
 
 Generator = torch.Generator | np.random.Generator | None
-"""Source of random numbers; None is torch's default generator."""
+"""A source of random numbers; None is torch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
-"""Dimensions of a point that come from Sobol's sequence; beyond these the gain vanishes and the table is slow to build."""
+"""Number of dimensions that come from a Sobol sequence. In further dimensions the gain vanishes and the table is slow to build."""
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device of float64 tensors that belong to a device: the CPU if it has no float64."""
+    """Return the device for float64 computations: the given device, or the CPU if the device has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Move and convert to float64. In this order: a device without float64 cannot convert."""
+    """Convert a tensor to float64. It is moved first, because a device without float64 cannot convert it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
 def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
-    """Draw on the CPU in float64, so that draws are the same on every device."""
+    """Draw standard normals on the CPU in float64, so that the draws are the same on every device."""
     if isinstance(generator, np.random.Generator):
         return torch.from_numpy(generator.standard_normal(tuple(shape)))
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-@lru_cache(maxsize=32)  # every batch has the same draws, and a trace takes the draws of an earlier run as constants
+@lru_cache(maxsize=32)  # every batch uses the same draws, and a trace stores the draws of an earlier run as constants
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
-    """Draw standard normals (count, size) that fill space more evenly than random draws: a scrambled Sobol sequence.
+    """Draw standard normals (count, size) from a scrambled Sobol sequence, which fills space more evenly than random draws.
 
-    A mean over them has the same expectation as over random ones, and a smaller error where few dimensions matter. `count` is a power
-    of two.
+    A mean over these draws has the same expectation as a mean over random draws, and a smaller error if only a few dimensions
+    matter. `count` must be a power of two.
     """
     even = min(size, SOBOL_DIMENSIONS)
     engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
     smallest = torch.finfo(torch.float64).eps
     points = engine.draw(count, dtype=torch.float64)
-    points[0] = points[0].float()  # torch draws the first point in its default type, which a user may have changed
+    points[0] = points[0].float()  # torch draws the first point in its default dtype, which the user may have changed
     normals = torch.special.ndtri(points.clamp(smallest, 1 - smallest))
     if size == even:
         return normals
@@ -61,7 +61,7 @@ def sobol_normals(count: int, size: int, seed: int) -> Tensor:
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:
-    """Draw one seed from a generator on the CPU; None without a generator."""
+    """Draw one seed from a generator on the CPU, or return None without a generator."""
     if generator is None:
         return None
     check_generator(generator)
@@ -69,10 +69,10 @@ def seed_from(generator: torch.Generator | None) -> int | None:
 
 
 def check_generator(generator: torch.Generator | None) -> None:
-    """Raise `OptionError` unless it is None or a generator on the CPU."""
+    """Raise `OptionError` unless the argument is None or a generator on the CPU."""
     if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
         raise OptionError(
-            f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
+            f"generator must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example."
         )
     if generator is not None and generator.device.type != "cpu":
         raise OptionError(

@@ -1,7 +1,7 @@
-"""The mixture of Laplace approximations. MAP, deep ensembles, last-layer Laplace and MoLA are all one class.
+"""The mixture of Laplace approximations. One class, `MoLA`, covers MAP, deep ensembles, last-layer Laplace and MoLA.
 
-`MoLA` mixes K components (`component.py`). Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the
-networks.
+`MoLA` mixes K components (`component.py`). Posteriors are values: `tune`, `reweight` and `with_*` return new posteriors that share
+the networks.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from mola.uncertainty import entropy, epistemic_share
 from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
 ROW_NUMBERS = 2**21
-"""Numbers per component that one chunk of rows may hold: 16 MB in float64."""
+"""Largest number of values per component in one chunk of rows: 16 MB in float64."""
 
 
 class WeightSamples(NamedTuple):
     """Draws of last-layer weights from the mixture."""
 
     weights: Tensor | list[Tensor]
-    """(S, C, P), the bias as last column; a list of (C, P) where the networks' widths differ."""
+    """Weights (S, C, P) with the bias as the last column, or a list of S tensors (C, P) if the networks' widths differ."""
     component: Tensor
-    """(S,): the component, and so the network's features, that each draw belongs to."""
+    """Component (S,) that each draw belongs to, and whose network computes the features for it."""
 
 
 class MoLA(Mixture):
-    """A mixture of last-layer Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
+    """A mixture of last-layer Laplace approximations, made by `mola.fit`, `mola.ensemble` or `mola.load`.
 
-    Calling it returns probabilities (n, C), or means (n, D) of a regression; `predict` returns a `Prediction`.
+    Calling the mixture returns probabilities (n, C), or means (n, D) of a regression. `predict` returns a `Prediction`.
 
     Args:
         components: networks with their Laplace approximations.
-        link: from logits to probabilities.
+        link: the link, which maps logits to probabilities.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        tuning: how the prior precision was chosen.
+        tuning: result of the rule that chose the prior precision, or None.
         scaling: temperature, pooling and distance exponent.
     """
 
@@ -81,13 +81,13 @@ class MoLA(Mixture):
     ) -> None:
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
-        # Components are not predictors by themselves: every method of Mixture that would call them is overridden.
+        # Components cannot be called as predictors: every method of Mixture that would call them is overridden.
         super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components: tuple[Component, ...] = tuple(components)
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
         """The trained networks."""
         self.likelihoods: tuple[Likelihood, ...] = tuple(component.likelihood for component in components)
-        """Likelihood of each component: the noise of a regression may differ."""
+        """Likelihood of each component. The noise of a regression may differ between components."""
         self.link: Link = as_link(link, self.likelihood)
         self.weighting: str = weighting if isinstance(weighting, str) else "given"
         self.tuning: Tuning | None = tuning
@@ -110,39 +110,39 @@ class MoLA(Mixture):
 
     @property
     def structure(self) -> str | None:
-        """Name of the curvature structure; None for a plain ensemble."""
+        """Name of the curvature structure, or None for a plain ensemble."""
         layer = self.components[0].layer
         return None if layer is None else layer.structure.name
 
     @property
     def temperature(self) -> float:
-        """T, which divides all logits: below 1 sharpens. Multiplies the standard deviations of a regression."""
+        """Temperature T, which divides all logits (T < 1 sharpens) or multiplies the standard deviations of a regression."""
         return self.scaling.temperature
 
     @property
     def pooling(self) -> float:
-        """c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
+        """Pooling c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
         return self.scaling.pooling
 
     @property
     def distance_exponent(self) -> float:
-        """gamma: how strongly logits shrink with the distance from the training classes; 0 disables it."""
+        """Distance exponent gamma, by which logits shrink with the distance from the training classes; 0 disables this."""
         return self.scaling.exponent
 
     @property
     def has_distances(self) -> bool:
-        """True if distances from the training classes are known."""
+        """True if the posterior has distances from the training classes."""
         return all(one.layer is not None and one.layer.distance is not None for one in self.components)
 
     @property
     def is_dense(self) -> bool:
-        """True if the networks have dense outputs: one for each pixel or token."""
+        """True if the networks have dense outputs: an output for each pixel or token."""
         head = self.components[0].head
         return head is not None and head.dense_axes > 0
 
     @property
     def noise(self) -> Tensor:
-        """Standard deviation (K, D) of a regression's noise in the targets' units; a factor for heteroscedastic networks."""
+        """Standard deviation (K, D) of a regression's noise in the targets' units, or its factor for heteroscedastic networks."""
         rows = []
         for component in self.components:
             likelihood = component.likelihood
@@ -154,10 +154,10 @@ class MoLA(Mixture):
         return torch.stack(rows)
 
     def why_no_distances(self) -> str:
-        """Explain why there are no distances from the training data."""
+        """Return a message that explains why there are no distances from the training data."""
         if self.components[0].layer is None:
             return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
-        return "this posterior was fitted with distances=False. Fit again with distances=True to use the distance."
+        return "this posterior was fitted with distances=False. Fit again with distances=True to use distances."
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
@@ -183,7 +183,7 @@ class MoLA(Mixture):
         return "\n".join([*lines, f"  weights: {weights}", ")"])
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: the networks keep theirs, and every pass evaluates them."""
+        """Set the training mode of this module alone. The networks keep their modes, and always predict in evaluation mode."""
         self.training = mode
         return self
 
@@ -193,11 +193,11 @@ class MoLA(Mixture):
         """Return probabilities (n, C) of one batch, or means (n, D) of a regression.
 
         Args:
-            inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
-            generator: source of randomness for links that draw; None uses the link's own seed.
+            inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
+            generator: source of random numbers for links that draw samples; None uses the link's seed.
 
         Returns:
-            In the networks' precision, at least float32; dense outputs keep the layout of the logits.
+            A tensor in the networks' precision, at least float32. Dense outputs keep the layout of the logits.
         """
         captured, seed = self.capture(one_batch(inputs)), seed_from(generator)
         return self._by_rows(captured, lambda rows: self.predictive(rows, seed).point())
@@ -208,7 +208,7 @@ class MoLA(Mixture):
             return capture_all(self.networks, [one.head for one in self.components], inputs, self.likelihood)
 
     def chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
-        """Yield the rows of captured passes, a bounded number at a time."""
+        """Yield the rows of captured passes in chunks of bounded size."""
         widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
         size = max(1, ROW_NUMBERS // max(widths))
         for pairs in zip(*(one.chunks(size) for one in captured), strict=True):
@@ -217,8 +217,8 @@ class MoLA(Mixture):
     def _by_rows(
         self, captured: Sequence[Captured], compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
-        # Return the results of `compute` for chunks of rows, in the layout of the outputs; on the networks' device in their
-        # precision, at least float32, unless a dtype is given.
+        # Return the results of `compute` for all chunks of rows, in the layout of the outputs. Unless a dtype is given, the results
+        # are on the networks' device and in the networks' precision, at least float32.
         parts = [compute(rows) for rows in self.chunks(captured)]
         first, rows = captured[0], torch.cat(parts, dim=int(parts[0].dim() == 3))
         if dtype is None:
@@ -226,7 +226,7 @@ class MoLA(Mixture):
         return first.layout.restore(rows)
 
     def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of distance (K, n) and norm (K, n) of each network's features."""
+        """Return the logarithms of the distances (K, n) and of the norms (K, n) of the networks' features."""
         pairs = []
         for component, phi in zip(self.components, rows.phi, strict=True):
             layer = component.on(phi.device)
@@ -236,14 +236,14 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """Return the divisor of each network's logits by temperature and distance, for this posterior or for candidates."""
+        """Return the divisors of each network's logits from temperature and distance, for this posterior or for candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the components at rows that the networks have computed already, for this posterior or for candidates."""
+        """Return the members of the mixture at rows that the networks have already computed, at its own settings or at candidates."""
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:
@@ -254,17 +254,17 @@ class MoLA(Mixture):
         weights = self.weights
         if (
             self.weighting == "evidence"
-        ):  # these depend on the prior precision; `tuning.scores` then passes one candidate at a time
+        ):  # evidence depends on the prior precision, so `tuning.scores` passes one candidate at a time
             weights = self.with_prior_precision(candidates.precision[0].tolist()).weights
         divisors = self.divisors(rows, weights, candidates)
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """Return the predictive distribution at rows that the networks have computed already."""
+        """Return the predictive distribution at rows that the networks have already computed."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch; `place` is its name in messages."""
+        """Predict one batch. Messages refer to the batch as `place`."""
         with located(place):
             captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
@@ -272,24 +272,24 @@ class MoLA(Mixture):
                     check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1), first=0)
                     if component.head is None:
                         check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
-        # Copies: a network may reuse its memory for the next batch.
+        # Copy the tensors, because a network may reuse its memory for the next batch.
         kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
         return self.make_prediction(kept, seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Predict inputs that the networks have processed already, as `predict` does.
+        """Predict from features and outputs that the networks have already computed, as `predict` does.
 
         Args:
-            features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
-            outputs: (n, C) of each network.
+            features: inputs (n, P) of each network's last layer, with the constant 1 if the layer has a bias.
+            outputs: outputs (n, C) of each network.
         """
-        # Copies: fields are computed when they are first read.
+        # Copy the tensors, because fields are computed only when they are first read.
         kept = [Captured.of(one.clone(), two.clone(), None) for one, two in zip(features, outputs, strict=True)]
         with torch.no_grad():
             return self.make_prediction(kept)
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
-        """Predict from captured passes, which are kept: all fields but probabilities or means are computed when first read."""
+        """Predict from captured passes. They are kept, because all fields but probabilities or means are computed when first read."""
 
         def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
             return lambda: self._by_rows(captured, compute, dtype)
@@ -310,7 +310,7 @@ class MoLA(Mixture):
             )
         if not self.likelihood.classification:
             fields["component_mean"] = field(lambda rows: self._mixture(rows).means)()
-            # In float64: variances may leave the range of float32 where their roots do not.
+            # Use float64, because variances may overflow in float32 even if standard deviations do not.
             fields["component_variance"] = field(lambda rows: self._mixture(rows).variances, torch.float64)
             fields["component_noise"] = field(self._noise, torch.float64)
             return RegressionPrediction(fields, weights=self.weights, **shared)
@@ -334,14 +334,14 @@ class MoLA(Mixture):
         return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
-        """Return the mutual information (n,) between label and weights; (n, C) for multi-label data."""
+        """Return the mutual information (n,) between label and weights, or (n, C) for multi-label data."""
         likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
         assert isinstance(likelihood, ClassificationLikelihood)
         return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
-        # The aleatoric entropy without distance. The entropy that distance adds is epistemic: data nearby would remove it.
-        near = copy(self)  # the constructor checks values, which a trace cannot
+        # Return the aleatoric entropy without distance. The entropy that distance adds is epistemic: nearby data would remove it.
+        near = copy(self)  # the constructor would check values, which fails in a trace
         near.scaling = replace(self.scaling, exponent=0.0)
         return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
 
@@ -357,7 +357,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score: the best that is available."""
+        """Name of the outlier score, which is the best available score."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -374,7 +374,7 @@ class MoLA(Mixture):
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
     def _outlier_terms(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # Far field, mean energy and log distance (3, n), and the energy of each network (K, n).
+        # Return far field, mean energy and log distance (3, n), and the energy of each network (K, n).
         means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
         log_distance, log_norm = self.log_distances(rows)
         own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
@@ -395,13 +395,13 @@ class MoLA(Mixture):
             log_distance, log_norm = self.log_distances(rows)
             return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
         reference = self.scaling.reference.score_at(self.weights) if self.scaling.reference else None
-        assert reference is not None  # as the name is COMBINED
+        assert reference is not None  # because the name is COMBINED
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
     # --- new posteriors from this one -------------------------------------------------------------------------------
 
     def with_parts(self, **changes: Any) -> Self:
-        """Return the same mixture with other arguments of the constructor; `tuning` is None unless given."""
+        """Return the mixture with some arguments of the constructor replaced; `tuning` becomes None unless it is given."""
         parts: dict[str, Any] = {
             "components": self.components,
             "link": self.link,
@@ -411,7 +411,7 @@ class MoLA(Mixture):
         return type(self)(**(parts | changes))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
-        """Return the same mixture at another prior precision: one number, or one for each component."""
+        """Return the mixture at a different prior precision: one number, or one for each component."""
         for component in self.components:
             component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
@@ -419,39 +419,44 @@ class MoLA(Mixture):
         return self.with_parts(components=moved)
 
     def with_temperature(self, temperature: float) -> Self:
-        """Return the same mixture with another temperature, which divides all logits: below 1 sharpens."""
+        """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen."""
         return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
-        """Return the same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
+        """Return the mixture with a different pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
         return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
-        """Return the same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
+        """Return the mixture with a different distance exponent, and a different `onset` if it is given.
+
+        Args:
+            exponent: distance exponent gamma; at 0, distance has no effect.
+            onset: distance, relative to the median of the validation data, beyond which logits shrink; None keeps it.
+        """
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
-        """Return the same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
+        """Return the mixture with different weights: "uniform", "evidence", or K numbers that sum to 1."""
         return self.with_parts(weights=weights)
 
     def with_link(self, link: str | Link) -> Self:
-        """Return the same mixture with another link."""
+        """Return the mixture with a different link."""
         return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """Return the same regression with another noise, which rules then leave unchanged.
+        """Return the regression with a different noise, which rules then leave unchanged.
 
         Args:
-            noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. A
-                factor for heteroscedastic networks.
+            noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. For
+                heteroscedastic networks it is a factor.
         """
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(f"likelihood {self.likelihood.name!r} has no noise.")
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
             raise OptionError(
-                "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it."
+                "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses the noise."
             )
         table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
         rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
@@ -474,7 +479,7 @@ class MoLA(Mixture):
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
-        """Run the networks once over a loader and keep what tuning needs; a `HeldOut` is returned unchanged."""
+        """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged."""
         if isinstance(loader, HeldOut):
             if labelled and loader.labels is None:
                 raise DataError(f"the {where} was read without labels. Read batches of (inputs, labels).")
@@ -493,13 +498,13 @@ class MoLA(Mixture):
         progress: bool = True,
         team: Team | None = None,
     ) -> Self:
-        """Choose the prior precision, and with some rules temperature, pooling and distance exponent; others reset these.
+        """Choose the prior precision. Some rules also choose temperature, pooling and distance exponent, and other rules reset them.
 
         Args:
-            val_loader: validation data, read once; not for `mola.rules.Evidence`.
-            rule: a name, or an object of `mola.rules`; None is the likelihood's default.
-            progress: show a progress bar on stderr, if that is a terminal.
-            team: processes that tune together, each with its own shard.
+            val_loader: validation data, which are read once; None for `mola.rules.Evidence`.
+            rule: a name, or an object of `mola.rules`; None is the likelihood's default rule.
+            progress: show a progress bar if stderr is a terminal.
+            team: processes that tune together. Each process reads its own shard.
 
         Returns:
             A new posterior, whose `tuning` describes the choice.
@@ -524,7 +529,7 @@ class MoLA(Mixture):
         return start.tuned(tuning)
 
     def tuned(self, tuning: Tuning) -> Self:
-        """Return the same mixture with what a rule chose."""
+        """Return the mixture with the settings that a rule chose."""
         moved = self.with_prior_precision(tuning.prior_precision)
         components = moved.components
         if tuning.noise_factors:
@@ -540,7 +545,7 @@ class MoLA(Mixture):
         return moved.with_parts(components=components, scaling=scaling, tuning=tuning)
 
     def reference_on(self, data: HeldOut) -> Reference:
-        """Measure the usual distances, norms and outlier scores on validation data."""
+        """Return the typical distances, norms and outlier scores of validation data."""
         reference = data.feature_scales(
             [layer.distance for one in self.components if (layer := one.on(torch.device("cpu")))]
         )
@@ -556,14 +561,14 @@ class MoLA(Mixture):
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Choose weights by stacking: maximise the mixture's log-likelihood on validation data.
 
-        With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is
-        then not concave in the weights: predictions and weights are updated in turn, from these weights and from uniform ones, and the
-        result is no worse than either start.
+        With pooling or a distance exponent, the components' predictions depend on the weights, and the log-likelihood is not concave
+        in the weights. Predictions and weights are then updated alternately, starting from the current weights and from uniform
+        weights. The result is no worse than either start.
 
         Args:
-            val_loader: validation data with labels, read once.
-            progress: show a progress bar on stderr, if that is a terminal.
-            team: processes that reweight together, each with its own shard.
+            val_loader: validation data with labels, which are read once.
+            progress: show a progress bar if stderr is a terminal.
+            team: processes that reweight together. Each process reads its own shard.
         """
         with torch.no_grad():
             data = self.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
@@ -573,7 +578,7 @@ class MoLA(Mixture):
                 posterior = self.with_weights(weights)
                 size = ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)
                 parts = [posterior._member_log_likelihoods(*part) for part in data.chunks(size)]
-                logs = data.gather(torch.cat(parts) if parts else None)  # None: the shard of this process is empty
+                logs = data.gather(torch.cat(parts) if parts else None)  # None if the shard of this process is empty
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()
@@ -590,7 +595,8 @@ class MoLA(Mixture):
         return self.with_parts(weights=shared, tuning=tuning)
 
     def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:
-        # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
+        # Return the log-likelihood (m, K) of each datum, or of each known label of multi-label data, under each component. The
+        # components are scaled and pooled as in the mixture.
         assert labels is not None
         likelihood = self.likelihood
         if isinstance(likelihood, ClassificationLikelihood):
@@ -613,11 +619,11 @@ class MoLA(Mixture):
     # --- samples and bounds -----------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
-        """Draw last-layer weights from the mixture: a component by its weight, then weights from its posterior.
+        """Draw last-layer weights from the mixture: first a component by its weight, then weights from its posterior.
 
         Args:
             n: number of draws.
-            generator: source of randomness, on the CPU; None uses torch's default.
+            generator: source of random numbers, on the CPU; None uses torch's default generator.
         """
         count = whole_number(n, "n")
         check_generator(generator)
@@ -634,14 +640,16 @@ class MoLA(Mixture):
         return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
-        """Bound the confidence in the predicted class of each input from above: the paper's Theorem.
+        """Return an upper bound on the confidence in the predicted class of each input, by the paper's Theorem.
+
+        The bound holds for the probit link only. Other links raise `BoundError`.
 
         Args:
             inputs: one batch.
-            lemma: return the bound of each component (the paper's Lemma) instead of the mixture's.
+            lemma: return the bound of each component (the paper's Lemma) instead of the mixture's bound.
 
         Returns:
-            (n,), or (K, n) with `lemma`; (n, C) and (K, n, C) for labels. `BoundError` for a link other than the probit.
+            Bounds (n,), or (K, n) with `lemma`; (n, C) or (K, n, C) for multi-label data.
         """
         self._require_bounds()
         captured = self.capture(one_batch(inputs))
@@ -656,8 +664,9 @@ class MoLA(Mixture):
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With a distance exponent it is 1/C,
-        except for a network whose features are all 0 at an input, and so at any multiple of it.
+        The limit is exact for bias-free ReLU networks, whose features scale with the input, and other networks are refused. With a
+        distance exponent the limit is 1/C, except for a network whose features are all 0 at an input, and so at every multiple of
+        the input.
         """
         self._require_bounds()
         once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)
@@ -667,7 +676,7 @@ class MoLA(Mixture):
     def _require_bounds(self) -> None:
         if not self.likelihood.classification:
             raise BoundError(
-                "a regression has no confidence to bound: far away, its standard deviation grows without bound."
+                "a regression has no confidence to bound. Far from the training data, its standard deviation grows without bound."
             )
         bounds.require_probit(self.link)
 
@@ -677,7 +686,7 @@ class MoLA(Mixture):
         """Save everything except the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
-            directory: folder to write to; what it held before stays readable until everything is written.
+            directory: folder to write to. A posterior that it already holds stays readable until everything is written.
 
         Returns:
             The folder, for `mola.load(directory, networks)`.

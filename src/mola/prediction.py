@@ -1,6 +1,6 @@
-"""Predictions for each input, or for each position of dense outputs: probabilities and their uncertainty.
+"""Predictions with their uncertainty, for each input or for each position of dense outputs.
 
-Costly fields are computed when they are first read, and then kept. Their values do not depend on the order in which they are read.
+Costly fields are computed when they are first read, and then kept. The values do not depend on the order in which fields are read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
 
 class _Fields:
     axes: ClassVar[dict[str, int]]
-    """Names of the fields, and the axis of the inputs in each."""
+    """Names of the fields, and the axis of the inputs in each field."""
     axis: int
-    """Axis of classes or outputs: the last, or 1 in (n, C, H, W)."""
+    """Axis of the classes or outputs: the last axis, or 1 in (n, C, H, W)."""
     likelihood: Any
     ood_score_name: str
     held_bytes: int
-    """Memory that unread fields hold."""
+    """Number of bytes that unread fields hold."""
     _fields: dict[str, Field]
 
     def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
@@ -52,7 +52,7 @@ class _Fields:
     def _read(self, name: str) -> Any:
         value = self._fields[name]
         if callable(value):
-            # inference_mode(False) enables gradients, which a trace would record; so only where it is needed.
+            # inference_mode(False) enables gradients, which a trace would record, so it is used only if it is needed.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value
@@ -81,7 +81,7 @@ class _Fields:
         return self._map(lambda values, _: values.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        self.computed()  # a file holds numbers, not functions
+        self.computed()  # functions cannot be pickled
         return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,8 +96,8 @@ class _Fields:
         shapes = {tuple(part._read(first).shape[axis + 1 :]) for part in parts}
         if len(shapes) > 1:
             raise DataError(
-                f"the inputs have outputs at different positions, {sorted(shapes)}, and cannot be joined: predict "
-                "batch by batch, with predict_batches."
+                f"the outputs of the batches have different shapes, {sorted(shapes)}, and cannot be joined. Predict "
+                "batch by batch with predict_batches."
             )
 
         def joined(name: str, axis: int) -> Field:
@@ -111,7 +111,7 @@ class _Fields:
 
     @classmethod
     def gather(cls, parts: Sequence[Self], team: Team) -> Self:
-        """Join the predictions of all processes, in the order of their ranks, on every rank."""
+        """Return the joined predictions of all processes, sorted by rank, on every rank."""
         own = cls.concatenate(parts).computed() if parts else None
         kinds = team.collect(
             None if own is None else ({name: own._fields[name] is not None for name in cls.axes}, own._shared())
@@ -159,7 +159,7 @@ class _Fields:
             if values is None:
                 continue
             if values.dim() > 2 or (values.dim() == 2 and self.axis == 1):
-                raise OptionError("to_frame has one row per input; dense predictions are maps: use numpy().")
+                raise OptionError("to_frame needs one row per input, but dense predictions are maps. Use numpy().")
             if values.dim() == 1:
                 table[name] = values.cpu().numpy()
             elif values.shape[1] == 1 and not name.startswith("prob"):
@@ -170,10 +170,10 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities of n inputs over C classes, or of "yes" for C labels, with their uncertainty decomposed.
+    """Probabilities of n inputs over C classes, or of "yes" for C labels, with a decomposition of their uncertainty.
 
-    For dense outputs probabilities have the layout of the logits, (n, C, H, W) or (n, T, C), and what is (n,) below is (n, H, W) or
-    (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
+    For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C), and fields of shape (n,) have the
+    shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
     """
 
     axes: ClassVar[dict[str, int]] = {
@@ -211,57 +211,58 @@ class Prediction(_Fields):
 
     @property
     def epistemic(self) -> Tensor:
-        """Uncertainty (n,) that more data would remove, in nats: the mutual information, and the entropy that distance adds."""
+        """Uncertainty (n,) in nats that more data would remove: the mutual information, plus the entropy that distance adds."""
         known = self._read("aleatoric")
         return self.mutual_information if known is None else (self.entropy - known).clamp_min(0)
 
     @property
     def aleatoric(self) -> Tensor:
-        """The rest of the entropy (n,), in nats: overlap of the classes, which more data would not resolve."""
+        """The rest of the entropy (n,) in nats, which comes from overlapping classes and which more data would not remove."""
         known = self._read("aleatoric")
         return self.entropy - self.mutual_information if known is None else known
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,): higher is more outlying. `ood_score_name` is its name."""
+        """Outlier score (n,), which is higher for more outlying inputs. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property
     def far_field(self) -> Tensor | None:
-        """The far-field score alone (n,); None without features."""
+        """The far-field score (n,) alone, or None without features."""
         return self._read("far_field")
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training classes: 1 is the median of the validation data.
+        """Distance (n,) of the features from the training classes, relative to the median of the validation data.
 
-        A geometric mean over networks. Before tuning, 1 is the training data's root mean square. None if it is unknown.
+        It is a geometric mean over networks. Before tuning, it is relative to the root mean square of the training data. It is None
+        if the posterior has no distances.
         """
         return self._read("distance")
 
     @property
     def logit_mean(self) -> Tensor | None:
-        """Logits (K, n, C) of each network, unscaled."""
+        """Unscaled logits (K, n, C) of each network."""
         return self._read("logit_mean")
 
     @property
     def logit_variance(self) -> Tensor | None:
-        """Variances (K, n, C) of the logits, unscaled."""
+        """Variances (K, n, C) of the unscaled logits."""
         return self._read("logit_variance")
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,); for labels (n, C), 1 where the probability of yes is above one half."""
+        """Most probable class (n,). For multi-label data (n, C), 1 if the probability of yes is above one half and 0 otherwise."""
         return self._placed(self._choices.argmax(-1))
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of `label`: (n,), or (n, C) for labels."""
+        """Probability (n,) of `label`, or (n, C) for multi-label data."""
         return self._placed(self._choices.amax(-1))
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty in nats, aleatoric and epistemic: (n,), or (n, C) for labels."""
+        """Total uncertainty (n,) in nats, aleatoric plus epistemic, or (n, C) for multi-label data."""
         return self._placed(entropy(self._choices))
 
     @property
@@ -293,7 +294,7 @@ class Prediction(_Fields):
 
 
 class RegressionPrediction(_Fields):
-    """A mixture of K distributions (normal for a Gaussian likelihood) for each of n inputs and D outputs, in the targets' units."""
+    """A mixture of K distributions for each of n inputs and D outputs, in the targets' units. They are normal for `Gaussian`."""
 
     axes: ClassVar[dict[str, int]] = {
         "component_mean": 1,
@@ -320,7 +321,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
-        """Predict from members that return means (K, n, D) alone, with the likelihood's noise."""
+        """Return a prediction from the means (K, n, D) of members that return means alone, with the likelihood's noise."""
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
         noise = variance.expand_as(means).contiguous()
         fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
@@ -329,7 +330,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
-        """Mix several predictions for the same inputs; outlier score and distance are averages."""
+        """Mix several predictions for the same inputs. Outlier scores and distances are averaged."""
 
         def averaged(name: str) -> Tensor:
             values = torch.stack([part._read(name) for part in parts])
@@ -355,7 +356,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def component_variance(self) -> Tensor:
-        """Variance (K, n, D) of each component, noise included, in float64."""
+        """Variance (K, n, D) of each component in float64, including the noise."""
         return self._read("component_variance")
 
     @property
@@ -365,15 +366,15 @@ class RegressionPrediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,): higher is more outlying. `ood_score_name` is its name."""
+        """Outlier score (n,), which is higher for more outlying inputs. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training data: 1 is the median of the validation data. None if unknown."""
+        """Distance (n,) of the features from the training data, relative to the median of the validation data, or None."""
         return self._read("distance")
 
-    # Moments. In float64: squares leave the range of float32 where their roots do not.
+    # Moments are computed in float64, because squares may overflow in float32 even if their roots do not.
 
     def _mixed(self, values: Tensor) -> Tensor:
         return torch.einsum("k,k...->...", self.weights.to(values), values)
@@ -390,32 +391,32 @@ class RegressionPrediction(_Fields):
 
     @property
     def mean(self) -> Tensor:
-        """Mean (n, D)."""
+        """Mean (n, D) of the prediction."""
         return self._returned(self._mixed(to_float64(self.component_mean)))
 
     @property
     def between(self) -> Tensor:
-        """Variance (n, D) of the networks' means: how much they disagree."""
+        """Variance (n, D) of the networks' means, which measures their disagreement."""
         return self._returned(self._between())
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) in addition to the noise: uncertainty about each network's weights, and distance."""
+        """Variance (n, D) within the networks besides the noise, from uncertain weights and from distance."""
         return self._returned(self._within())
 
     @property
     def epistemic(self) -> Tensor:
-        """Variance (n, D) that more data would remove: `within` and `between`."""
+        """Variance (n, D) that more data would remove: the sum of `within` and `between`."""
         return self._returned(self._within() + self._between())
 
     @property
     def aleatoric(self) -> Tensor:
-        """Variance (n, D) of the noise, which no data would remove."""
+        """Variance (n, D) of the noise, which more data would not remove."""
         return self._returned(self._mixed(to_float64(self.component_noise)))
 
     @property
     def variance(self) -> Tensor:
-        """Variance (n, D) of the prediction: `aleatoric` and `epistemic`."""
+        """Variance (n, D) of the prediction: the sum of `aleatoric` and `epistemic`."""
         return self._returned(self._mixed(to_float64(self.component_variance)) + self._between())
 
     @property
@@ -423,7 +424,7 @@ class RegressionPrediction(_Fields):
         """Standard deviation (n, D) of the prediction."""
         return self._returned((self._mixed(to_float64(self.component_variance)) + self._between()).sqrt())
 
-    # Its distribution.
+    # The predictive distribution.
 
     def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
         try:
@@ -449,28 +450,28 @@ class RegressionPrediction(_Fields):
         return self.likelihood.mixture_type(self.weights, *parts)
 
     def log_prob(self, targets: Any) -> Tensor:
-        """Return the log density (n,) of each input's targets (n, D), all outputs together, in nats."""
+        """Return the joint log density (n,) of each input's targets (n, D), in nats."""
         given, place = self._targets(targets).movedim(self.axis, -1), self.axis if self.axis == -1 else self.axis + 1
         parts = (self.component_mean, self.component_variance, self.component_noise)
         moved = (values.movedim(place, -1) for values in parts)
         return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
 
     def cdf(self, values: Any) -> Tensor:
-        """Return the probability (n, D) that a target is at most `values`: one number, or (n, D)."""
+        """Return the probability (n, D) that a target is at most `values`, which are one number or (n, D)."""
         return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
 
     def crps(self, targets: Any) -> Tensor:
-        """Return the continuous ranked probability score (n, D) of targets, in their units: lower is better."""
+        """Return the continuous ranked probability score (n, D) of targets, in the targets' units. Lower is better."""
         return self._returned(self._mixture.crps(self._targets(targets)))
 
     def quantile(self, level: float) -> Tensor:
-        """Return the value (n, D) that targets stay below with probability `level`."""
+        """Return the quantile (n, D) that targets fall below with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
             raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
         return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the central prediction interval: lower and upper ends (n, D) that contain targets with that probability."""
+        """Return the lower and upper ends (n, D) of the central prediction interval, which contains targets with this probability."""
         if not (is_real(probability) and 0 < probability < 1):
             raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
@@ -497,12 +498,12 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Measure how much the members of a regression disagree (n,), relative to the noise: the outlier score without features.
+    """Return the disagreement (n,) of a regression's members relative to the noise, the outlier score without features.
 
     Args:
-        weights: (K,).
-        means: (K, n, D).
-        noise: variance of the noise (K, n, D).
+        weights: mixture weights (K,).
+        means: means (K, n, D) of the members.
+        noise: variance (K, n, D) of the noise.
     """
     wide, shares = to_float64(means), to_float64(weights).to(means.device)
     between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())

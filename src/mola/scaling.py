@@ -10,14 +10,14 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
 T is the temperature, c the pooling and :math:`\gamma` the distance exponent; **T = 1, c = 1, gamma = 0 is the paper's MoLA, exactly**.
-:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), :math:`r_k` its median on
-validation data, o the onset (relative to the median) from which distance counts, :math:`|h_k|` the norm of the features,
-:math:`q_k` their 99 % quantile on validation data, and :math:`\pi_k` the mixture's weights. At :math:`\gamma = 0` both
-:math:`\rho` and :math:`\nu` are left out.
+:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median
+on validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
+features, :math:`q_k` is the 99 % quantile of the norms on validation data, and :math:`\pi_k` are the mixture's weights. At
+:math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are left out.
 
-Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes
-as features grow, with it the pooled logits, and the probabilities tend to 1/C. Distances depend on directions only, and would not
-change.
+The factor :math:`\nu_k^2` is needed because distances depend only on the directions of features. Logits grow no faster than
+features, :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as features grow, and the
+probabilities tend to 1/C.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest factor by distance: larger factors make every logit vanish."""
+"""Logarithm of the largest divisor due to distance. Every logit already vanishes at this divisor."""
 
 LOG_LARGEST = 600.0
-"""Logarithm of the largest factor in all: its square stays within the range of float64 after division."""
+"""Logarithm of the largest total divisor. A variance divided by its square stays within the range of float64."""
 
 
 class FeatureScale(NamedTuple):
@@ -52,14 +52,14 @@ class Reference:
     """Statistics of validation data: typical distances, norms and OOD scores."""
 
     scales: tuple[FeatureScale, ...]
-    """Median distance and 99 % quantile of the norms, for each network."""
+    """Median distance and 99 % quantile of the norms for each network."""
     score: tuple[tuple[float, float], ...] | None = None
-    """Mean and standard deviation of each term of the outlier score; None without validation data."""
+    """Mean and standard deviation of each term of the outlier score, or None without validation data."""
     energies: tuple[float, ...] | None = None
-    """Mean energy of each network, from which the mean of the energy term follows for other weights."""
+    """Mean energy of each network, which determines the mean of the energy term for any weights."""
 
     def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
-        """Return the mean and standard deviation of each term of the outlier score for a mixture with these weights (K,)."""
+        """Return the mean and standard deviation of each term of the outlier score for a mixture with weights (K,)."""
         if self.score is None or self.energies is None:
             return self.score
         far_field, (_, spread), distance = self.score
@@ -67,12 +67,12 @@ class Reference:
         return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as JSON."""
+        """Return the reference as a dictionary for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """Return the inverse of `as_json`."""
+        """Return the reference that `as_json` described."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
@@ -82,7 +82,7 @@ class Reference:
 
 
 NO_COVARIANCE = 1e12
-"""A prior precision at which the posterior is the plain ensemble."""
+"""Prior precision at which the posterior equals the plain ensemble."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,19 @@ class Candidates:
     precision: Tensor
     """Prior precisions (L, K)."""
     temperature: Tensor
-    """(L,), as all below."""
+    """Temperatures (L,)."""
     pooling: Tensor
+    """Poolings (L,)."""
     exponent: Tensor
+    """Distance exponents (L,)."""
     onset: Tensor
+    """Onsets (L,)."""
 
     def __len__(self) -> int:
         return len(self.temperature)
 
     def split(self, size: int) -> Iterator[Candidates]:
-        """Split into at most `size` candidates at a time."""
+        """Yield the candidates in parts of at most `size`."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             fields = (self.precision, self.temperature, self.pooling, self.exponent, self.onset)
@@ -110,23 +113,23 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """Temperature, pooling and distance exponent of a mixture, and the reference that distances are relative to."""
+    """Temperature, pooling and distance exponent of a mixture, and the reference for its distances."""
 
     temperature: float = 1.0
-    """T: below 1 sharpens."""
+    """Temperature T, which sharpens below 1."""
     pooling: float = 1.0
-    """c: 1 mixes probabilities, 0 averages logits."""
+    """Pooling c: 1 mixes probabilities, 0 averages logits."""
     exponent: float = 0.0
-    """gamma: how strongly logits shrink with distance."""
+    """Distance exponent gamma, by which logits shrink with distance."""
     onset: float = 1.0
-    """o: the distance, relative to the median, from which it counts."""
+    """Onset o: the distance, relative to the median, beyond which logits shrink."""
     reference: Reference | None = None
 
     def __post_init__(self) -> None:
         for field, name, low, high, meaning in (
-            ("temperature", "temperature", 1e-3, 1e3, "1 leaves logits unchanged, values below 1 sharpen."),
+            ("temperature", "temperature", 1e-3, 1e3, "At 1, logits do not change; values below 1 sharpen."),
             ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, 0 averages their logits."),
-            ("exponent", "distance_exponent", 0, 100, "At 0, distance changes nothing."),
+            ("exponent", "distance_exponent", 0, 100, "At 0, distance has no effect."),
             ("onset", "onset", 1e-6, 1e6, "1 is the median of the validation data."),
         ):
             value = getattr(self, field)
@@ -135,16 +138,16 @@ class LogitScaling:
             object.__setattr__(self, field, float(value))
 
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
-        """Return the logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""
+        """Return the log distance (n,) of the mixture, relative to the median, from the networks' log distances (K, n)."""
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
 
     def log_excess(self, log_norm: Tensor) -> Tensor:
-        """Return `log nu` (K, n): logarithm of the excess feature norm; 0 for typical features."""
+        """Return the logarithm `log nu` (K, n) of the excess feature norm, which is 0 for typical features."""
         return (log_norm - self._logs(1, log_norm)).clamp_min(0)
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
-        assert self.reference is not None  # where distances are known
-        # A distance of 0, if all features are identical, counts as 1.
+        assert self.reference is not None  # posteriors with distances have a reference
+        # The distance is 0 if all features are identical, and is then replaced by 1.
         values = [math.log(scale[field]) if scale[field] > 0 else 0.0 for scale in self.reference.scales]
         return like.new_tensor(values)[:, None]
 
@@ -159,10 +162,10 @@ class LogitScaling:
         """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) without distance.
 
         Args:
-            logs: logarithms of distance (K, n) and norm (K, n) of each network's features; None without distance.
-            weights: (K,) of the mixture.
-            norms: use feature norms, as for logits; a regression's variance already grows with them.
-            candidates: settings of a search in place of these.
+            logs: logarithms of the distances (K, n) and of the norms (K, n) of the networks' features; None without distance.
+            weights: mixture weights (K,).
+            norms: use feature norms, as for logits. A regression does not need them, because its variance grows with the features.
+            candidates: settings of a search, which replace the settings of this object.
         """
         at = self if candidates is None else candidates
         temperature, gamma, onset = (

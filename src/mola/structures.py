@@ -1,4 +1,4 @@
-"""Curvature structures: how the Hessian of the last layer is approximated."""
+"""Curvature structures: approximations of the Hessian of the last layer."""
 
 from mola.laplace import Diag, Full, Kron, KronDiag, KronExact, Structure
 

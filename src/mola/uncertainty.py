@@ -1,7 +1,7 @@
 r"""Total, aleatoric and epistemic uncertainty of a classification.
 
-Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the members of the mixture, which no
-further data would remove. The rest is epistemic: the mutual information between label and weights.
+Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the mixture's members, which more data
+would not remove. The rest is epistemic: the mutual information between label and weights.
 """
 
 from __future__ import annotations
@@ -17,51 +17,59 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Draws of the logits behind the epistemic share: powers of two, and at least two in each quarter."""
+"""Largest and smallest number of draws for the epistemic share: powers of two, with at least two draws in each quarter."""
 
 DRAWN_LOGITS = 2**13
-"""Draws times classes: with many classes, fewer draws are needed and affordable."""
+"""Largest number of draws times classes. With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest factor by which a doubling of the draws brings the entropy of their mean closer to its limit: 1/2 with
-many draws, more where each draw is certain of a different class."""
+"""Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio is 1/2 with many draws, and
+larger if each draw is certain of a different class."""
 
 NODES = 96
-"""Nodes of the integrals over one logit: at most 0.7 apart, where the sigmoid's poles are at a distance of pi."""
+"""Number of nodes of the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles are pi from the real line."""
 
 WIDE, FLAT = 9.0, 33.0
-"""Standard deviations, and logits, beyond which an integrand vanishes in float64."""
+"""Number of standard deviations, and absolute logit, beyond which an integrand vanishes in float64."""
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return the entropy in nats over the last axis, accurate to relative rounding even if nearly all mass is on one class."""
+    """Return the entropy over the last axis in nats, with full relative precision even if one class has nearly all the mass."""
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
-    # The logarithm of the largest has lost the digits of what is missing to 1. Above one half, no other can be as large.
+    # The logarithm of a probability near 1 loses the digits of its distance from 1, so that term is computed from the rest. Above
+    # one half, no second probability can be as large.
     largest = top[..., 0]
     return torch.where(largest > 0.5, plain + largest * (largest.log() - _log1p(-rest)), plain)
 
 
 def _log1p(values: Tensor) -> Tensor:
-    # Kahan's formula: ONNX has no log1p.
+    # Use Kahan's formula, because ONNX has no log1p.
     whole = 1 + values
     return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))
 
 
 def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities over the last axis, and their entropy in nats to relative rounding."""
+    """Return probabilities over the last axis, and their entropy in nats with full relative precision."""
     below = logits - logits.amax(-1, keepdim=True)
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
-    # The largest term is 1. Without its integer part the others are summed with all their digits; from 2 on there may be several.
+    # The largest term is 1. Without integer parts, the other terms are summed with all their digits. If the total is at least 2,
+    # several terms may be 1, and nothing is lost by subtracting 1.
     rest = torch.where(total < 2, (raised - raised.floor()).sum(-1, keepdim=True), total - 1)
     entropies = _log1p(rest) - (raised * below).sum(-1, keepdim=True) / total
     return raised / total, entropies.squeeze(-1)
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, from (K, n, C): (n,), or (n, C) for labels."""
+    """Return the epistemic part (n,) of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, or (n, C) for multi-label data.
+
+    Args:
+        member_probs: probabilities (K, n, C) of the members.
+        weights: mixture weights (K,).
+        likelihood: likelihood of the mixture.
+    """
     between = entropy(likelihood.choices(torch.einsum("k,knc->nc", weights.to(member_probs), member_probs)))
     within = torch.einsum("k,k...->...", weights.to(member_probs), entropy(likelihood.choices(member_probs)))
     return (between - within).clamp_min(0)
@@ -74,17 +82,18 @@ def epistemic_share(
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
-    """Return the share of a mixture's entropy that is mutual information between label and weights: (n,), or (n, C) for labels.
+    """Return the share (n,) of a mixture's entropy that is mutual information between label and weights.
 
-    Within a component it has no closed form for classes, so it is measured on Sobol draws. As a share of the draws'
-    own entropy it lies between 0 and 1 whatever the link, and it is exact where components have no covariance.
+    The shape is (n, C) for multi-label data. For classes, the mutual information within a component has no closed form, so it is
+    estimated from Sobol draws. As a share of the draws' entropy, it lies between 0 and 1 for every link, and it is exact if the
+    components have no covariance.
 
     Args:
         likelihood: likelihood of the mixture.
         means: logits (n, C) of each component.
-        spreads: spread of each component; None without covariance.
-        weights: (K,).
-        seed: seed of the draws, the same for every component.
+        spreads: spread of each component's logits; None without covariance.
+        weights: mixture weights (K,).
+        seed: seed of the draws, which every component shares.
     """
     if not likelihood.mutually_exclusive:
         return _label_share(means, spreads, weights)
@@ -109,9 +118,9 @@ def _share(total: Tensor, within: Tensor) -> Tensor:
 
 
 def _entropy_limit(quarters: Tensor) -> Tensor:
-    # Entropy of the mean over all draws there could be, from the means (n, 4, C) over quarters of a few. The entropy of a mean of S
-    # draws is too small by an amount that falls as S grows. It is taken of the quarters, the halves and the whole, and the gains of
-    # these two doublings are continued as a geometric series.
+    # Return the entropy of the mean over infinitely many draws, from the means (n, 4, C) over four quarters of the draws. The
+    # entropy of a mean of S draws is too small by an amount that falls as S grows. It is computed for the quarters, the halves and
+    # the whole, and the gains of these two doublings are extrapolated as a geometric series.
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
     whole = entropy(halves.mean(1))
     half, quarter = entropy(halves).mean(1), entropy(quarters).mean(1)
@@ -124,15 +133,15 @@ def _entropy_limit(quarters: Tensor) -> Tensor:
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
 
-    The trapezoidal rule over the part of the line where the integrand does not vanish converges exponentially for analytic
-    integrands. The sigmoid does not vanish on one side, but its difference from the normal distribution function
-    :math:`\Phi(z \sqrt{\pi/8})` does, and the mean of that is known.
+    The trapezoidal rule converges exponentially for analytic integrands that vanish at both ends. The sigmoid does not vanish on one
+    side, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` does, and the mean of that function
+    has a closed form.
 
     Returns:
-        Both to about 1e-12 in float64.
+        Both means, accurate to about 1e-12 in float64.
     """
     spread = variance.clamp_min(0).sqrt()
-    # In standard deviations; of a wide Gaussian only where the entropy, and the difference, are not 0.
+    # The ends are in standard deviations. For a wide Gaussian, they enclose only the logits at which the integrands are not 0.
     clipped = (WIDE * spread > FLAT) & (mean.abs() < FLAT + WIDE * spread)
     width = torch.where(clipped, spread, 1.0)
     low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-WIDE), -WIDE)
@@ -151,12 +160,12 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normal_cdf(values: Tensor) -> Tensor:
-    # By erf: ONNX has neither ndtr nor erfc.
+    # Use erf, because ONNX has neither ndtr nor erfc.
     return (1 + torch.erf(values / math.sqrt(2))) / 2
 
 
 def _label_share(means: Sequence[Tensor], spreads: Sequence[Spread | None], weights: Tensor) -> Tensor:
-    # Each logit is one Gaussian number, so nothing has to be drawn.
+    # Each logit is a single Gaussian variable, so no draws are needed.
     pairs = [
         expected_sigmoid(mean, torch.zeros_like(mean) if spread is None else spread.variance())
         for mean, spread in zip(means, spreads, strict=True)

@@ -1,4 +1,4 @@
-"""Mixture weights: uniform, by evidence, by stacking on validation data, or given."""
+"""Mixture weights: uniform weights, weights by evidence, weights by stacking on validation data, and given weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mola.errors import OptionError
 from mola.options import counted, one_of
 
 STACKING_GAP = 1e-10
-"""Nats of log-likelihood that stacking leaves to be gained, at most."""
+"""Largest gap, in nats of mean log-likelihood, between the result of stacking and the optimum."""
 
 
 def uniform_weights(count: int) -> Tensor:
-    """Return `1 / K` each, as in all of the paper's experiments."""
+    """Return K weights of `1 / K`, as in all of the paper's experiments."""
     return torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
 
 
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
-    """Return given weights as (K,) in float64, or raise `OptionError` unless they are K non-negative numbers with the sum 1."""
+    """Return given weights (K,) in float64, or raise `OptionError` unless they are K non-negative numbers that sum to 1."""
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}.") from error
+        raise OptionError(f"weights: expected {counted(count, 'number')} with a sum of 1, got {weights!r}.") from error
     if values.dim() > 1 or values.numel() != count:
         got = f"shape {tuple(values.shape)}" if values.dim() > 1 else str(values.numel())
         raise OptionError(f"weights: expected {counted(count, 'number')}, one for each component; got {got}.")
@@ -35,39 +35,41 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Weights that sum to 1 up to rounding are left unchanged: dividing again would change them with every save and load.
+    # Weights that sum to 1 up to rounding are left unchanged, because dividing again would change them with every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
-    """Return "uniform" or "evidence", or given weights as `check_weights` returns them."""
+    """Return "uniform" or "evidence", or the given weights after `check_weights`."""
     if not isinstance(weights, str):
         return check_weights(weights, count)
     if weights == "stacking":
-        raise OptionError("weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader).")
+        raise OptionError(
+            "weights 'stacking' need validation data: fit first, then call posterior.reweight(val_loader)."
+        )
     return one_of(weights, ("uniform", "evidence"), "weights", "numbers that sum to 1, one for each network")
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Return weights (K,) in proportion to the components' evidences. A difference of a few nats makes them one-hot."""
+    """Return weights (K,) in proportion to the components' evidences. A difference of a few nats makes the weights one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 
 def stacking_weights(likelihoods: Tensor) -> Tensor:
-    r"""Return the weights that maximise the mixture's log-likelihood on held-out data: a concave problem on the simplex.
+    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, a concave problem on the simplex.
 
     .. math:: \max_\pi \tfrac1n \sum_n \log \sum_k \pi_k\, p_k(y_n) \quad \text{with } \pi \ge 0,\; 1^\top \pi = 1
 
-    Newton's method on a log barrier that shrinks; the duality gap K mu bounds what is left to gain.
+    Newton's method maximises the objective with a shrinking log barrier mu. The duality gap K mu bounds the remaining gain.
 
     Args:
-        likelihoods: (n, K), the probability or density that each component gives to each label.
+        likelihoods: probability or density (n, K) of each label under each component.
 
     Returns:
-        (K,) in float64, within 1e-10 nats of the optimum.
+        Weights (K,) in float64, within 1e-10 nats of the optimum.
     """
     count, tiny = likelihoods.shape[1], torch.finfo(torch.float64).tiny
-    # Ratios to the best component: nothing underflows, and the optimum is the same.
+    # Ratios to the best component have the same optimum and do not underflow.
     best = likelihoods.double().amax(1, keepdim=True).clamp_min(tiny)
     ratios = (likelihoods.double() / best).clamp_min(tiny)
     weights, barrier = uniform_weights(count), 1.0
@@ -83,13 +85,13 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Stack components whose predictions depend on the weights: update predictions and weights in turn.
+    """Return stacking weights for components whose predictions depend on the weights, by alternating updates of both.
 
-    A turn does not follow the gradient of the log-likelihood and may lower it, so turns are taken from each start while they raise it.
-    The result is at least as good as every start.
+    An update does not follow the gradient of the log-likelihood and may lower it, so updates from each start stop when the
+    log-likelihood no longer rises. The result is at least as good as every start.
 
     Args:
-        evaluate: from weights (K,) to the likelihoods (n, K) of the components, and the log-likelihood of the mixture.
+        evaluate: function from weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.
         starts: weights to start from.
     """
     found = []
@@ -113,7 +115,7 @@ def _newton_step(ratios: Tensor, weights: Tensor, barrier: float) -> tuple[Tenso
     relative = ratios / (ratios @ weights)[:, None]
     gradient = relative.mean(0) + barrier / weights
     hessian = relative.T @ relative / len(relative) + torch.diag(barrier / weights.square())
-    # Scaled by the weights: near a corner of the simplex the bare system is hopelessly conditioned.
+    # Scale the system by the weights, because it is very ill-conditioned near a corner of the simplex.
     scaled = weights[:, None] * hessian * weights
     toward = torch.linalg.solve(scaled, weights * gradient)
     along = torch.linalg.solve(scaled, weights)
