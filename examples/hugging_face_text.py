@@ -63,7 +63,7 @@ UNKNOWN = {
 
 
 def sentence(topic: str, draw: random.Random) -> str:
-    """A message: a pattern, filled in. Most names occur once; some messages about a known topic use a word of another."""
+    """Fill in a pattern. Most names occur once; some messages about a known topic use a word of another topic."""
     chosen = {slot: draw.choice(words) for slot, words in (KNOWN | UNKNOWN)[topic].items()}
     if topic in KNOWN and draw.random() < 0.3:
         slot = draw.choice(list(chosen))
@@ -73,14 +73,14 @@ def sentence(topic: str, draw: random.Random) -> str:
 
 
 def messages(topics, count: int, seed: int):
-    """So many messages of each topic, and their labels."""
+    """Return `count` messages of each topic, and their labels."""
     draw = random.Random(seed)
     texts = [sentence(topic, draw) for topic in topics for _ in range(count)]
     return texts, torch.arange(len(topics)).repeat_interleave(count)
 
 
 def make_tokenizer(texts) -> PreTrainedTokenizerFast:
-    """Whole words that occur at least three times; all others are [UNK]."""
+    """Train a tokenizer of whole words that occur at least three times; all other words are [UNK]."""
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -93,7 +93,7 @@ def make_tokenizer(texts) -> PreTrainedTokenizerFast:
 
 
 def batches(tokenizer, texts, labels=None, size: int = 60, shuffle: bool = False):
-    """Dictionaries as every collator gives them: input_ids, attention_mask, labels."""
+    """Yield dictionaries, as collators do: input_ids, attention_mask, labels."""
     order = torch.randperm(len(texts)) if shuffle else torch.arange(len(texts))
     for rows in order.split(size):
         batch = dict(tokenizer([texts[row] for row in rows], padding=True, return_tensors="pt"))

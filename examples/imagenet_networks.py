@@ -27,17 +27,17 @@ SIZES = (224, 240, 260)
 
 
 def lite0() -> nn.Module:
-    """EfficientNet-Lite0, for 224 pixels."""
+    """Build EfficientNet-Lite0, for 224 pixels."""
     return _lite(0)
 
 
 def lite1() -> nn.Module:
-    """EfficientNet-Lite1, for 240 pixels."""
+    """Build EfficientNet-Lite1, for 240 pixels."""
     return _lite(1)
 
 
 def lite2() -> nn.Module:
-    """EfficientNet-Lite2, for 260 pixels."""
+    """Build EfficientNet-Lite2, for 260 pixels."""
     return _lite(2)
 
 
@@ -61,7 +61,7 @@ def _lite(index: int) -> nn.Module:
 
 @torch.no_grad()
 def folded(network: nn.Module) -> nn.Module:
-    """The same function with every batch normalisation folded into its convolution: a quarter faster on a processor."""
+    """Return the same function with every batch normalisation folded into its convolution: a quarter faster on a processor."""
 
     def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
         conv, norm = getattr(module, convolution), getattr(module, normalisation)
@@ -81,7 +81,7 @@ def folded(network: nn.Module) -> nn.Module:
 
 
 def main() -> None:
-    """Say what the networks take."""
+    """Print the input size of each network."""
     for build in (lite0, lite1, lite2):
         try:
             network = build()

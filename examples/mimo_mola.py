@@ -31,7 +31,7 @@ def adam(parameters):
 
 
 class Shuffled:
-    """Batches in a new order every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
+    """Yield batches in a new order every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
 
     def __init__(self, images, labels) -> None:
         self.images, self.labels = images, labels

@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def over_splits(usual, unseen):
-    """Mean false-alarm rates over random splits into validation and test digits."""
+    """Yield mean false-alarm rates over random splits into validation and test digits."""
     pool, generator = torch.cat([usual, unseen]), torch.Generator().manual_seed(0)
     splits = [pool[torch.randperm(len(pool), generator=generator)].split([400, 400]) for _ in range(1000)]
     for rate in RATES:

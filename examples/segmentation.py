@@ -31,7 +31,7 @@ RING = -100  # ignored by fit and tune
 
 
 def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tensor]:
-    """Pictures (n, 3, H, W) between 0 and 1, and the class of every pixel (n, H, W)."""
+    """Return pictures (n, 3, H, W) between 0 and 1, and the class of every pixel (n, H, W)."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -58,7 +58,7 @@ def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tenso
 
 
 def shifted(pictures: Tensor, seed: int) -> Tensor:
-    """The same pictures in bad light: dimmer, with less contrast and more noise."""
+    """Return the same pictures in bad light: dimmer, with less contrast and more noise."""
     noise = torch.randn(pictures.shape, generator=torch.Generator().manual_seed(seed))
     return 0.2 + 0.45 * pictures + 0.12 * noise
 
@@ -68,7 +68,7 @@ def block(given: int, made: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Three levels; the head is a 1x1 convolution."""
+    """U-Net with three levels, whose head is a 1x1 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(16, CLASSES, 1)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Logits (n, C, H, W)."""
+        """Return logits (n, C, H, W)."""
         kept = []
         for level in self.down:
             pictures = level(functional.max_pool2d(pictures, 2) if kept else pictures)
@@ -102,7 +102,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """A row for each kind of picture: the picture, its labels, and maps."""
+    """Draw a row for each kind of picture: the picture, its labels, and maps."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
@@ -129,7 +129,7 @@ def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], 
 
 
 def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[Tensor, Tensor]]]:
-    """Methods, and pictures with the class of every pixel."""
+    """Return the methods, and sets of pictures with the class of every pixel."""
     train_set, val_set, test_set = (shapes(60, seed + part) for part in range(3))
     networks = [train(seed + member, *train_set, steps) for member in range(NETWORKS)]
     loader = list(zip(train_set[0].split(20), train_set[1].split(20), strict=True))
@@ -151,7 +151,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Over pixels of known classes; and how well the others are told from them by their outlier score."""
+    """Return metrics over pixels of known classes, and the AUROC by which the OOD score separates rings from them."""
     said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
     known, scores = truth >= 0, said.ood_score.flatten()
     probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]

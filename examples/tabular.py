@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def compare(rows, labels, seed: int) -> None:
-    """Out-of-fold probabilities of four models."""
+    """Compare the out-of-fold probabilities of four models."""
     models = {
         "logistic regression": LogisticRegression(max_iter=1000),
         "MLPClassifier": MLPClassifier((64,), max_iter=300, random_state=seed),
@@ -61,7 +61,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Alarms for correct rows and for rows with mistakes, over several splits: a single split of 178 wines is noisy."""
+    """Count alarms on correct rows and on rows with mistakes, over several splits: a single split of 178 wines is noisy."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -86,12 +86,12 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
         print(f"{name:34}{alarm:20.0%}{outside:24.0%}{confidence:13.1%}")
     print(
         "\nThe score depends on the direction of a network's features and hardly on their norm: it detects unusual combinations"
-        "\nof values, and hardly rows in which all columns are too large or missing. A range check catches these. Do both."
+        "\nof values, but rarely rows in which all columns are too large or missing. A range check catches these. Do both."
     )
 
 
 def calibration_error(probs, labels, bins: int = 10) -> float:
-    """Expected calibration error: mean gap between confidence and accuracy over bins of confidence."""
+    """Return the expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
@@ -99,7 +99,7 @@ def calibration_error(probs, labels, bins: int = 10) -> float:
 
 
 def mistakes(rows, names):
-    """Correct rows, and rows with typical mistakes of data entry."""
+    """Return correct rows, and rows with typical mistakes of data entry."""
 
     def scaled(name: str, factor: float):
         changed = rows.copy()

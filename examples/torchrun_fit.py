@@ -3,8 +3,8 @@
     python examples/torchrun_fit.py                               # alone
     torchrun --nproc-per-node=2 examples/torchrun_fit.py          # two processes on this machine
 
-The same script either way, with the same posterior: the sums behind a Laplace approximation add up, so parts of the data
-can be read anywhere. On many machines, torchrun's `--nnodes` and `--rdzv-endpoint` do the rest. About ten seconds. Needs
+Both commands give the same posterior: the sums behind a Laplace approximation add up, so parts of the data can be read
+anywhere. On many machines, torchrun's `--nnodes` and `--rdzv-endpoint` do the rest. About ten seconds. Needs
 `pip install 'mola-torch[bench]'`.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
     parts = order.split([1000, 297, 500])
     train_set, val_set, test_set = (TensorDataset(pixels[rows] / 16, labels[rows]) for rows in parts)
 
-    with mola.distributed.join() as team:  # the processes that torchrun started; without it, this one alone
+    with mola.distributed.join() as team:  # the processes that torchrun started; without it, this process alone
         # Every process needs the same networks. You would load their weights from files; here the same seeds make the same
         # networks everywhere. mola compares checksums, and refuses networks that differ.
         networks = [train(seed, *train_set.tensors) for seed in range(NETWORKS)]
@@ -53,7 +53,7 @@ def main() -> None:
         posterior = mola.fit(networks, *loaders[:2], team=team)
         prediction = posterior.predict(loaders[2], team=team)  # all test data in their order, on every process
 
-        if team.first:  # one process writes and speaks for all
+        if team.first:  # one process writes and prints
             accuracy = (prediction.label == test_set.tensors[1]).double().mean()
             print(f"{team}: read {len(loaders[0].dataset)} of {len(train_set)} training data in this process")
             print(f"prior precision    {posterior.prior_precision[0]:.12g}")
