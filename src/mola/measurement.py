@@ -109,14 +109,8 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
     variances of both means add up (DeLong et al., 1988; in groups, Obuchowski, 1997).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
-
-    def below(values: Tensor, others: Tensor) -> Tensor:
-        ordered = others.sort().values
-        ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
-        return (ends[0] + ends[1]).double() / (2 * len(others))
-
-    placed = below(outliers, inliers)
-    return Measurement(float(placed.mean()), (1 - below(inliers, outliers), placed), groups)
+    placed = metrics.share_below(outliers, inliers)
+    return Measurement(float(placed.mean()), (1 - metrics.share_below(inliers, outliers), placed), groups)
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:

@@ -1,13 +1,14 @@
-r"""Probabilities and labels in, numbers out. Pure functions over tensors; each is one definition.
+"""Metrics of probabilities and labels, and of outlier scores: pure functions of tensors.
 
-OOD scores are higher for more outlying inputs, as everywhere in this package. Papers often write the same
-metrics for the confidence, in-distribution data being the positives; with score = -confidence the numbers are equal.
-Ties never depend on the order of the data.
+Outlier scores are higher for more outlying inputs, as everywhere in this package. Papers often define these metrics for the
+confidence, with in-distribution data as positives; with score = -confidence the numbers are equal. Ties never depend on the order of
+the data.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,11 +31,6 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
     """Return the mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
     chosen = probs.gather(1, labels[:, None]).squeeze(1)
     return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
-
-
-def log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Return the mean of `log p(label)`: the paper's LL, higher is better."""
-    return -negative_log_likelihood(probs, labels)
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
@@ -87,7 +83,7 @@ def largest_gap(binned: Tensor) -> float:
 
 
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """As `bin_sums` of confidences (n,), with the bins of the authors' scripts, for comparison with published figures.
+    """Return the sums of `bin_sums` with the bins of the authors' scripts, for comparison with published figures.
 
     Bins are closed on the left, and predictions in the last bin are left out: a network that is confident and always wrong there
     looks calibrated.
@@ -134,15 +130,6 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
-def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """Return the AURC minus its lowest possible value, with all errors rejected first (E-AURC; Geifman et al., 2019).
-
-    It depends on the order of the predictions and hardly on the accuracy: 0 is best.
-    """
-    wrong = len(correct) - int((correct != 0).sum())
-    return area_under_risk_coverage(uncertainty, correct) - least_area_under_risk_coverage(len(correct), wrong)
-
-
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
     """Return the lowest possible AURC of `count` predictions with this number of errors: all errors are rejected first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
@@ -162,17 +149,19 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
 
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Return the probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
-    scores = torch.cat(check_scores(inlier_scores, outlier_scores))
-    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    # Mean rank of tied values: those below, plus half of those tied.
-    ranks = (counts.cumsum(0) - counts).double() + (counts.double() + 1) / 2
-    inliers, outliers = len(inlier_scores), len(outlier_scores)
-    rank_sum = ranks[inverse][inliers:].sum()
-    return float((rank_sum - outliers * (outliers + 1) / 2) / (inliers * outliers))
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    return float(share_below(outliers, inliers).mean())
+
+
+def share_below(values: Tensor, others: Tensor) -> Tensor:
+    """Return the share (n,) of the `others` (m,) below each value (n,), ties counting half."""
+    ordered = others.sort().values
+    ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
+    return (ends[0] + ends[1]).double() / (2 * len(others))
 
 
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
-    # Sum over thresholds of the step in recall times the precision, positives scoring high; no interpolation.
+    # Sum over thresholds of the step in recall times the precision, if positives score high; no interpolation.
     scores = torch.cat([positives, negatives])
     _, inverse = torch.unique(-scores, return_inverse=True)
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
@@ -180,99 +169,79 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
     return float((true * true.cumsum(0) / all_counts.cumsum(0)).sum() / len(positives))
 
 
-def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    # Return for each label its probabilities on negatives and on positives; missing labels (NaN, -100) are
-    # left out.
+def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
+    # The measure of each label's probabilities on negatives and on positives; missing labels are neither.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
             f"multi-label data need probabilities and labels (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
-    truth, exact = labels.double(), probs.double()
-    return [
-        (column[answer == 0], column[answer == 1])
-        for column, answer in zip(exact.unbind(1), truth.unbind(1), strict=True)
-    ]
+    pairs = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
+    found = [measure(column[answer == 0], column[answer == 1]) for column, answer in pairs]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return area under the ROC curve of each label: probability that a positive datum scores higher than a negative datum.
+    """Return the area under the ROC curve of each label: the probability that a positive datum scores higher than a negative one.
 
-    From probabilities (n, C) of yes and labels (n, C), 0 or 1, NaN or -100 where a label is missing. Returns (C,) in
-    float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
+    Args:
+        probs: probabilities of yes (n, C).
+        labels: 0 or 1 (n, C); NaN or -100 if a label is missing.
+
+    Returns:
+        (C,) in float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
     """
-    pairs = _by_label(probs, labels)
-    return torch.tensor(
-        [auroc(no, yes) if len(no) and len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
-    )
+    return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return average precision of each label: the mean of the precision over the steps of recall, without interpolation.
+    """Return the average precision of each label: the mean of the precision over the steps of recall, without interpolation.
 
     Arguments as for `auroc_of_labels`. NaN for a label that is never yes; it depends on how rare yes is.
     """
-    pairs = _by_label(probs, labels)
-    return torch.tensor(
-        [_average_precision(yes, no) if len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
-    )
+    return _each_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Return the calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
 
-    Arguments as for `auroc_of_labels`. Bins are closed on the right; NaN where every label is missing.
+    Arguments as for `auroc_of_labels`. Bins are closed on the right; NaN if every label is missing.
     """
-    found = []
-    for no, yes in _by_label(probs, labels):
-        predicted, truth = torch.cat([no, yes]), torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
-        found.append(calibration_gap(bin_sums(predicted, truth, bins)) if len(predicted) else math.nan)
-    return torch.tensor(found, dtype=torch.float64)
+
+    def gap(no: Tensor, yes: Tensor) -> float:
+        truth = torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
+        return calibration_gap(bin_sums(torch.cat([no, yes]), truth, bins)) if len(truth) else math.nan
+
+    return _each_label(probs, labels, gap)
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
+    """Return the average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
+    """Return the average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
 def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
+    """Return the share of outliers taken for inliers if `tpr` of the inliers pass (FPR95): 0 is best.
 
-    The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
-    inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take the outliers as
-    positives instead: see `fpr_at_tpr_out`.
-
-    Args:
-        inlier_scores: (n,), higher = more outlying.
-        outlier_scores: (m,).
-        tpr: share of inliers that should pass.
-
-    Returns:
-        Between 0 and 1; 0 is best. `OptionError` if tpr is not between 0 and 1.
+    The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the inliers' scores
+    (linear between two of them), which is the 5th percentile of their confidence. Some packages take the outliers as positives
+    instead: see `fpr_at_tpr_out`.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
 
 
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of inliers taken for outliers when at least `tpr` of the outliers are found, the outliers being the positives.
+    """Return the share of inliers taken for outliers if at least `tpr` of the outliers are found: 0 is best.
 
-    OpenOOD's FPR@95: the threshold is the highest outlier's score at or above which that share of them lies, without
-    interpolation.
-
-    Args:
-        inlier_scores: (n,), higher = more outlying.
-        outlier_scores: (m,).
-        tpr: share of outliers that must be found, above 0 and at most 1.
-
-    Returns:
-        Between 0 and 1; 0 is best.
+    The positives are the outliers, as in OpenOOD's FPR@95: the threshold is the highest score of an outlier at or above which that
+    share of the outliers lies, without interpolation.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:

@@ -173,12 +173,12 @@ def test_results_are_the_metrics_of_all_data_at_once():
         answer = Answer(probs[rows], {name: one[rows] for name, one in scores.items()})
         inside.add(answer.columns(labels[rows]))
     outside.add(Answer(far, beyond).columns())
-    found = labelled_result(inside, 30.0, errors=True, classes=list("abcdef"))
+    found = labelled_result(inside, 30.0, classes=list("abcdef"))
     confidence, predicted = probs.double().max(1)
     legacy = metrics.bin_sums_legacy(confidence, predicted == labels, 100)
     direct = {
         "accuracy": metrics.accuracy(probs, labels),
-        "log_likelihood": metrics.log_likelihood(probs, labels),
+        "log_likelihood": -metrics.negative_log_likelihood(probs, labels),
         "nll": metrics.negative_log_likelihood(probs, labels),
         "brier": metrics.brier(probs, labels),
         "ece": metrics.expected_calibration_error(probs, labels),
@@ -197,7 +197,7 @@ def test_results_are_the_metrics_of_all_data_at_once():
         assert one["count"] == int(mine.sum())
         assert_close(one["accuracy"], (predicted[mine] == label).double().mean())
         assert_close(one["confidence"], confidence[mine].mean())
-    out = outlier_result(inside, outside, errors=True)
+    out = outlier_result(inside, outside)
     for name, one in out.scores.items():
         wins = (beyond[name][:, None] > scores[name]).double() + (beyond[name][:, None] == scores[name]).double() / 2
         assert one["auroc"] == pytest.approx(float(wins.mean()), rel=1e-12)

@@ -100,7 +100,7 @@ def test_outliers_are_told_by_variance_and_by_the_score():
     inside, targets = said(150)
     outside, _ = said(90, seed=3, wide=4.0)
     near, far = tally_of(inside, targets), tally_of(outside)
-    found = outlier_result(near, far, errors=True)
+    found = outlier_result(near, far)
     assert set(found.scores) == {"variance", "ood score"}
     assert found.confidence is None
     assert found.std == pytest.approx(float(outside.std.mean()))

@@ -75,7 +75,6 @@ def labelled_result(
     level: float = 0.0,
     *,
     detail: bool = True,
-    errors: bool = False,
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
@@ -85,7 +84,6 @@ def labelled_result(
         tally: the predictions.
         level: shift of the data.
         detail: keep the bins of reliability diagrams and histograms.
-        errors: estimate standard errors over data.
         classes: names of the classes, or of a regression's outputs, for results of each.
         types: types of shift, assigned to the data in turn, for results by type: datum i has type i modulo their number.
     """
@@ -99,7 +97,7 @@ def labelled_result(
         metrics=values if regression else _class_metrics(tally, values, classes),
         reliability=metrics.bin_sums(tally["confidence"], tally["correct"]).tolist() if detail else [],
         histogram=_histogram(tally) if detail else [],
-        errors={name: one.error for name, one in found.items()} if errors else {},
+        errors={name: one.error for name, one in found.items()},
         classes=_by_class(tally, classes) if classes and not regression else {},
         types=_by_type(tally, types),
         regression=regression_detail(tally, classes) if regression else None,
@@ -189,25 +187,18 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     return found
 
 
-def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors: bool = False) -> OutlierResult:
-    """Return how well the scores of a method separate outliers from the test data.
-
-    Args:
-        inside: the method's predictions on the test data.
-        outside: its predictions on the outliers.
-        detail: keep the histogram of confidence.
-        errors: estimate standard errors over data.
-    """
+def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> OutlierResult:
+    """Return how well a method's scores separate outliers from the test data (`inside`); `detail` keeps the histogram."""
     confidence, std = (outside.mean(name) if name in outside.columns else None for name in ("confidence", "std[all]"))
-    separated = _separation(inside, outside) if errors else {}
+    separated = _separation(inside, outside)
     scores = {}
     for name, far in outlier_columns(outside).items():
         near = inside[name]
         scores[name] = {
-            "auroc": metrics.auroc(near, far),
+            "auroc": separated[name]["auroc"].value,
             "aupr_in": metrics.aupr_in(near, far),
             "aupr_out": metrics.aupr_out(near, far),
-            "fpr95": metrics.fpr_at_tpr(near, far),
+            "fpr95": separated[name]["fpr95"].value,
             "fpr95_out": metrics.fpr_at_tpr_out(near, far),
         }
     return OutlierResult(
@@ -215,10 +206,10 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         confidence=None if confidence is None else confidence.value,
         scores=scores,
         histogram=_histogram(outside) if detail and confidence is not None else [],
-        confidence_error=confidence.error if errors and confidence is not None else None,
+        confidence_error=None if confidence is None else confidence.error,
         errors={score: {name: one.error for name, one in found.items()} for score, found in separated.items()},
         std=None if std is None else std.value,
-        std_error=std.error if errors and std is not None else None,
+        std_error=None if std is None else std.error,
     )
 
 

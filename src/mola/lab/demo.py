@@ -82,10 +82,8 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
             suite="demo",
             method=method,
             chosen=LastLayer.tuned(one),
-            labelled={
-                name: labelled_result(tallies[name][method], level, errors=True) for name, level in levels.items()
-            },
-            outliers={name: outlier_result(inside[method], tallies[name][method], errors=True) for name in outliers},
+            labelled={name: labelled_result(tallies[name][method], level) for name, level in levels.items()},
+            outliers={name: outlier_result(inside[method], tallies[name][method]) for name in outliers},
             examples={name: examples_of(found[method]) for name, found in tallies.items()},
         )
         for method, one in methods.items()

@@ -224,8 +224,8 @@ def run_evaluate(
                 suite="evaluation",
                 method=method,
                 chosen=methods.chosen(method),
-                labelled={test: labelled_result(tally, errors=True, classes=classes)},
-                outliers={name: outlier_result(tally, tallies[name][method], errors=True) for name in outliers},
+                labelled={test: labelled_result(tally, classes=classes)},
+                outliers={name: outlier_result(tally, tallies[name][method]) for name in outliers},
             )
             for method, tally in inside.items()
         ),
