@@ -269,7 +269,7 @@ class MoLA(Mixture):
             captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
                 with located(f"networks[{index}]"):
-                    check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1), first=0)
+                    check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1), range(one.outputs.numel()))
                     if component.head is None:
                         check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
         # Copy the tensors, because a network may reuse its memory for the next batch.

@@ -55,19 +55,18 @@ class Captured:
         known = rows[..., :0] if features is None else layout.by_position(features.detach())
         return Captured(known, rows, layout, head)
 
-    def rows(self, index: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows in float64; of all by default.
+    def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows in float64; None is all rows.
 
-        Args:
-            index: slice of the rows, or their indices; rows are numbered by input, then by position.
+        Rows are numbered by input, then by position.
         """
-        count = self.layout.count
-        if isinstance(index, slice) and index != slice(None) and count > 1:
-            # Flattening first would copy whole feature maps.
-            index = torch.arange(*index.indices(self.layout.inputs * count), device=self.outputs.device)
-        if isinstance(index, slice):
-            features, outputs = (values.flatten(0, 1)[index] for values in (self.features, self.outputs))
+        if index is None:
+            features, outputs = self.features.flatten(0, 1), self.outputs.flatten(0, 1)
         else:
+            count = self.layout.count
+            if isinstance(index, slice):
+                index = torch.arange(self.layout.inputs * count, device=self.outputs.device)[index]
+            # Flattening first would copy whole feature maps.
             places = index // count, index % count
             features, outputs = self.features[places], self.outputs[places]
         return to_float64(features) if self.head is None else self.head.lift(features), to_float64(outputs)
@@ -188,18 +187,18 @@ class CapturedBatch:
 
     Args:
         networks: one `Captured` for each network.
-        in_use: indices of the rows in use, on the CPU; None for all.
+        in_use: indices of the rows in use, on the CPU.
         labels: labels of the rows in use, as the likelihood reads them; None if the loader yields none.
         place: name of the batch, for messages.
     """
 
     networks: Sequence[Captured]
-    in_use: Tensor | None
+    in_use: Tensor
     labels: Tensor | None
     place: str
 
     def __len__(self) -> int:
-        return self.inputs * self.networks[0].layout.count if self.in_use is None else len(self.in_use)
+        return len(self.in_use)
 
     @property
     def inputs(self) -> int:
@@ -209,20 +208,17 @@ class CapturedBatch:
     @property
     def used_inputs(self) -> int:
         """Number of inputs with at least one row in use."""
-        if self.in_use is None:
-            return self.inputs
-        return int((torch.bincount(self.in_use // self.networks[0].layout.count) > 0).sum())
+        return len(torch.unique(self.in_use // self.networks[0].layout.count))
 
     def chunks(self, size: int = 4096) -> Iterator[Rows]:
         """Yield the rows in use, at most `size` at a time; one empty `Rows` if there are none."""
-        for start in range(0, max(len(self), 1), size):
-            part = slice(start, start + size)
-            index = part if self.in_use is None else self.in_use[part].to(self.networks[0].outputs.device)
-            pairs = [one.rows(index) for one in self.networks]
+        for part in range(0, max(len(self), 1), size):
+            index = self.in_use[part : part + size]
+            pairs = [one.rows(index.to(one.outputs.device)) for one in self.networks]
             for number, pair in enumerate(pairs):
                 with located(f"{self.place}, networks[{number}]"):
-                    check_finite(*pair, first=start if self.in_use is None else None)
-            labels = None if self.labels is None else self.labels[part]
+                    check_finite(*pair, index)
+            labels = None if self.labels is None else self.labels[part : part + size]
             yield Rows([phi for phi, _ in pairs], [outputs for _, outputs in pairs], labels)
 
 
@@ -283,8 +279,7 @@ def stream(
             labels, in_use = _rows_in_use(seen[0], labels, likelihood, place, ignore_index)
             if isinstance(positions, int) and seen[0].layout.sizes:
                 drawn = _drawn(seen[0].layout, in_use, positions, first_input)
-                labels = None if labels is None else labels[drawn]
-                in_use = drawn if in_use is None else in_use[drawn]
+                labels, in_use = None if labels is None else labels[drawn], in_use[drawn]
             batch = CapturedBatch(seen, in_use, labels, place)
             any_rows = any_rows or len(batch) > 0
             first_input += batch.inputs
@@ -296,11 +291,11 @@ def stream(
 
 def _rows_in_use(
     seen: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
-) -> tuple[Tensor | None, Tensor | None]:
-    # The labels of the rows that have one, as the likelihood reads them, and the indices of these rows; None for all.
+) -> tuple[Tensor | None, Tensor]:
+    # The labels of the rows that have one, as the likelihood reads them, and the indices of these rows.
+    in_use, width = torch.arange(seen.layout.inputs * seen.layout.count, device="cpu"), seen.outputs.shape[-1]
     if labels is None:
-        return None, None
-    rows, width, used = seen.layout.inputs * seen.layout.count, seen.outputs.shape[-1], None
+        return None, in_use
     if seen.layout.sizes:
         labels = seen.layout.labels(labels.cpu(), width, place)
         used = labels != ignore_index
@@ -309,29 +304,22 @@ def _rows_in_use(
                 # Individual Bernoulli labels may be missing; a Gaussian refuses NaN.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
-        labels = labels[used]
-        rows = len(labels)
+        labels, in_use = labels[used], in_use[used]
     else:
         labels = labels.clone()  # a loader may reuse its memory for the next batch
     device = float64_device(seen.outputs.device)
-    if rows == len(labels) == 0:  # a likelihood finds no range in no labels
-        kind = torch.float64 if labels.is_floating_point() else torch.int64
-        return labels.to(device, kind), torch.zeros(0, dtype=torch.int64, device="cpu")
+    if len(in_use) == len(labels) == 0:  # a likelihood finds no range in no labels
+        return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use
     # Device and shape are all that a likelihood reads of the outputs.
-    outputs = torch.zeros((), dtype=torch.float64, device=device).expand(rows, width)
+    outputs = torch.zeros((), dtype=torch.float64, device=device).expand(len(in_use), width)
     labels = likelihood.check_labels(labels, outputs, place)
-    in_use = None if used is None or bool(used.all()) else used.nonzero().squeeze(1)
     known = likelihood.known(labels)
-    if known is not None:
-        labels = labels[known]
-        in_use = known.cpu().nonzero().squeeze(1) if in_use is None else in_use[known.cpu()]
-    return labels, in_use
+    return (labels, in_use) if known is None else (labels[known], in_use[known.cpu()])
 
 
-def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -> Tensor:
+def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tensor:
     # Places among the rows in use.
-    rows = torch.arange(layout.inputs * layout.count, device="cpu") if in_use is None else in_use
-    counts = torch.bincount(rows // layout.count, minlength=layout.inputs)
+    counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)
     return torch.cat(
@@ -339,19 +327,16 @@ def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -
     )
 
 
-def check_finite(phi: Tensor, outputs: Tensor, first: int | None = None) -> None:
-    """Refuse features (m, P) or outputs (m, C) that are NaN or infinite, with the number of rows affected.
-
-    `first` is the number of the first row in its batch, if known: then a row is named.
-    """
+def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = None) -> None:
+    """Refuse features (m, P) or outputs (m, C) that are NaN or infinite; `rows` are their numbers in the batch, if known."""
     # NaN and infinity survive in a sum, and from the features they reach the outputs.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):
         affected = (~values.isfinite()).any(1).nonzero()
-        if rows := len(affected):
-            named = "" if first is None else f" (first: row {first + int(affected[0])})"
+        if len(affected):
+            named = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
             raise DataError(
-                f"{name} are NaN or infinite for {rows} of {len(values)} rows{named}. Check the inputs and the network's "
-                "weights for NaN; a network in float16 may overflow where bfloat16 or float32 does not."
+                f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{named}. Check the inputs "
+                "and the network's weights for NaN; a network in float16 may overflow where bfloat16 or float32 does not."
             )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, OptionError
-from mola.options import is_real, whole_number
+from mola.options import is_real
 
 IGNORE_INDEX = -100
 """Label of positions that are left out: the default of PyTorch's losses."""
@@ -31,13 +31,11 @@ Positions = str | int
 
 def check_positions(positions: Positions) -> Positions:
     """Return the option `positions`; refuse anything but "all", "average" or a number of at least 1."""
-    if positions in ("all", "average"):
+    if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
         return positions
-    if not is_real(positions):
-        raise OptionError(
-            f"positions must be 'all', 'average' or a number of positions to draw from each input, got {positions!r}."
-        )
-    return whole_number(positions, "positions")
+    raise OptionError(
+        f"positions must be 'all', 'average' or a number of at least 1 to draw from each input, got {positions!r}."
+    )
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,3 @@ class Resized(nn.Module):
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )
         return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        mean, std = (values.flatten().tolist() for values in (self.mean, self.std))
-        return f"size={self.size}, crop={self.crop}, mean={mean}, std={std}, interpolation={self.interpolation!r}"
