@@ -66,7 +66,9 @@ def with_spark(predictor, frame):
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
     try:
         rows = spark.createDataFrame(frame).repartition(4)
-        return rows.mapInPandas(predictor.over, schema=predictor.spark_schema({"id": "long"})).toPandas()
+        return rows.mapInPandas(
+            lambda frames: map(predictor, frames), schema=predictor.spark_schema({"id": "long"})
+        ).toPandas()
     finally:
         spark.stop()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mola.__main__ import main
 from tests.app.kinds import Kind, make_kind
 from tests.own_work import Desk, fit_at, make_desk
 
@@ -26,6 +27,20 @@ def _at_the_desk(desk, monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def fitted(desk, tmp_path_factory) -> Path:
     return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+
+
+@pytest.fixture
+def mola_command(monkeypatch, capsys):
+    """Run the command as a shell would: exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

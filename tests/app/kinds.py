@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from click.testing import Result
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -41,6 +42,11 @@ OPTIONS = {
     "maps": ("--ignore-index", 255),
 }
 COUNTS = {"train": 300, "val": 120, "test": 60}
+
+
+def run(*arguments: object) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 def draw(kind: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +93,7 @@ class Kind:
     def fit(self, *more: object, output: str = "posterior") -> None:
         command = ["fit", "0.safetensors", "1.safetensors", "--network", f"kind_{self.name}:build"]
         command += ["--train", "train.npz", "--val", "val.npz", "--rule", "nll", "--classes", ",".join(self.names)]
-        outcome = CliRunner().invoke(app, [*command, "--output", output, *map(str, (*OPTIONS[self.name], *more))])
+        outcome = run(*command, "--output", output, *OPTIONS[self.name], *more)
         assert outcome.exit_code == 0, (outcome.output, outcome.exception)
 
 

@@ -49,7 +49,7 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
     assert "outlying" in found
 
     # However the rows are divided, and whatever holds them.
-    parts = pd.concat(predictor.over([frame[:5], frame[5:5], frame[5:]]))
+    parts = pd.concat(map(predictor, [frame[:5], frame[5:5], frame[5:]]))
     assert parts["class"].tolist() == found["class"].tolist()
     arrays = predictor({name: frame[name].to_numpy() for name in frame})
     pictures = BatchPredictor(source, inputs="picture")
@@ -77,7 +77,6 @@ WRONG_USE = {
     "nan": ({}, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch is not finite"),
     "words": ({}, flat(x3="seven"), "cannot be converted to float32"),
     "none": ({"inputs": "x"}, {"x": np.array([np.zeros(3), None], dtype=object)}, "cannot be converted"),
-    "a name twice": ({"keep": ["label"]}, flat(label=9), "keep: 'label'"),
     "another shape": ({"shape": (5, 5)}, flat(), "cannot be converted"),
     "no source": ({"source": "nowhere.onnx"}, flat(), "nowhere"),
 }

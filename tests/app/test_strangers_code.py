@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mola.__main__ import main
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.networks import build_networks
@@ -26,19 +25,8 @@ from mola.lab.imported import import_builder, import_function
 from tests.own_work import job_for, make_desk, with_job
 
 OWN_WORD_OR_TRUST = r"name it on your command: --(network|val) \S+\. .*add --trust"
-PLACED = (
-    "dl",
-    "src",
-    "other",
-    "posterior",
-    "torchvision",
-    "looks_like_mine",
-    "evil",
-    "evil_on_the_path",
-    "evil_of_a_hub",
-    "evil_by_finder",
-)
-"""Outermost names of the modules that are placed below."""
+PLACED = ("dl", "src", "other", "posterior", "torchvision", "looks_like_mine", "evil", "mine")
+"""Beginnings of the names of the modules that are placed below."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +81,7 @@ def place(bundle, tmp_path, monkeypatch):
 
     yield Place()
     for name in set(sys.modules) - known:  # modules stay imported: each attack begins anew
-        if name.partition(".")[0] in PLACED or name.startswith("mine"):
+        if name.startswith(PLACED):
             del sys.modules[name]
 
 
@@ -110,7 +98,6 @@ ATTACKS = {
     "beside": (["dl/evil.py"], "dl/posterior", "dl.evil"),
     "inside": (["posterior/evil.py"], "posterior", "posterior.evil"),
     "in the current folder": (["posterior/evil.py"], "posterior", "evil"),
-    "below plain folders": (["dl/a/b/evil.py"], "dl/posterior", "dl.a.b.evil"),
     "behind a link": (["dl/evil.py"], "dl/posterior", "dl.evil"),
     "a link that leads in": (["dl/evil.py"], "dl/posterior", "looks_like_mine"),
     "on the path": (["dl/evil_on_the_path.py"], "dl/posterior", "evil_on_the_path"),
@@ -217,9 +204,6 @@ def test_a_folder_is_not_taken_for_a_package_that_is_imported_later(place, monke
     )
 
 
-# --- what is allowed ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("word", [{"network": ["dl.evil:build"]}, {"trust": True}], ids=["named", "trusted"])
 def test_the_users_own_word_is_enough(place, word):
     assert len(open_posterior(prepare(place, "beside"), **word).posterior.networks) == 3
@@ -227,28 +211,13 @@ def test_the_users_own_word_is_enough(place, word):
 
 
 @pytest.mark.parametrize("path", ["mine_alone.py", "mine/models.py", "src/deep/models.py"])
-@pytest.mark.parametrize("folder", ["posterior", "runs/1/posterior"])
-def test_modules_of_the_current_folder_are_found(place, path, folder):
+def test_modules_of_the_current_folder_are_found(place, path):
     place.module(path)
-    open_posterior(place.posterior(folder, path.removesuffix(".py").replace("/", ".")))
+    open_posterior(place.posterior("runs/1/posterior", path.removesuffix(".py").replace("/", ".")))
     assert place.witness.exists()
 
 
-# --- the commands -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mola_command(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return stop.value.code or 0, capsys.readouterr().err
-
-    return run
-
-
-@pytest.mark.parametrize("option", ["network", "train", "val", "outliers"])
+@pytest.mark.parametrize("option", ["network", "train"])
 def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, option):
     """`mola fit --config` names a file, and not what is in it."""
     place.module("dl/evil.py")
@@ -263,7 +232,7 @@ def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, o
         )
     job.write_text(text)
     own = ("--network", place.own()) if option != "network" else ()
-    code, words = mola_command("fit", "--config", job, "--output", "new", *own)
+    code, _, words = mola_command("fit", "--config", job, "--output", "new", *own)
     assert code == 1
     assert re.search(rf"name it on your command: --{option} dl\.evil.*add --trust", " ".join(words.split()))
     assert not place.witness.exists()
@@ -273,10 +242,8 @@ def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, o
     ("command", "options", "label"),
     [
         ("predict", {"inputs": "dl.evil:val"}, "DATA"),
-        ("predict", {"inputs": "digits:test", "network": ["dl.evil:build"]}, "--network"),
         ("evaluate", {"test": "dl.evil:val"}, "--test"),
         ("evaluate", {"test": "digits:test", "ood": ["digits:val", "dl.evil:val"]}, "--ood"),
-        ("evaluate", {"test": "digits:test", "val": "dl.evil:val"}, "--val"),
         ("export", {"onnx": "x.onnx", "network": ["dl.evil:build"]}, "--network"),
     ],
 )
@@ -285,13 +252,10 @@ def test_the_file_of_a_run_is_not_the_users_word_for_code(place, mola_command, c
     place.module("dl/evil.py")
     lines = [f"{name} = {json.dumps(value)}" for name, value in ({"posterior": str(folder)} | options).items()]
     (place.root / "dl" / "run.toml").write_text("\n".join([f'command = "{command}"', "[options]", *lines]))
-    code, words = mola_command(command, "--config", "dl/run.toml")
+    code, _, words = mola_command(command, "--config", "dl/run.toml")
     assert code == 1
     assert re.search(rf"name it on your command: {label} dl\.evil.*add --trust", " ".join(words.split()))
     assert not place.witness.exists()
-
-
-# --- networks that bring code -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ForImageClassification", "ForSequenceClassification"])

@@ -136,9 +136,7 @@ def parse_names(value: str | list[str]) -> tuple[str, ...]:
 
 
 def _shortened(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 2**1023:  # Python refuses to write thousands of digits
-        return "a huge whole number"
-    return shown if len(shown := repr(value)) < 60 else type(value).__name__
+    return shown if len(shown := repr(value)) < 60 else f"{shown[:50]}..."
 
 
 FLAGS = (

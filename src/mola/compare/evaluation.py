@@ -18,7 +18,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
     """Return sets, results of each method as in the records of suites, leads and decisions; empty entries are left out."""
     document = asdict(comparison)
     records = {one["method"]: one for one in document["records"]}
-    kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "noted", "made")
+    kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
     plain: dict[str, Any] = _filled(
         {
             "format": "mola-evaluation",

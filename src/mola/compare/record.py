@@ -305,8 +305,6 @@ class Comparison:
     """Remarks of tuning, and caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     """Inputs of each set that could not be used, with the reason."""
-    noted: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Inputs of each set with a remark."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """Versions, seconds and files of the comparison."""
     decisions: DecisionResult | None = None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared import finish, rule_words, scaling_words
+from mola.app.cli.shared import finish, rule_name, scaling_words
 from mola.app.jobs.groups import Reporting
 from mola.app.jobs.job import RUN, Job
-from mola.app.options import option
+from mola.app.options import in_flags, option
 from mola.compare.report.tables import Column, make_table, print_table
 from mola.options import counted
 
@@ -67,12 +64,12 @@ def fit(options: FitOptions) -> None:
     with join() as team:
         # One process writes and prints for all.
         quiet, as_json = options.quiet or not team.first, options.as_json and team.first
-        with showing_progress(quiet=quiet) as progress, _recorded_warnings() as shown:
+        with showing_progress(quiet=quiet) as progress:
             result = run_fit(
                 options, options.output, progress, bundle=options.bundle, team=team, checkpoint=options.checkpoint
             )
     if not quiet and not as_json:
-        _show(options, result, shown)
+        _show(options, result)
     summary = {
         "folder": str(options.output),
         "result": result.document["result"],
@@ -83,23 +80,7 @@ def fit(options: FitOptions) -> None:
     finish(result.account, summary, team, as_json=as_json, quiet=quiet)
 
 
-@contextmanager
-def _recorded_warnings() -> Iterator[set[str]]:
-    recorded: set[str] = set()
-    show = warnings.showwarning
-
-    def record(message: Warning | str, *rest: Any) -> None:
-        recorded.add(str(message))
-        show(message, *rest)
-
-    warnings.showwarning = record  # type: ignore[assignment]
-    try:
-        yield recorded
-    finally:
-        warnings.showwarning = show
-
-
-def _show(options: FitOptions, result: FitResult, shown: set[str]) -> None:
+def _show(options: FitOptions, result: FitResult) -> None:
     console = Console(highlight=False)
     found = result.document["result"]
     networks = len(found["prior_precision"])
@@ -111,10 +92,10 @@ def _show(options: FitOptions, result: FitResult, shown: set[str]) -> None:
     part = "position" if found["has_positions"] else "input"
     datum = "input" if options.positions == "average" else part
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
-    rule = f", {rule_words(found['rule'])}" if found["rule"] else ""
+    rule = f", rule {rule_name(found['rule'])}" if found["rule"] else ""
     console.print(
         f"Fitted {counted(networks, 'network')} with {outputs} on {counted(found['train_count'], datum)}: structure "
-        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(found))}{escape(rule)}."
+        f"{options.structure}, prior precision {precisions}{''.join(f', {words}' for words in scaling_words(found))}{rule}."
     )
     measured = found["validation"]
     if measured:
@@ -127,9 +108,8 @@ def _show(options: FitOptions, result: FitResult, shown: set[str]) -> None:
         print_table(console, make_table("On the validation data", caption, headings, values))
     summary, *notes = result.notes or ("Not tuned: the prior precision is as given.",)
     for note in notes:
-        if note not in shown:
-            console.print(f"Note: {escape(note)}")
-    console.print(f"[bold]{escape(summary)}[/bold]")
+        console.print(f"Note: {escape(in_flags(note))}")
+    console.print(f"[bold]{escape(in_flags(summary))}[/bold]")
     place = escape(str(options.output))
     instead = ", in place of the earlier posterior" if result.replaced else ""
     console.print(

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mola.app.cli.shared import rule_words, scaling_words
-from mola.app.options import option
+from mola.app.cli.shared import rule_name, scaling_words
+from mola.app.options import in_flags, option
 from mola.options import counted
 
 
@@ -53,16 +53,18 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     scaling = ", ".join(scaling_words(found)) or "none"
     weights = "uniform" if len(set(found["weights"])) == 1 else ", ".join(f"{one:.3g}" for one in found["weights"])
     distances = "distances from the training classes" if found["has_distances"] else "no distances (--no-distances)"
+    positions = found["has_positions"] and found.get("positions") != "average"
+    rule = f"rule {rule_name(found['rule'])}" if found["rule"] else "as given"
     lines = [
-        ("tuning", tuning),
-        *[("note", note) for note in notes],
+        ("tuning", in_flags(tuning)),
+        *[("note", in_flags(note)) for note in notes],
         ("folder", found["folder"]),
         ("networks", str(found["components"])),
-        ("last layer", f"{_features(found)}, {_outputs(found)}"),
+        ("last layer", f"{found['heads'][0]}: {counted(found['features'][0], 'weight')} for each of {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {weights}"),
-        ("prior precision", f"{precisions}, {rule_words(found['rule']) if found['rule'] else 'as given'}"),
+        ("prior precision", f"{precisions}, {rule}"),
         ("scaling", f"{scaling}; {distances}"),
-        ("fitted on", _fitted_on(found)),
+        ("fitted on", counted(found["train_count"], "position" if positions else "input")),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
     ]
     if found["job"] is None:
@@ -93,20 +95,6 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("OOD alarm", f"scores above {validation['outlier_threshold']:.4g}, with {rate}"))
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("fit again", f"mola fit --config {found['job']}")]
-
-
-def _fitted_on(found: dict[str, Any]) -> str:
-    if not found["has_positions"] or found.get("positions") == "average":
-        return counted(found["train_count"], "input")
-    if found["job"] is None:  # saved from Python: the document does not hold the option `positions`
-        return f"{found['train_count']:,} positions, or inputs where positions were averaged"
-    return counted(found["train_count"], "position")
-
-
-def _features(found: dict[str, Any]) -> str:
-    width, bias, name = found["features"][0], found["bias"][0], found["heads"][0]
-    layer = f"'{name}': " if name else ""  # a network may be a single layer
-    return f"{layer}{counted(width - bool(bias), 'feature')}{' with the bias, if it has one' if bias is None else ''}"
 
 
 def _outputs(found: dict[str, Any]) -> str:

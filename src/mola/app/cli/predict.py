@@ -39,4 +39,4 @@ def predict(options: PredictOptions) -> None:
         Console(highlight=False).print(
             f"{escape(result.sentence())} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
         )
-    finish(result.account, result.plain(), team, as_json=as_json, quiet=quiet)
+    finish(result.account, result.summary, team, as_json=as_json, quiet=quiet)

@@ -35,7 +35,7 @@ def check_report_folder(output: Path) -> None:
 
 
 def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
-    """Report inputs that were left out, or print the summary as JSON; exit with code 3 where inputs were left out.
+    """Report inputs that were left out, or print the summary as JSON; exit with code 3 if inputs were left out.
 
     torchrun takes every exit code but 0 for a failure: under it, inputs that were left out are listed only.
     """
@@ -49,16 +49,13 @@ def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bo
         raise typer.Exit(LEFT_OUT)
 
 
-def rule_words(rule: str) -> str:
-    """A rule as it is given to commands: "rule calibrated, price 1 %" for Calibrated(price=0.01)."""
-    if price := re.fullmatch(r"Calibrated\(price=([\d.e-]+)\)", rule):
-        return f"rule calibrated, price {100 * float(price[1]):g} %"
-    if score := re.fullmatch(r"Score\('(\w+)'\)", rule):
-        return f"rule {score[1]}"
-    return f"rule {rule}"
+def rule_name(rule: str) -> str:
+    """Return the name of a rule for commands: "nll" for Score('nll'), "calibrated" for Calibrated(price=0.01)."""
+    kind, score = re.match(r"(\w+)(?:\('(\w+)'\))?", rule).groups()  # type: ignore[union-attr]
+    return score or kind.lower()
 
 
 def scaling_words(found: Mapping[str, Any]) -> list[str]:
-    """Settings of the scaling of logits that are not neutral, in words."""
+    """Return the settings of the scaling of logits that are not neutral, in words."""
     neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
     return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows, finite_rows
+from mola.app.jobs.rows import Rows, Set, finite_rows
 from mola.errors import DataError
 from mola.likelihoods import CATEGORICAL, Likelihood
 
@@ -27,27 +27,17 @@ NAMES = {"inputs": ("x", "inputs", "images", "data", "arr_0"), "labels": ("y", "
 """Names of the arrays in a file."""
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """Rows of an array, with labels."""
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Set):
+    """Rows of an array, with labels (n,), (n, C), or one for each position."""
 
-    name: str
     values: NDArray[Any]
     """(n, ...), pixels in bytes or network inputs."""
-    labels: Tensor | None
-    """(n,), (n, C), or one for each position; or None."""
-    intake: Intake
-    classes: None = None
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return len(self.values)
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Read the batches first, first + step, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
-        for start in range(first * size, self.count, step * size):
+        for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
             values = torch.from_numpy(some.astype(some.dtype.newbyteorder("="), copy=True))
             if values.dtype == torch.uint8:
@@ -85,9 +75,8 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
             f"{path}: the inputs have shape {values.shape} and type {values.dtype}: expected numbers of at most 64 bits, a row for "
             f"each input."
         )
-    return Arrays(
-        str(path), values, None if labels is None else _as_labels(path, labels, len(values), likelihood), intake
-    )
+    targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
+    return Arrays(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
 
 
 def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:

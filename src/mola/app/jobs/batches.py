@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from mola import export
 from mola.app.jobs.columns import FIELDS
 from mola.app.jobs.decisions import alarm
 from mola.app.jobs.folder import open_posterior
-from mola.errors import DataError, OptionError, StorageError
+from mola.errors import DataError, StorageError
 from mola.saving.files import DOCUMENT
 
 SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
@@ -67,9 +66,6 @@ class BatchPredictor:
         if missing:
             raise DataError(f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, batch))}.")
         found = self._predict(self._rows([np.asarray(batch[name]) for name in self.inputs]))
-        clash = [name for name in self.keep if name in found]
-        if clash:
-            raise OptionError(f"keep: {clash[0]!r} is also the name of a column of the predictions: rename yours.")
         if isinstance(batch, Mapping):
             return {name: batch[name] for name in self.keep} | found
         import pandas
@@ -79,10 +75,6 @@ class BatchPredictor:
         kinds = {name: object for name, values in found.items() if values.ndim > 1 or values.dtype == object}
         frame = pandas.DataFrame(cells, index=batch.index).astype(kinds)
         return pandas.concat([batch[list(self.keep)], frame], axis=1)
-
-    def over(self, frames: Iterable[Any]) -> Iterator[Any]:
-        """Yield the predictions of successive batches, as Spark's `mapInPandas` expects."""
-        return map(self, frames)
 
     def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
         """Return Spark's schema of the columns, such as "id long, label long"; `keep` has the types of the columns to keep."""
@@ -127,8 +119,7 @@ class BatchPredictor:
                 f"{source} is neither a folder of mola fit nor an exported file, as seen from this process: put it where all "
                 f"processes can read it."
             )
-        with _LOADING:  # several threads of one process read once
-            return _load(source, file.stat().st_mtime_ns, self.trust)
+        return _load(source, file.stat().st_mtime_ns, self.trust)
 
 
 class _Loaded(NamedTuple):
@@ -136,12 +127,7 @@ class _Loaded(NamedTuple):
     """Maps inputs to "probs" (n, C), "label" and other fields (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
-    """Names of the other fields."""
     threshold: float | None = None
-    """OOD score above which inputs are outlying."""
-
-
-_LOADING = Lock()
 
 
 @cache

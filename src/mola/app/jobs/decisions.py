@@ -128,27 +128,14 @@ class Decisions:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return the decisions as plain values."""
+        """Return the promises and their thresholds as plain values."""
         found: dict[str, Any] = {}
         if self.answer is not None:
-            found["answer"] = {
-                "threshold": float(self.answer),
-                "error_rate": self.answer.error_rate,
-                "certainty": self.answer.certainty,
-                "validation_share": self.answer.share,
-            }
-        if self.sets is not None:
-            found["sets"] = {
-                "coverage": self.sets.coverage,
-                "least_probability": [max(0.0, -one) for one in self.sets.threshold.reshape(-1).tolist()],
-                "by_class": bool(self.sets.threshold.ndim),
-            }
-        if self.intervals is not None:
-            found["intervals"] = {
-                "coverage": self.intervals.coverage,
-                "added": self.intervals.threshold.tolist(),
-                "count": self.intervals.count,
-            }
+            promise = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
+            found["answer"] = {"threshold": float(self.answer), **promise}
+        for name, one in (("sets", self.sets), ("intervals", self.intervals)):
+            if one is not None:
+                found[name] = {"coverage": one.coverage, "threshold": one.threshold.tolist()}
         return found
 
 

@@ -25,8 +25,8 @@ from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import MORE, Opening, Reporting
 from mola.app.jobs.job import RUN, Progress
 from mola.app.jobs.regression import networks_alone, noise_factors, untuned_noise
-from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import UserSet, overlap
+from mola.app.jobs.rows import Account, Loader, Set
+from mola.app.jobs.sets import overlap
 from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare.answers import Answer, Rows, outlier_scores, tally_set
@@ -183,7 +183,7 @@ def run_evaluate(
         raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
     account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
 
-    def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
+    def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
         def on_share(share: float) -> None:
             progress(doing, (step + share) / steps)
 

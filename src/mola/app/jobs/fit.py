@@ -10,6 +10,7 @@ import hashlib
 import platform
 import re
 import tomllib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +27,13 @@ from mola.app.jobs.networks import Built, build_networks, is_folder
 from mola.app.jobs.pictures import Pictures, usual_form
 from mola.app.jobs.preparation import make_intake
 from mola.app.jobs.regression import networks_alone, noise_factors, summary
-from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import UserSet, open_set
+from mola.app.jobs.rows import Account, Loader, Set
+from mola.app.jobs.sets import open_set
 from mola.app.options import as_document, to_toml
 from mola.compare.answers import Answer
 from mola.compare.regression import RegressionAnswer
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, warn
+from mola.errors import DataError, MolaWarning, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
 from mola.likelihoods import ClassificationLikelihood
@@ -209,8 +210,10 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     rule = make_rule(job, outliers)
     if rule is not None:
         data.progress("tuning", 0.7)
-        held = held_out if rule.needs_data else None
-        posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes of the tuning
+            held = held_out if rule.needs_data else None
+            posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and held_out is not None:
         posterior = posterior.reweight(held_out, progress=False, team=data.team)
     return posterior
@@ -347,10 +350,10 @@ class Material:
                 f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
             ) from error
 
-    def _open(self, name: str, *, labelled: bool) -> UserSet:
+    def _open(self, name: str, *, labelled: bool) -> Set:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job)
 
-    def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
+    def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
         """Return a set as a loader that reports progress between two shares of the whole work."""
         self.progress(doing, start)
 

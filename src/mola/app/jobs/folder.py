@@ -22,10 +22,11 @@ from mola.app.jobs.code import check_code, check_values
 from mola.app.jobs.job import NAME, Job, job_of
 from mola.app.jobs.networks import build_networks
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.sets import UserSet, is_own_function, open_set
+from mola.app.jobs.rows import Set
+from mola.app.jobs.sets import is_own_function, open_set
 from mola.app.options import check_writable
 from mola.errors import OptionError, StorageError
-from mola.laplace.distance import COUNTS, DIRECTIONS
+from mola.laplace.distance import COUNTS
 from mola.posterior import MoLA
 from mola.saving import files
 from mola.saving.posterior import KIND, SCHEMA, load_posterior
@@ -79,7 +80,7 @@ class PosteriorFolder:
         directory: str | None = None,
         by_user: bool = False,
         absent: str | None = None,
-    ) -> UserSet:
+    ) -> Set:
         """Open data by name, prepared as the training data were; code that the folder names, and not the user, is checked."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
@@ -212,11 +213,6 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     return kind is not None
 
 
-def _has_bias(width: int, directions: Tensor | None) -> bool | None:
-    # Distances are kept of the features alone, whose width counts the bias; without distances it is not known.
-    return None if directions is None else width > directions.shape[1]
-
-
 def read_information(folder: Path) -> dict[str, Any]:
     """Return the content and history of a folder, with its files checked."""
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
@@ -240,7 +236,6 @@ def read_information(folder: Path) -> dict[str, Any]:
         "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],
         "outputs": parts[0]["head"]["outputs"],
         "features": [part["head"]["width"] for part in parts],
-        "bias": [_has_bias(part["head"]["width"], tensors.get(f"{n}.{DIRECTIONS}")) for n, part in enumerate(parts)],
         "heads": [part["head"]["name"] for part in parts],
         "train_count": parts[0]["count"],
         "has_positions": parts[0]["head"]["dense_axes"] > 0,

@@ -5,6 +5,7 @@ Consent to files that can run code (`--trust`) is never saved, since a file may 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,38 +43,30 @@ PREPARATION, METHOD, OTHER, RUN = (
 def parse_numbers(value: Any) -> tuple[float, ...]:
     """Parse numbers, from a list or separated by commas."""
     try:
-        parts = value.split(",") if isinstance(value, str) else value
-        if any(isinstance(one, bool) for one in parts):
-            raise TypeError
-        return tuple(float(one) for one in parts)
-    except (TypeError, ValueError, OverflowError) as error:
+        return tuple(float(one) for one in _joined(value, ",").split(","))
+    except ValueError as error:
         raise ValueError("numbers separated by commas, such as 0.5,0.5,0.5") from error
 
 
 def parse_price(value: Any) -> float | Literal["loss"]:
     """Return a number, or the word "loss"."""
-    if value == "loss":
-        return "loss"
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return "loss" if value == "loss" else float(str(value))
+    except ValueError as error:
         raise ValueError("a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or 'loss'") from error
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
     """Return a length in pixels, or height and width: a list, or separated by an x."""
-    parts = value.lower().split("x") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    try:
-        if len(parts) not in (1, 2) or any(isinstance(one, (bool, float)) for one in parts):
-            raise TypeError
-        sides = tuple(int(one) for one in parts if str(one).isascii())
-        if len(sides) < len(parts) or min(sides) < 1:
-            raise TypeError
-    except (TypeError, ValueError) as error:
-        raise ValueError("a length in pixels, or height and width such as 224x160") from error
-    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+    found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
+    if found is None:
+        raise ValueError("a length in pixels, or height and width such as 224x160")
+    return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+
+
+def _joined(value: Any, separator: str) -> str:
+    # A value of a run file in the form of the command line.
+    return separator.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:

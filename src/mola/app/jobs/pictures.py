@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows
+from mola.app.jobs.rows import Rows, Set
 from mola.errors import DataError
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
@@ -37,35 +37,25 @@ BAD_ROW = -1
 """Label of a row whose error is in `problems`."""
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Image files with their labels, decoded batch by batch."""
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Set):
+    """Image files, decoded batch by batch, with class indices (n,) or numbers (n, C) as labels."""
 
-    name: str
     paths: tuple[Path, ...]
     names: tuple[str, ...]
     """Names of the images in messages and results."""
-    labels: Tensor | None
-    """Class indices (n,), or numbers (n, C)."""
-    classes: tuple[str, ...] | None
-    """Names that the set itself gives to the classes."""
     errors: tuple[str | None, ...]
     """Why an image cannot be used, if that is known before its file is opened."""
-    intake: Intake
-
-    @property
-    def count(self) -> int:
-        """Number of images."""
-        return len(self.paths)
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Decode the batches first, first + step, ...; the next batch is decoded while a batch is used."""
         size = self.intake.batch_size
-        starts = range(first * size, self.count, step * size)
+        places = range(len(self.paths))
+        starts = places[first * size :: step * size]
         with ThreadPoolExecutor(self.intake.workers) as pool:
 
             def submit(start: int) -> list[Future[tuple[Tensor | None, str]]]:
-                return [pool.submit(self._decode, place) for place in range(self.count)[start : start + size]]
+                return [pool.submit(self._decode, place) for place in places[start : start + size]]
 
             following = submit(starts[0]) if starts else []
             try:
@@ -116,6 +106,12 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     return pixels, ""
 
 
+def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Intake) -> Pictures:
+    """Return images without labels."""
+    errors = (None,) * len(paths)
+    return Pictures(name=name, intake=intake, count=len(paths), paths=tuple(paths), names=tuple(names), errors=errors)
+
+
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
     """List a folder of images without decoding them; subfolders are the labels, by default in alphabetical order."""
     inside = [path.relative_to(root) for path in image_files(root)]
@@ -124,7 +120,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
         raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
     # A name that is not UTF-8 can be opened but not written: its bytes are shown as escapes.
     names = tuple(os.fsencode(path.as_posix()).decode(errors="backslashreplace") for path in inside)
-    made = Pictures(str(root), tuple(root / path for path in inside), names, None, None, (None,) * len(names), intake)
+    made = pictures(str(root), [root / path for path in inside], names, intake)
     if not labelled:
         return made
     found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -188,8 +184,8 @@ def list_csv(
             raise DataError(f"{path} has no column for {', '.join(absent) or 'labels'}; found {', '.join(heading)}.")
         labels, wrong = _number_labels([[row.get(name) or "" for name in order] for row in rows], likelihood)
     wrong |= {place: f"row {place + 2} has no file name" for place, text in enumerate(texts) if not text}
-    paths, errors = tuple(path.parent / text for text in texts), tuple(wrong.get(place) for place in range(len(rows)))
-    return Pictures(str(path), paths, tuple(texts), labels, order, errors, intake)
+    made = pictures(str(path), [path.parent / text for text in texts], texts, intake)
+    return replace(made, labels=labels, classes=order, errors=tuple(wrong.get(place) for place in range(len(rows))))
 
 
 def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
@@ -250,21 +246,21 @@ def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def usual_form(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
+def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
     """Return the mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     first = ""
-    for place in even_places(pictures.count, min(LOOKED_AT, pictures.count)).tolist():
-        path, mode = pictures.paths[place], pictures.intake.mode or "RGB"
-        if pictures.intake.mode is None:
+    for place in even_places(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
+        path, mode = source.paths[place], source.intake.mode or "RGB"
+        if source.intake.mode is None:
             with suppress(Exception), Image.open(path) as image:  # `read_pixels` returns the reason
                 mode = "L" if image.mode in GREY else "RGB"
-        pixels, words = read_pixels(path, replace(pictures.intake, mode=mode, shape=None))
+        pixels, words = read_pixels(path, replace(source.intake, mode=mode, shape=None))
         if pixels is not None:
             found[mode, tuple(pixels.shape)] += 1
-        first = first or f" The first: {pictures.names[place]}: {words}."
+        first = first or f" The first: {source.names[place]}: {words}."
     if not found:
-        raise DataError(f"{pictures.name} holds no image that can be decoded.{first}")
+        raise DataError(f"{source.name} holds no image that can be decoded.{first}")
     return found.most_common(1)[0][0]

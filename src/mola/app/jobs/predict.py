@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mola.app.jobs.columns import Columns, Sums, output_names
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import DECISIONS, MORE, Deciding, Opening, Reporting
-from mola.app.jobs.job import RUN, Progress
+from mola.app.jobs.job import Progress
 from mola.app.jobs.rows import Account, Rows, as_loaded, read_shared
 from mola.app.jobs.writers import ARRAYS, Portion, check_output, open_writer
 from mola.app.options import option
@@ -48,59 +46,33 @@ class PredictOptions(Opening, Deciding, Reporting):
     probabilities: bool = option(False, "Add the probabilities of all classes")
     by_class: bool = option(False, "Keep the coverage for each class, not only on average", panel=DECISIONS)
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
-    seed: int | None = option(None, "Seed of links that draw samples", panel=RUN, minimum=0, shown="the link's own")
 
 
 @dataclass(frozen=True)
 class PredictResult:
     """A summary of the predictions."""
 
-    output: Path
-    count: int
-    """Number of inputs that were predicted."""
-    positions: int | None
-    """Number of positions of dense outputs; None for other outputs."""
+    summary: dict[str, Any]
+    """Plain values: counts, the means over inputs and positions of `mola.app.jobs.columns.Columns.sums`, and thresholds."""
     account: Account
     """Inputs that were left out."""
-    means: dict[str, float]
-    """Over inputs and positions, by the names of `mola.app.jobs.columns.Columns.sums`."""
-    labels: dict[str, int]
-    """Number of predictions of each class, or of "yes" for each label; empty for regression."""
-    threshold: float | None
-    """OOD score above which inputs are outlying; None without validation data."""
-    decisions: dict[str, Any]
-    """Other thresholds, as plain values."""
-    seconds: float
-
-    def plain(self) -> dict[str, Any]:
-        """Return plain values, without entries that do not apply."""
-        optional = {"positions": self.positions, "labels": self.labels or None, "decisions": self.decisions or None}
-        return {
-            "output": str(self.output),
-            "count": self.count,
-            **self.means,
-            "threshold": self.threshold,
-            **{name: value for name, value in optional.items() if value is not None},
-            "seconds": self.seconds,
-            "left_out": self.account.left_out,
-        }
 
     def sentence(self) -> str:
         """Return the summary for a person, in a sentence."""
-        means = self.means
-        if "std" in means:
-            words = f"mean standard deviation {means['std']:.4g}, {100 * means['epistemic_share']:.1f} % of the variance epistemic, "
-            words += f"intervals {means['width']:.4g} wide"
+        found = self.summary
+        if "std" in found:
+            words = f"mean standard deviation {found['std']:.4g}, {100 * found['epistemic_share']:.1f} % of the variance epistemic, "
+            words += f"intervals {found['width']:.4g} wide"
         else:
             words = (
-                f"mean confidence {means['confidence']:.3f}, mean entropy {means['entropy']:.3f} of which epistemic "
+                f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, of which epistemic "
             )
-            words += f"{means['epistemic']:.3f}"
+            words += f"{found['epistemic']:.3f}"
         for name, what in (("outlying", "outlying"), ("answer", "to answer")):
-            words += f", {100 * means[name]:.1f} % {what}" if name in means else ""
-        words += f", {means['set_size']:.2f} classes in a set" if "set_size" in means else ""
-        at = "" if self.positions is None else f" at {self.positions:,} positions"
-        return f"Predicted {counted(self.count, 'input')}{at} in {self.seconds:.1f} s: {words}."
+            words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
+        words += f", {found['set_size']:.2f} classes in a set" if "set_size" in found else ""
+        at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
+        return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
 
 
 def run_predict(
@@ -128,7 +100,7 @@ def run_predict(
     with ExitStack() as stack:
         writer = stack.enter_context(open_writer(output, columns.names)) if together.first else None
         batches = read_shared(source, together, lambda share: progress("predicting", share))
-        own = _portions(posterior, batches, columns, seed=options.seed, arrays=output.suffix == ARRAYS)
+        own = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
         for portion in _in_order(own, together):
             assert writer is not None  # only rank 0 is given any
             if options.strict:
@@ -142,18 +114,20 @@ def run_predict(
     if not together.first:
         return None
     count, positions, labels = (sums.pop(name) for name in ("count", "positions", "labels"))
-    named = dict(zip(columns.names, labels.tolist(), strict=True)) if posterior.likelihood.classification else {}
-    return PredictResult(
-        output=output,
-        count=count,
-        positions=positions if posterior.is_dense else None,
-        account=account,
-        means={name: value / positions for name, value in sums.items()},
-        labels=named,
-        threshold=decisions.alarm,
-        decisions=decisions.plain(),
-        seconds=time.perf_counter() - began,
-    )
+    summary = {
+        "output": str(output),
+        "count": count,
+        **{name: value / positions for name, value in sums.items()},
+        "threshold": decisions.alarm,
+        "decisions": decisions.plain(),
+        "seconds": time.perf_counter() - began,
+        "left_out": account.left_out,
+    }
+    if posterior.is_dense:
+        summary["positions"] = positions
+    if posterior.likelihood.classification:
+        summary["labels"] = dict(zip(columns.names, labels.tolist(), strict=True))
+    return PredictResult(summary, account)
 
 
 def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: bool) -> None:
@@ -167,16 +141,13 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
         raise OptionError(f"--probabilities of dense outputs are written to {ARRAYS} alone, got {output}.")
 
 
-def _portions(
-    posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, seed: int | None, arrays: bool
-) -> Iterator[Portion]:
+def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arrays: bool) -> Iterator[Portion]:
     for rows in batches:
         shown = rows._replace(inputs=None, labels=None)
         if rows.inputs is None:
             yield Portion(shown)
             continue
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for prediction in posterior.predict_batches([as_loaded(rows._replace(labels=None))], generator=generator):
+        for prediction in posterior.predict_batches([as_loaded(rows._replace(labels=None))]):
             fields = columns.fields(prediction)
             table, sums = columns.table(prediction, fields), columns.sums(fields, prediction.axis)
             yield Portion(shown, table, columns.arrays(fields) if arrays else None, sums)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mola.app.jobs.preparation import Intake
 from mola.distributed import Team
 from mola.errors import DataError
 from mola.network import Inputs
@@ -38,23 +39,22 @@ class Rows(NamedTuple):
                 raise DataError(f"{name}: {error} (and --strict leaves nothing out).")
 
 
-class Set(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Set:
     """Data that the user named."""
 
-    @property
-    def name(self) -> str:
-        """Name that the user gave."""
-
-    @property
-    def count(self) -> int | None:
-        """Number of inputs, if known."""
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Names that the set itself gives to the classes."""
+    name: str
+    intake: Intake
+    labels: Tensor | None = None
+    """Labels of all inputs, if the set has labels and holds them in memory."""
+    classes: tuple[str, ...] | None = None
+    """Names that the set itself gives to the classes."""
+    count: int | None = None
+    """Number of inputs, if known."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Yield batches first, first + step, first + 2 step, ...; processes share a set in this way."""
+        raise NotImplementedError
 
 
 @dataclass

@@ -22,9 +22,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mola.app.jobs.arrays import Arrays, open_arrays
 from mola.app.jobs.job import Job
-from mola.app.jobs.pictures import Pictures, list_csv, list_folder
+from mola.app.jobs.pictures import list_csv, list_folder, pictures
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows, finite_rows
+from mola.app.jobs.rows import Rows, Set, finite_rows
 from mola.errors import DataError, MolaError, OptionError, importing
 from mola.lab.data.catalogue import DATASETS, load_images
 from mola.lab.data.embedded import load_digits
@@ -42,16 +42,12 @@ SPLITS = ("train", "val", "report", "test")
 DEFAULTS = Job()
 
 
-@dataclass(frozen=True)
-class Own:
+@dataclass(frozen=True, kw_only=True)
+class Own(Set):
     """Batches that a function of the user's returns, which is called whenever the data are read."""
 
-    name: str
     function: Callable[[], Iterable[Any]]
     labelled: bool
-    intake: Intake
-    classes: None = None
-    count: None = None
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
         """Call the function, and yield the batches first, first + step, ..."""
@@ -95,10 +91,6 @@ def _size(inputs: Any, where: str) -> int:
     return sizes.pop()
 
 
-UserSet = Pictures | Arrays | Own
-"""Any set that a user can name."""
-
-
 def is_own_function(name: str) -> bool:
     """Return True for data named as `package.module:function`."""
     if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
@@ -114,7 +106,7 @@ def open_set(
     classes: Sequence[str] | None = None,
     outputs: int | None = None,
     job: Job = DEFAULTS,
-) -> UserSet:
+) -> Set:
     """Open data by name, as in the table above; images are not decoded yet.
 
     `classes` and `outputs` are the names and the number of the networks' outputs, if known.
@@ -138,7 +130,7 @@ def open_set(
         if path.suffix == ".csv":
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
         if path.suffix.lower() in ENDINGS and not labelled:
-            return Pictures(str(path), (path,), (path.name,), None, None, (None,), intake)
+            return pictures(str(path), [path], [path.name], intake)
         raise DataError(f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv.")
     if is_own_function(name):
         split_name(name)  # refuses what is not package.module:function
@@ -148,7 +140,7 @@ def open_set(
             raise OptionError(f"cannot import {name!r} for the data ({type(error).__name__}: {error}).") from error
         if not callable(function):
             raise OptionError(f"{name} is a {type(function).__name__}; expected a function that returns batches.")
-        return Own(name, function, labelled, intake)
+        return Own(name=name, intake=intake, function=function, labelled=labelled)
     hint = "" if is_path(name) or path.suffix else did_you_mean(name.partition(":")[0], BUILT_IN)
     raise OptionError(
         f"unknown data {name!r}: there is no such file or folder.{hint} The built-in sets are {', '.join(BUILT_IN)}; a function "
@@ -162,12 +154,16 @@ def _open_built_in(name: str, intake: Intake, job: Job, *, labelled: bool) -> Ar
     if base == DIGITS:
         digits = load_digits(job.seed)
         part = {"train": digits.train, "val": digits.val, "test": digits.test, "report": digits.test}[split]
-        return Arrays(name, part.inputs.numpy(), part.labels if labelled else None, intake)
+        return _arrays(name, intake, part.inputs, part.labels if labelled else None)
     images = load_images(base, "train" if split == "train" else "test", job.data, download=job.download)
     if split in ("val", "report"):
         tuned, report = split_validation(images, min(2000, len(images) // 5))
         images = tuned if split == "val" else report
-    return Arrays(name, images.pixels.numpy(), images.labels if labelled else None, intake)
+    return _arrays(name, intake, images.pixels, images.labels if labelled else None)
+
+
+def _arrays(name: str, intake: Intake, inputs: Tensor, labels: Tensor | None) -> Arrays:
+    return Arrays(name=name, intake=intake, values=inputs.numpy(), labels=labels, count=len(inputs))
 
 
 def overlap(one: str, other: str) -> bool:

@@ -147,7 +147,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
-    """Tuned values, notes, and inputs that were left out or noted."""
+    """Tuned values, notes, and inputs that were left out."""
     lines = []
     for entry, title in (("prior_precision", "Prior precision"), ("noise", "Noise"), ("temperature", "Temperature")):
         for method, record in comparison.methods.items():
@@ -155,11 +155,10 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
                 numbers = value if entry == "noise" else value[:1] if isinstance(value, list) else [value]
                 lines.append(f"{title} of {method}: {', '.join(f'{one:.4g}' for one in numbers)}.")
     lines += comparison.notes
-    for entries, verb in ((comparison.left_out, "left out"), (comparison.noted, "noted")):
-        for where, found in entries.items():
-            some = "; ".join(f"{name}: {words}" for name, words in list(found.items())[:5])
-            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-            lines.append(f"{where}: {len(found)} {verb} ({some}{more}).")
+    for where, found in comparison.left_out.items():
+        some = "; ".join(f"{name}: {words}" for name, words in list(found.items())[:5])
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        lines.append(f"{where}: {len(found)} left out ({some}{more}).")
     return lines
 
 
