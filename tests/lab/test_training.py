@@ -1,13 +1,28 @@
-"""Training: it learns, follows its seed, and leaves no trace."""
+"""Training: it learns, follows its seed, interrupted or not, and leaves no trace."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from mola.baselines import Mimo
 from mola.errors import DataError, OptionError, StorageError
 from mola.lab.data.embedded import two_moons
-from mola.lab.training import Labelled, Recipe, TrainingCheckpoint, mlp, train, train_ensemble, train_mlps
+from mola.lab.training import (
+    Labelled,
+    Recipe,
+    Shuffled,
+    TrainingCheckpoint,
+    fit_swag,
+    mlp,
+    train,
+    train_ensemble,
+    train_mimo,
+    train_mlps,
+)
+
+DATA = two_moons(40)
 
 
 def _build():
@@ -22,25 +37,15 @@ def test_it_learns_the_moons():
     data = two_moons(200)
     network = train(_build, data, Recipe(epochs=60, learning_rate=1e-2), seed=0)
     assert (network(data.inputs).argmax(1) == data.labels).float().mean() > 0.9
-
-
-def test_the_same_seed_gives_the_same_bits_and_another_gives_others():
-    data, recipe = two_moons(40), Recipe(epochs=2)
-    before = torch.get_rng_state()
-    first, again, other = (train(_build, data, recipe, seed=seed) for seed in (5, 5, 6))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not any(module.training for module in first.modules())
-    assert {parameter.dtype for parameter in first.parameters()} == {torch.float32}
-    assert torch.equal(_weights(first), _weights(again))
-    assert not torch.equal(_weights(first), _weights(other))
+    assert not any(module.training for module in network.modules())
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
 
 
 def test_ensembles_of_neighbouring_seeds_share_no_member():
-    data, recipe = two_moons(40), Recipe(epochs=1)
     members = [
         tuple(_weights(network).tolist())
         for seed in (0, 1)
-        for network in train_ensemble(_build, data, recipe, members=3, seed=seed)
+        for network in train_ensemble(_build, DATA, Recipe(epochs=1), members=3, seed=seed)
     ]
     assert len(set(members)) == 6
 
@@ -54,75 +59,99 @@ def test_a_recipe_that_cannot_be_followed_is_refused(wrong):
         Recipe(**({"epochs": 1} | wrong))
 
 
-class InterruptedHereError(Exception):
-    pass
+class Noisy:
+    """Augmentation that draws from torch's own generator, counts its calls, and stops the training at one of them."""
+
+    def __init__(self, stop=None):
+        self.stop, self.calls = stop, 0
+
+    def __call__(self, inputs):
+        self.calls += 1
+        if self.calls == self.stop:
+            raise KeyboardInterrupt
+        return inputs + 0.1 * torch.randn_like(inputs)
 
 
-def _noisy(inputs):
-    """Draws from torch's own generator, as augmentation does."""
-    return inputs + 0.1 * torch.randn_like(inputs)
+def _noisy_network():
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).float()
 
 
-def _build_noisy():
-    return torch.nn.Sequential(mlp(2, (16,), 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+def _trained(kind, noisy, seed=1, folder=None):
+    """All tensors of a training of five epochs, each of three batches."""
+    loader = Shuffled(DATA, 16, noisy)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        network = _noisy_network()
+    if kind == "swag":
+        options = {"epochs": 5, "rank": 3, "samples": 2, "learning_rate": 0.05, "progress": False}
+        swag = fit_swag(network, loader, seed=seed, checkpoint=folder, **options)
+        return swag.moments.tensors() | swag.statistics
+    if kind == "mimo":
+        mimo, options = Mimo(network, 2, example=DATA.inputs), {"epochs": 5, "progress": False}
+        return train_mimo(mimo, loader, seed=seed, checkpoint=folder, **options).state_dict()
+    recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=kind)
+    checkpoint = None if folder is None else TrainingCheckpoint(folder, "training-checkpoint", {"seed": seed})
+    return train(_noisy_network, DATA, recipe, seed=seed, prepare=noisy, checkpoint=checkpoint).state_dict()
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
-def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, tmp_path):
-    recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
-    data = two_moons(40)
-    whole = train(_build_noisy, data, recipe, seed=1, prepare=_noisy)
-    checkpoint = TrainingCheckpoint(tmp_path / "under-way", "training-checkpoint", {"seed": 1})
-    epochs = []
-
-    def stop(epoch):
-        epochs.append(epoch)
-        if epoch in (2, 3):
-            raise InterruptedHereError
-
-    for _ in range(2):
-        with pytest.raises(InterruptedHereError):
-            train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint, on_epoch=stop)
-            # The second time it is told of epoch 2, where it goes on, and stops there again.
-        epochs.append(None)
-    done = train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint)
-    assert epochs == [1, 2, None, 2, None]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, done.state_dict()[name]), name
-
-
-def kept(folder, identity):
-    return TrainingCheckpoint(folder, "training-checkpoint", identity)
-
-
-def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    path = tmp_path / "under-way"
-    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {"seed": 1}))
-    with pytest.raises(StorageError, match=r"another training .*: expected .*2.* got .*1.*Delete it"):
-        train(_build, two_moons(20), Recipe(epochs=1), seed=2, checkpoint=kept(path, {"seed": 2}))
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "swag", "mimo"])
+def test_the_same_seed_gives_the_same_bits_interrupted_or_not(kind, tmp_path):
+    before, noisy = torch.get_rng_state(), Noisy()
+    whole, again, other = _trained(kind, noisy), _trained(kind, Noisy()), _trained(kind, Noisy(), seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    for stop in (9, 7):  # in the third epoch, and one epoch later
+        with pytest.raises(KeyboardInterrupt):
+            _trained(kind, Noisy(stop), folder=tmp_path)
+    rest = Noisy()
+    resumed = _trained(kind, rest, folder=tmp_path)
+    assert rest.calls <= noisy.calls - 9
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, resumed[name]), name
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in whole.items())
+    with pytest.raises(StorageError, match="another training"):
+        _trained(kind, Noisy(), seed=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "foreign", "cut off"])
 def test_a_damaged_checkpoint_is_named(tmp_path, content):
-    path = tmp_path / "under-way"
-    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {}))
-    for file in path.iterdir():
+    _trained("adam", Noisy(), folder=tmp_path)
+    for file in tmp_path.iterdir():
         whole = file.read_bytes()
         file.write_bytes(whole[:-10] if content is None else content)
         with pytest.raises(StorageError, match=rf"{file.name} is .*To train from the start.* delete this one"):
-            train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {}))
+            _trained("adam", Noisy(), folder=tmp_path)
         file.write_bytes(whole)
 
 
-def test_a_training_that_diverges_says_so():
+def test_on_epoch_follows_the_checkpoint(tmp_path):
+    """An interruption there loses nothing, and a training that resumes reports the epoch from which it continues."""
+    checkpoint, epochs = TrainingCheckpoint(tmp_path, "training-checkpoint", {}), []
+
+    def stop(epoch):
+        epochs.append(epoch)
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(_build, DATA, Recipe(epochs=3), seed=1, checkpoint=checkpoint, on_epoch=stop)
+    assert epochs == [1, 2, 2]
+
+
+def test_wrong_data_and_learning_rates_are_named():
+    wild = Recipe(epochs=3, learning_rate=1e30, optimiser="sgd")
     with pytest.raises(DataError, match="lower learning rate"):
-        train(_build, two_moons(40), Recipe(epochs=3, learning_rate=1e30, optimiser="sgd"), seed=0)
+        train(_build, DATA, wild, seed=0)
+    holes = Labelled(DATA.inputs.masked_fill(DATA.inputs > 1, torch.nan), DATA.labels)
+    with pytest.raises(DataError, match="NaN"):
+        train(_build, holes, Recipe(epochs=1), seed=0)
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
 def test_side_by_side_perceptrons_are_those_of_the_loop(optimiser):
-    data, recipe = two_moons(40), Recipe(epochs=3, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
-    data = Labelled(data.inputs.double(), data.labels)
+    recipe = Recipe(epochs=3, batch_size=16, learning_rate=1e-2, optimiser=optimiser)
+    data = Labelled(DATA.inputs.double(), DATA.labels)
     together = train_mlps(2, (16,), 2, data, recipe, members=2, seed=3)
     for one, other in zip(together, train_ensemble(_build, data, recipe, members=2, seed=3), strict=True):
         torch.testing.assert_close(_weights(one), _weights(other))
