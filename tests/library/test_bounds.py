@@ -40,6 +40,7 @@ def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pool
         assert bool((there.confidence <= posterior.confidence_bound(delta * inputs) + 1e-12).all())
     assert close(there.probs, posterior.far_field_limit(inputs), 1e-5)
     assert close(posterior(1e9 * inputs), posterior.far_field_limit(inputs), 1e-7)
+    assert close(posterior.with_temperature(3.0).far_field_limit(inputs), posterior.far_field_limit(inputs))
 
 
 def test_the_lemma_bounds_each_component(far):
@@ -101,12 +102,6 @@ def test_the_limit_where_a_network_s_features_are_all_0(bias, pooling, exponent)
     assert close(moved(1e12 * asked), moved.far_field_limit(asked), 1e-6)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_the_limit_does_not_depend_on_the_temperature(far, temperature):
-    posterior, inputs = far
-    assert close(posterior.with_temperature(temperature).far_field_limit(inputs), posterior.far_field_limit(inputs))
-
-
 def test_with_a_distance_exponent_limit_and_bound_are_uniform():
     posterior, inputs = fitted([bias_free(seed) for seed in range(2)])
     asked = inputs[(posterior.networks[0][:-1](inputs).sum(1) > 0) & (posterior.networks[1][:-1](inputs).sum(1) > 0)]
@@ -118,21 +113,16 @@ def test_with_a_distance_exponent_limit_and_bound_are_uniform():
             assert close(cautious.confidence_bound(scale * asked), torch.full((len(asked),), 0.25), 1e-6)
 
 
-class TestWrongUse:
-    def test_a_network_that_does_not_scale_has_no_limit(self):
-        problem = make_problem()
-        with pytest.raises(BoundError, match="without biases"):
-            mola.fit(problem.network, problem.loader).far_field_limit(torch.randn(5, 3))
-
-    @pytest.mark.parametrize("method", ["confidence_bound", "far_field_limit"])
-    def test_other_links_have_no_bound(self, method):
-        problem = make_problem()
-        posterior = mola.fit(problem.network, problem.loader, link="mean-field")
-        with pytest.raises(BoundError, match="with_link"):
-            getattr(posterior, method)(torch.randn(5, 3))
-
-    def test_an_ensemble_has_the_trivial_bound_and_no_limit(self):
-        ensemble = mola.ensemble(bias_free(0))
-        assert ensemble.confidence_bound(torch.randn(5, 3)).tolist() == [1.0] * 5
-        with pytest.raises(OptionError, match="ensemble"):
-            ensemble.far_field_limit(torch.randn(5, 3))
+def test_wrong_use_is_refused():
+    problem, ensemble, inputs = make_problem(), mola.ensemble(bias_free(0)), torch.randn(5, 3)
+    posterior = mola.fit(problem.network, problem.loader)
+    other = posterior.with_link("mean-field")
+    assert ensemble.confidence_bound(inputs).tolist() == [1.0] * 5
+    for error, words, call in (
+        (BoundError, "without biases", posterior.far_field_limit),
+        (BoundError, "with_link", other.confidence_bound),
+        (BoundError, "with_link", other.far_field_limit),
+        (OptionError, "ensemble", ensemble.far_field_limit),
+    ):
+        with pytest.raises(error, match=words):
+            call(inputs)

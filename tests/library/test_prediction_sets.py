@@ -129,9 +129,10 @@ def test_too_few_data_are_refused_with_the_number_needed(coverage, needed):
     assert mola.prediction_sets(probs, labels, coverage).count == needed
 
 
-@pytest.mark.parametrize(
-    ("error", "words", "options"),
-    [
+def test_wrong_use_is_refused():
+    probs, labels = data(50)
+    plain, grouped = (mola.prediction_sets(probs, labels, groups=groups) for groups in (None, [0] * 50))
+    for error, words, options in (
         (OptionError, r"90 % is 0\.9", {"coverage": 90}),
         (OptionError, "method must be", {"method": "thr"}),
         (OptionError, "cannot be randomised", {"randomised": True}),
@@ -139,22 +140,15 @@ def test_too_few_data_are_refused_with_the_number_needed(coverage, needed):
         (OptionError, "not both", {"by": "class", "groups": [0] * 50}),
         (OptionError, "penalty must be", {"method": "raps", "penalty": -1}),
         (DataError, "each of the 50", {"groups": [0] * 49}),
-    ],
-)
-def test_wrong_options_are_refused(error, words, options):
-    with pytest.raises(error, match=words):
-        mola.prediction_sets(*data(50), **options)
-
-
-def test_wrong_calls_are_refused():
-    probs, labels = data(50)
-    plain, grouped = (mola.prediction_sets(probs, labels, groups=groups) for groups in (None, [0] * 50))
+    ):
+        with pytest.raises(error, match=words):
+            mola.prediction_sets(probs, labels, **options)
     for error, words, call in (
         (DataError, "4 classes, got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
         (OptionError, "not by group", lambda: plain(probs, groups=[0] * 50)),
         (OptionError, "pass groups", lambda: grouped(probs)),
         (DataError, "group 7 had no", lambda: grouped(probs, groups=[7] * 50)),
-        (OptionError, "least probability", lambda: mola.prediction_sets(probs, labels, method="aps").least_probability),
+        (OptionError, "least probability", lambda: grouped.least_probability),
     ):
         with pytest.raises(error, match=words):
             call()
