@@ -20,7 +20,7 @@ probability :math:`\sigma(|z_i|)` of its answer: the Lemma for two classes, one 
 
 For a bias-free ReLU network the features scale with the input, and the limit itself is known:
 :math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent s grows at
-least like the square of the features, so far away bound and limit are both 1/C; a temperature alone leaves the limit where it is.
+least like the square of the features, so far away bound and limit are both 1/C; a temperature alone does not change the limit.
 """
 
 from __future__ import annotations

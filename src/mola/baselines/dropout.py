@@ -61,7 +61,7 @@ class McDropout(Mixture):
                 f"nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
             )
         meaning = homoscedastic(likelihood, "Monte Carlo dropout")
-        super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
+        super().__init__([partial(self._draw, index) for index in range(samples)], likelihood=meaning)
         self.network: nn.Module = network
         self.samples: int = samples
         self.seed: int = check_seed(seed)
@@ -80,11 +80,11 @@ class McDropout(Mixture):
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        seeds = derived_seeds(self.seed if seed is None else seed, MASKS, self.samples)
-        return [self._draw(inputs, own) for own in seeds]
+        return [self._draw(index, inputs, seed) for index in range(self.samples)]
 
-    def _draw(self, inputs: Inputs, seed: int) -> Tensor:
-        with _lock, evaluating(self.network), _masked(self.network, seed), located("the network"):
+    def _draw(self, index: int, inputs: Inputs, seed: int | None = None) -> Tensor:
+        own = derived_seeds(self.seed if seed is None else seed, MASKS, index + 1)[index]
+        with _lock, evaluating(self.network), _masked(self.network, own), located("the network"):
             return member_output(self.network, inputs, self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
@@ -108,10 +108,6 @@ class McDropout(Mixture):
             return cls(network, document["samples"], seed=document["seed"], likelihood=likelihood)
 
 
-def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:
-    return predictor._draw(inputs, derived_seeds(predictor.seed, MASKS, index + 1)[-1])
-
-
 def _active(network: nn.Module) -> list[_DropoutNd]:
     return [module for module in network.modules() if isinstance(module, _DropoutNd) and module.p > 0]
 
@@ -133,7 +129,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # Every kind of dropout is linear in its input, for a given mask: two passes of one datum, of zeros and of ones, give the line.
+    # For a given mask, every kind of dropout is an affine function of each input: a pass of 0 and a pass of 1 determine it.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

@@ -51,7 +51,7 @@ class Mimo(Mixture):
             raise OptionError(
                 "example: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) with n > 0."
             )
-        super().__init__([partial(_one_member, self, index) for index in range(members)])
+        super().__init__([partial(self._member, index) for index in range(members)])
         trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
         self.trunk: Trunk = Trunk(trunk, members)
         self.heads: nn.ModuleList = nn.ModuleList(heads)
@@ -78,6 +78,9 @@ class Mimo(Mixture):
         probs = CATEGORICAL.probabilities(to_float64(logits))
         return list(probs.to(torch.promote_types(logits.dtype, torch.float32)).to(logits.device))
 
+    def _member(self, index: int, inputs: Inputs) -> Tensor:
+        return self._member_outputs(inputs, None)[index]
+
     def save(self, directory: str | Path) -> Path:
         """Save all parameters and buffers, for `Mimo.load(directory, network, example=...)`."""
         return write_folder(directory, {"kind": "mimo", "members": self.members}, all_tensors(self))
@@ -100,10 +103,6 @@ class Mimo(Mixture):
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
         return mimo
-
-
-def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
-    return mimo._member_outputs(inputs, None)[index]
 
 
 class MimoMoLA(MoLA):

@@ -140,7 +140,7 @@ class Swag(Mixture):
     ) -> None:
         meaning = homoscedastic(likelihood, "SWAG")
         samples = whole_number(samples, "samples")
-        super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
+        super().__init__([partial(self._draw, index) for index in range(samples)], likelihood=meaning)
         parameters = dict(network.named_parameters())
         with torch.no_grad():
             for name, mean in moments.mean.items():
@@ -176,7 +176,12 @@ class Swag(Mixture):
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        return [_one_draw(self, index, inputs) for index in range(self.samples)]
+        return [self._draw(index, inputs) for index in range(self.samples)]
+
+    def _draw(self, index: int, inputs: Inputs) -> Tensor:
+        tensors = self.sample(index)
+        with _lock, located(f"draw {index}"), evaluating(self.network), holding(self.network, tensors):
+            return member_output(self.network, inputs, self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
         """Save moments, BatchNorm statistics, and what SGD did not move, for `Swag.load(directory, network)`."""
@@ -245,12 +250,6 @@ def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
         finally:
             for name, tensor in kept.items():
                 own[name].copy_(tensor)
-
-
-def _one_draw(swag: Swag, index: int, inputs: Inputs) -> Tensor:
-    tensors = swag.sample(index)
-    with _lock, located(f"draw {index}"), evaluating(swag.network), holding(swag.network, tensors):
-        return member_output(swag.network, inputs, swag.likelihood)
 
 
 def _unmoved(network: nn.Module, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:

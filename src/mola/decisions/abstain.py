@@ -155,7 +155,7 @@ def abstain_threshold(
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`, where it is at least one half."""
+    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`, since it is then at least one half."""
     if errors >= count * rate:
         return 1.0
     log_last = (
@@ -208,7 +208,7 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
         # The threshold is the (start + 1)-th largest score; with ties, fewer are above it.
         place = places[bisect_right(places, start) - 1]
         spent[place] = spent.get(place, 0.0) + delta / len(starts)
-    # Without a further error, more answers only lower the p-value: test only where an error is added or level is spent.
+    # Without a further error, more answers only lower the p-value: test only after a new error or a new part of the level.
     counts = [errors[place] for place in places]
     tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in spent), len(places)]
     level, best = 0.0, None

@@ -53,7 +53,7 @@ def labels_of(labels: Any, count: int, classes: int) -> Tensor:
 
 
 def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """For each class of probs (n, C), the total probability of the classes ranked above it (n, C), and its rank (n, C) from 1.
+    """Return the total probability of the classes ranked above each class of probs (n, C), and the rank of each class from 1.
 
     Among equally probable classes, the smaller index ranks first.
     """

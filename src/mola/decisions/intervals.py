@@ -1,7 +1,7 @@
 r"""Intervals for regression that contain the target with a given probability, for each of D outputs or for all at once.
 
 Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled data,
-and the interval of a new input is where its score is at most q. It contains the target with at least the given
+and the interval of a new input holds all targets with a score of at most q. It contains the target with at least the given
 probability for exchangeable data, however wrong the predicted distribution is; a better distribution has shorter
 intervals.
 

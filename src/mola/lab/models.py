@@ -12,7 +12,7 @@ ReLU, global average pooling, and a linear layer: depth 6 n + 4, width w. Convol
 :math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias from 0, all else as PyTorch does it.
 
 The homogeneous forms have neither BatchNorm nor biases: then f(a x) = a f(x) for a > 0, and the paper's far-field theory is exact.
-With BatchNorm it is not, since the running mean shifts inputs in evaluation, too.
+With BatchNorm it is not, since the running mean shifts inputs in evaluation as well.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class ModelSpec:
     input_shape: tuple[int, int, int]
     """Channels, height and width of one input."""
     homogeneous: bool = False
-    """Whether f(a x) = a f(x) for a > 0."""
+    """True if f(a x) = a f(x) for a > 0."""
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:

@@ -215,7 +215,7 @@ def train(
         seed: seed of the initial weights, the order of the data, dropout and augmentation.
         prepare: turns a batch of stored inputs into network inputs; it may draw from torch's random state.
         on_epoch: called after every epoch with the number of epochs done.
-        checkpoint: where to save the training after every epoch, and to resume it from.
+        checkpoint: folder to save the training to after every epoch, and to resume it from.
 
     Returns:
         The network in eval mode, on the device and in the precision of the prepared inputs.

@@ -44,7 +44,7 @@ HELD_OUT = 10
 """One in ten training rows is held out."""
 
 STRUCTURE = "kron-exact"
-"""For one output and constant noise, the exact posterior of the last layer."""
+"""Exact posterior of the last layer for one output and constant noise."""
 
 RATES = (3e-2, 3e-3)
 """Learning rates of SWAG: the first that does not diverge."""
@@ -52,7 +52,7 @@ RATES = (3e-2, 3e-3)
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
 METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
-"""In the order of tables."""
+"""Methods in the order of tables."""
 
 GAP_METHODS = METHODS[:-1]
 
