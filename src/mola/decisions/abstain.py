@@ -155,7 +155,7 @@ def abstain_threshold(
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`, since it is then at least one half."""
+    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`: it is then at least 1/2."""
     if errors >= count * rate:
         return 1.0
     log_last = (
