@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,56 +28,49 @@ MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_var
 
 @dataclass(frozen=True)
 class Signature:
-    """Names of the tensors in a batch, and whatever else the networks are called with.
+    """Names of the tensors in a batch.
 
     Args:
         kind: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
         names: names of the tensors, in order.
-        places: position or key of each tensor.
-        fixed: values other than tensors (flags, None) by position or key; they become part of the graph.
     """
 
     kind: str
     names: tuple[str, ...]
-    places: tuple[Any, ...]
-    fixed: Mapping[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
         """Return the signature of a batch; positional arguments are named as in the network's `forward`."""
-        kind, items = "tensor", {0: example}
+        kind, tensors = "tensor", {"input": example}
         if isinstance(example, Mapping):
-            kind, items = "mapping", {key: value for key, value in example.items() if key != LABELS}
+            kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
         elif isinstance(example, (tuple, list)):
-            kind, items = "tuple", dict(enumerate(example))
-        places = [key for key, value in items.items() if isinstance(value, Tensor)]
-        fixed = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
-        nested = [key for key, value in fixed.items() if isinstance(value, (Mapping, tuple, list))]
-        if not places or nested:
+            known = list(signature_of(network).parameters)
+            names = (known[place] if place < len(known) else f"input_{place}" for place in range(len(example)))
+            kind, tensors = "tuple", dict(zip(names, example, strict=True))
+        if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise DataError(
                 f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
-                f"{type(example).__name__}{f' with nested values at {nested}' if nested else ''}. Pass what posterior.predict takes."
+                f"{type(example).__name__} of {[type(value).__name__ for value in tensors.values()]}."
             )
-        names = ["input"] if kind == "tensor" else list(map(str, places))
-        if kind == "tuple":
-            known = list(signature_of(network).parameters)
-            names = [known[place] if place < len(known) else f"input_{place}" for place in places]
-        shapes = {name: tuple(items[place].shape) for name, place in zip(names, places, strict=True)}
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
             raise DataError(
                 f"example: expected the batch as first axis of every tensor, with at least one row; got shapes {shapes}."
             )
-        for name, place in zip(names, places, strict=True):
-            if items[place].is_floating_point() and not bool(torch.isfinite(items[place]).all()):
+        for name, value in tensors.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise DataError(f"example: {name} contains NaN or infinity. Pass a batch as the networks see it.")
-        return Signature(kind, tuple(names), tuple(places), fixed)
+        return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
         """Return the tensors of a batch like the example, in order; NumPy arrays are converted."""
         try:
-            values = [inputs] if self.kind == "tensor" else [inputs[place] for place in self.places]
-            return [torch.as_tensor(value) for value in values]
-        except (TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            values = [inputs] if self.kind == "tensor" else inputs
+            if self.kind == "mapping":
+                values = [inputs[name] for name in self.names]
+            return [torch.as_tensor(value) for value, _ in zip(values, self.names, strict=True)]
+        except (TypeError, KeyError, ValueError, RuntimeError) as error:
             expected = "one tensor" if self.kind == "tensor" else f"a {self.kind} of tensors"
             raise DataError(
                 f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
@@ -87,8 +80,7 @@ class Signature:
         """Return the arguments of the networks."""
         if self.kind == "tensor":
             return tensors[0]
-        values = dict(zip(self.places, tensors, strict=True)) | dict(self.fixed)
-        return values if self.kind == "mapping" else tuple(values[position] for position in sorted(values))
+        return tuple(tensors) if self.kind == "tuple" else dict(zip(self.names, tensors, strict=True))
 
 
 class Pixels(nn.Module):

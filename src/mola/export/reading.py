@@ -37,7 +37,7 @@ THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
 
 SCHEMA: dict[str, Any] = {
     "format_version": int,
-    "signature": {"kind": str, "names": [str], "places": []},
+    "signature": {"kind": str, "names": [str]},
     "outputs": [str],
     "classes": [str],
     "networks": [str],
@@ -66,8 +66,7 @@ class LoadedExport:
     def __init__(self, run: Run, document: dict[str, Any]) -> None:
         self._run = run
         self.document: dict[str, Any] = document
-        own = document["signature"]
-        self.signature: Signature = Signature(own["kind"], tuple(own["names"]), tuple(own["places"]))
+        self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     @property
     def classes(self) -> list[str]:

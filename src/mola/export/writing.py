@@ -261,7 +261,7 @@ def _describe(graph: PosteriorGraph) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "version": __version__,
         "torch": torch.__version__,
-        "signature": {name: getattr(graph.signature, name) for name in ("kind", "names", "places")},
+        "signature": asdict(graph.signature),
         "outputs": list(graph.outputs),
         "networks": [type(network).__name__ for network in posterior.networks],
         "likelihood": posterior.likelihood.name,

@@ -1,8 +1,8 @@
 """JSON documents: parsed within limits, sealed with a checksum of their content, and compared with a schema.
 
 A schema is an example of types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number), `[kind]` for a
-list, `[]` for any list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys,
-`Optional(kind)` for null or that kind.
+list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, `Optional(kind)` for
+null or that kind.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check(value: Any, schema: Any, path: str) -> None:
             check(value, schema.kind, path)
     elif isinstance(schema, list):
         _require(isinstance(value, list), path, "a list", value)
-        for index, inner in enumerate(value if schema else ()):
+        for index, inner in enumerate(value):
             check(inner, schema[0], f"{path}[{index}]")
     elif isinstance(schema, dict):
         _require(isinstance(value, dict), path, "an object", value)

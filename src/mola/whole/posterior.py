@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,30 +29,20 @@ from mola.whole.jacobians import each_logit, size_of, some_of
 from mola.whole.structures import WholeStructure
 
 
-class InputRows:
-    """A few data in the place of features: their Jacobians are computed when they are needed.
+def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor:
+    """Return the Jacobians (n, C, D) of a few data in the eigenbasis of a component's curvature: its features.
 
     Args:
         component: whose network is linearised.
         inputs: inputs of the data.
         outputs: logits (n, C) of the network, in float64.
     """
-
-    def __init__(self, component: Component, inputs: Inputs, outputs: Tensor) -> None:
-        self.component: Component = component
-        self.inputs: Inputs = inputs
-        self.outputs: Tensor = outputs
-        self.device: torch.device = outputs.device
-
-    @cached_property
-    def coordinates(self) -> Tensor:
-        """Jacobians (n, C, D) in the eigenbasis of the curvature."""
-        layer: Any = self.component.on(self.device)
-        if not len(self.outputs):
-            return self.outputs.new_zeros(0, layer.structure.outputs, layer.structure.layout.size)
-        with evaluating(self.component.network), torch.no_grad():
-            rows = layer.structure.rows(self.component.network, self.inputs, each_logit)[1]
-            return layer.curvature.coordinates(rows)
+    layer: Any = component.on(outputs.device)
+    if not len(outputs):
+        return outputs.new_zeros(0, layer.structure.outputs, layer.structure.layout.size)
+    with evaluating(component.network), torch.no_grad():
+        rows: Tensor = layer.curvature.coordinates(layer.structure.rows(component.network, inputs, each_logit)[1])
+        return rows
 
 
 def structure_of(component: Component) -> WholeStructure:
@@ -80,13 +69,13 @@ class CapturedInputs(Captured):
     most: int = 1
     """Data whose Jacobians are held at once."""
 
-    def chunks(self, size: int) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the `InputRows` and outputs (m, C) in float64 of some data at a time."""
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield coordinates (m, C, D) and outputs (m, C) in float64 of some data at a time."""
         assert self.component is not None
         size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
         for start in range(0, max(total, 1), size):
             part = slice(start, min(start + size, total))
-            yield InputRows(self.component, some_of(self.inputs, part, total), every[part]), every[part]
+            yield coordinates(self.component, some_of(self.inputs, part, total), every[part]), every[part]
 
 
 @dataclass(frozen=True)
@@ -100,14 +89,14 @@ class HeldInputs(HeldOut):
     """Data whose Jacobians are held at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield a few data at a time: `InputRows` and outputs of every network, and labels."""
+        """Yield coordinates and outputs of every network, and labels, for a few data at a time."""
         size, start = max(1, min(size, self.most)), 0
         for inputs, count in self.batches:
             for first in range(0, count, size):
                 part = slice(first, min(first + size, count))
                 whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
                 outputs = [one[whole] for one in self.outputs]
-                rows: Any = [InputRows(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
+                rows = [coordinates(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
                 yield Rows(rows, outputs), None if self.labels is None else self.labels[whole]
             start += count
 

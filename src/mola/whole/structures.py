@@ -156,7 +156,7 @@ STRUCTURES: dict[str, type[WholeStructure]] = {
 
 @dataclass(frozen=True)
 class WholeCurvature(Curvature):
-    """Eigenvalues (D,) of the Gauss-Newton matrix. In its methods phi is an object with `coordinates` (n, C, D)."""
+    """Eigenvalues (D,) of the Gauss-Newton matrix. In its methods phi are coordinates (n, C, D)."""
 
     values: Tensor
 
@@ -174,24 +174,23 @@ class WholeCurvature(Curvature):
         return replace(self, **tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, parts))
 
     @staticmethod
-    def _coordinates(phi: Any, *, centred: bool) -> Tensor:
-        found: Tensor = phi.coordinates
-        return found - found.mean(1, keepdim=True) if centred else found
+    def _centred(phi: Tensor, *, centred: bool) -> Tensor:
+        return phi - phi.mean(1, keepdim=True) if centred else phi
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return eigenvalues (..., D) of the posterior covariance."""
         return 1 / (self.values + as_column(precision, self.values, 1))
 
-    def variance(self, phi: Any, precision: Precision, *, centred: bool = False) -> Tensor:
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
         """Return `sum_d z_cd^2 / (h_d + lambda)`."""
         inverse = self.inverse(precision)
-        squares = self._coordinates(phi, centred=centred).square()
+        squares = self._centred(phi, centred=centred).square()
         variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
 
-    def covariance(self, phi: Any, precision: float, *, centred: bool = False) -> Tensor:
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
         """Return `z diag(1 / (h + lambda)) z'`."""
-        coordinates = self._coordinates(phi, centred=centred)
+        coordinates = self._centred(phi, centred=centred)
         return (coordinates * self.inverse(precision)) @ coordinates.mT
 
     @property
@@ -199,7 +198,7 @@ class WholeCurvature(Curvature):
         """One standard normal for each contrast of the logits."""
         return self.outputs - 1
 
-    def perturb(self, phi: Any, precision: float, noise: Tensor) -> Tensor:
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
         """Draws from the centred covariance, by its Cholesky root in the contrasts."""
         basis = contrasts(self.outputs).to(self.values)
         seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
@@ -213,11 +212,11 @@ class WholeCurvature(Curvature):
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
-    def perturb_by_weights(self, phi: Any, precision: float, count: int, generator: Generator) -> Tensor:
+    def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the linearised logits from draws of the weights."""
         scale = self.inverse(precision).sqrt()
         draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # one at a time
-        return torch.stack([phi.coordinates @ one for one in draws], 1)
+        return torch.stack([phi @ one for one in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Return `sum_d log(h_d + lambda)`."""
@@ -227,7 +226,7 @@ class WholeCurvature(Curvature):
         """Return the curvature divided by a number."""
         return replace(self, values=self.values / by)
 
-    def mahalanobis(self, phi: Any) -> Tensor:
+    def mahalanobis(self, phi: Tensor) -> Tensor:
         """Not defined."""
         _refuse("a feature norm")
 
