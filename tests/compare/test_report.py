@@ -29,6 +29,7 @@ from mola.compare.report.tables import (
     as_markdown,
     make_table,
 )
+from mola.compare.report.words import suite_findings
 from mola.compare.report.writing import write_report
 from mola.compare.store import Store
 from mola.errors import OptionError
@@ -62,10 +63,6 @@ def texts(table):
     return dict(zip(table.texts.index, table.texts.to_numpy().tolist(), strict=True))
 
 
-def marked(table):
-    return sorted(table.best)
-
-
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +93,7 @@ def test_outliers_beside_the_paper(suite):
             assert rows[method][2 + 2 * place] == f"{auroc:.1f} ± {100 * ERROR:.1f}"
     paper = paper_numbers.OUTLIERS["mnist"]["MoLA"]
     assert rows["paper: MoLA"] == [one.text(1) for one in paper.values()]
-    assert marked(table) == [("MoLA", place) for place in range(1, 7)]
+    assert sorted(table.best) == [("MoLA", place) for place in range(1, 7)]
     assert list(table.aside) == [f"paper: {name}" for name in paper_numbers.OUTLIERS["mnist"]]
     ours = 100 * (0.8 - 0.05 * 6 + np.mean(SPREAD))
     error = np.hypot(100 * ERROR, paper["FMNIST MMC"].error)
@@ -127,55 +124,32 @@ def test_every_score_of_every_set(suite):
     digest = tables["scores"]
     column = [column.name for column in digest.columns].index("DE")
     assert texts(digest)["entropy"][column].startswith(f"{100 * (0.91 + 0.01 + 0.003 + np.mean(SPREAD)):.1f}")
-    assert ("ood score", column) in marked(digest)
+    assert ("ood score", column) in digest.best
 
 
-BENCHMARK = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "mnist": "MNIST", "svhn": "SVHN"}
-TYPES = ("gaussian_noise", "fog")
-
-
-def openood_store(directory):
-    """CIFAR-10 with four sets of outliers, two types of shift and measures."""
-    store = make_store(directory, "cifar10", 3)
+def test_near_and_far_outliers_types_and_measures(tmp_path):
+    store = make_store(tmp_path, "cifar10", 3, ablations=False)
     for one in store.records("cifar10"):
+        given = one.outliers["kmnist"]
         outliers = {}
-        for place, name in enumerate(BENCHMARK):
-            given = one.outliers["kmnist"]
+        for place, name in enumerate(("cifar100", "tinyimagenet", "mnist", "svhn")):
             scores = {
                 score: {**found, "auroc": found["auroc"] + 0.01 * place, "fpr95_out": 0.1 * place}
                 for score, found in given.scores.items()
             }
             outliers[name] = replace(given, scores=scores)
         labelled = {
-            name: replace(
-                result,
-                types={kind: {"nll": result.metrics["nll"] + place, "ece": 0.1} for place, kind in enumerate(TYPES)}
-                if name != "test"
-                else {},
-            )
-            for name, result in one.labelled.items()
+            name: replace(found, types={kind: {"nll": found.metrics["nll"], "ece": 0.1} for kind in ("a_b", "fog")})
+            for name, found in one.labelled.items()
         }
         measures = {
             "people": {"cross-entropy": 0.3, "divergence": 0.1, "correlation, entropy": 0.5},
             "rejection": {"in-scope accuracy, entropy": 0.9, "out-of-scope recall, entropy": 0.25},
         }
         store.write(replace(one, outliers=outliers, labelled=labelled, measures=measures))
-    document = store.read_document("cifar10", "suite.json")
-    sets = {name: about for name, about in document["sets"].items() if name not in OUTLIERS}
-    sets |= {name: {"title": title, "role": "outlier", "count": 1} for name, title in BENCHMARK.items()}
-    entries = {name: value for name, value in document.items() if name not in ("format", "version", "sha256")}
-    store.write_document("cifar10", "suite.json", {**entries, "sets": sets, "examples": {}})
-    return store
-
-
-def test_near_and_far_outliers_types_and_measures(tmp_path):
-    openood_store(tmp_path)
     tables = suite_tables(read_suites(tmp_path)[0])
     openood = tables["openood"]
-    assert list(dict.fromkeys(one.group for one in openood.columns)) == [
-        "near: CIFAR-100, TinyImageNet",
-        "far: MNIST, SVHN",
-    ]
+    assert {one.group for one in openood.columns} == {"near: cifar100, tinyimagenet", "far: mnist, svhn"}
     rows = texts(openood)
     near = 100 * (0.92 + 0.005 * 6 + np.mean(SPREAD) + 0.005)
     assert rows["MoLA, max probability"][0].startswith(f"{near:.1f}")
@@ -183,7 +157,7 @@ def test_near_and_far_outliers_types_and_measures(tmp_path):
     assert (rows["DE, entropy"][1], rows["DE, entropy"][5]) == ("5.0 ± 0.0", "25.0 ± 0.0")
     # Qualities 5 and 6 differ by the same in every run.
     types = texts(tables["types nll"])
-    assert list(types) == ["gaussian noise", "fog"]
+    assert list(types) == ["a b", "fog"]
     assert {text for row in types.values() for text in row} == {"0.010 ± 0.000"}
     assert texts(tables["people"])["MoLA"][1:] == ["0.3000 ± 0.0000", "0.1000 ± 0.0000", "50.0 ± 0.0"]
     assert texts(tables["rejection"])["MoLA, entropy"] == ["90.0 ± 0.0", "25.0 ± 0.0"]
@@ -246,7 +220,7 @@ def test_only_a_clear_lead_is_bold():
     }
     columns = [Column(name, better="high", digits=2) for name in ("clear", "by chance", "without errors")]
     table = make_table("t", "", columns, values, aside={"e": [Estimate(2.0, None, 1)] * 3})
-    assert marked(table) == [("a", 0)]
+    assert sorted(table.best) == [("a", 0)]
 
 
 def test_latex_is_sound_whatever_the_names():
@@ -279,24 +253,32 @@ def test_every_form_has_every_cell(suite, written):
 # --- pages and figures ----------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_well_formed_and_loads_nothing(written):
+def test_the_page_is_well_formed_loads_nothing_and_has_every_figure(written, suite):
     text = (written / "index.html").read_text()
     Page(text)
     assert "prefers-color-scheme: dark" in text
     assert "frost is synthetic &amp; &lt;so&gt; labelled" in text
     assert "Compare with care" not in text
-
-
-def test_every_figure_is_written(written, suite):
     names = list(suite_figures(suite))
     assert names == ["histograms", "shift", "reliability", "examples", "variants", "components", "rules", "weights"]
     for name in names:
         picture = written / "figures" / f"mnist-{name}"
         assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         assert ElementTree.fromstring(picture.with_suffix(".svg").read_text()).tag.endswith("svg")
-        assert f'id="mnist-{name}"' in (written / "index.html").read_text()
+        assert f'id="mnist-{name}"' in text
     shown = (written / "figures" / "mnist-shift.svg").read_text()
     assert all(f">{method}<" in shown for method in QUALITY)
+
+
+def test_findings_are_clear_differences(suite):
+    """Every run of MoLA is better than that of DE by the same; nothing else is compared."""
+    (finding,) = suite_findings(suite)
+    assert finding.title == "MoLA and DE"
+    mine, theirs = (0.1 - 0.01 * QUALITY[method] + np.mean(SPREAD) for method in ("MoLA", "DE"))
+    assert f"log loss on test data {mine:.4f} against {theirs:.4f}" in finding.text
+    assert "worse" not in finding.text
+    alike = dict.fromkeys(("DE", "MoLA"), suite.runs["DE"])
+    assert "MoLA equals DE" in suite_findings(replace(suite, groups={"main": alike}))[0].text
 
 
 @pytest.mark.usefixtures("_blank_figures")
@@ -359,9 +341,9 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
     inside, apart, passing = evaluation_tables(one_run())
     nll = [column.name for column in inside.columns].index("NLL")
     assert texts(inside)["DE"][nll] == f"{0.08 + SPREAD[0]:.4f} ± 0.0030"
-    assert marked(inside) == [("MoLA", nll)]
+    assert inside.best == [("MoLA", nll)]
     assert [column.name for column in apart.columns] == ["MMC %", "max prob.", "entropy"]
-    assert marked(apart) == [("MoLA", 2)]
+    assert apart.best == [("MoLA", 2)]
     assert texts(apart)["MAP"][1] == f"{100 * (0.92 + SPREAD[0]):.1f} ± 0.4"
     assert texts(passing)["MAP"][0] == f"{100 * (0.08 - SPREAD[0]):.1f}", "no error is known"
 
@@ -369,10 +351,5 @@ def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
 def test_the_page_of_one_run_escapes_every_name():
     text = evaluation_page(one_run(), [])
     assert {"script", "i", "q", "u"}.isdisjoint(Page(text).tags)
-    for words in (
-        "&lt;i&gt;test&lt;/i&gt;",
-        "Outliers: &lt;q&gt;&amp;.npz",
-        "&lt;u&gt;</th>",
-        "mola evaluate &lt;p&gt;",
-    ):
+    for words in ("&lt;i&gt;test", "Outliers: &lt;q&gt;&amp;.npz", "&lt;u&gt;</th>", "mola evaluate &lt;p&gt;"):
         assert words in text

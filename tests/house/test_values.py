@@ -6,12 +6,13 @@ import importlib.util
 import json
 import re
 import statistics
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from mola.compare.store import Store
+from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
+from mola.compare.report.reading import read_suites
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -24,19 +25,9 @@ MEASURED = [
 """Pages on which every decimal and every percentage must come from a record."""
 
 
-def _module(name, path):
-    found = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-VALUES = _module("values_of_docs", DOCS / "values.py")
-TABLES = sys.modules["tables"]
-
-
-def _record(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+SPEC = importlib.util.spec_from_file_location("values_of_docs", DOCS / "values.py")
+VALUES = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(VALUES)
 
 
 def _written_by_hand(page: str) -> list[str]:
@@ -64,6 +55,24 @@ def test_no_number_is_written_by_hand(page):
     assert _written_by_hand(page.read_text(encoding="utf-8")) == []
 
 
+DEFAULT = "MoLA (calibrated)"
+
+
+@cache
+def numbers(suite):
+    return Numbers(read_suites(ROOT / "results", [suite])[0].runs)
+
+
+def area(name):
+    return On(name, "auroc", BY_CONFIDENCE)
+
+
+def gaps(suite, quantity, method, other):
+    """Differences between two methods by run."""
+    found = numbers(suite)(quantity)
+    return list(found[method].minus(found[other]).by_run.values())
+
+
 def test_the_table_of_readme_is_that_of_the_records():
     """README is also read as plain text, so its numbers have no marks."""
     shown = {
@@ -74,26 +83,21 @@ def test_the_table_of_readme_is_that_of_the_records():
         "MoLA, the default": DEFAULT,
     }
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
-    found = {
-        cells[0]: cells[1:]
-        for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*\|$", text, re.M))
-    }
-    records = _records("cifar10")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*\|$", text, re.M)]
+    found = {cells[0]: cells[1:] for cells in lines}
+    columns = [
+        (On("test", "nll"), 1, 3),
+        (On("test", "ece"), 100, 1),
+        (On("severity 5", "nll"), 1, 2),
+        (area("svhn"), 100, 1),
+        (area("cifar100"), 100, 1),
+    ]
     for name, method in shown.items():
-        runs = [one for (known, _), one in records.items() if known == method]
-        assert len(runs) == 4
-
-        def mean(quantity, runs=runs):
-            return sum(quantity(one) for one in runs) / len(runs)
-
-        areas = [mean(lambda one, place=place: _area(one, place)) for place in ("svhn", "cifar100")]
-        assert found[name] == [
-            f"{mean(lambda one: one.labelled['test'].metrics['nll']):.3f}",
-            f"{100 * mean(lambda one: one.labelled['test'].metrics['ece']):.1f}",
-            f"{mean(lambda one: one.labelled['severity 5'].metrics['nll']):.2f}",
-            *(f"{100 * area:.1f}" for area in areas),
-        ]
-    moons = {name: 100 * value for name, value in _record("two_moons")["mean_far_confidence"].items()}
+        estimates = [(numbers("cifar10")(on, factor)[method], digits) for on, factor, digits in columns]
+        assert all(one.runs == 4 for one, _ in estimates)
+        assert found[name] == [f"{one.mean:.{digits}f}" for one, digits in estimates]
+    record = json.loads((ROOT / "benchmarks" / "results" / "two_moons.json").read_text(encoding="utf-8"))
+    moons = {name: 100 * value for name, value in record["mean_far_confidence"].items()}
     told = (
         f"one network {moons['MAP']:.0f} %, the ensemble {moons['DE']:.0f} %, MoLA by the paper's rule {moons['MoLA']:.0f} %, "
         f"MoLA by the default rule {moons[DEFAULT]:.0f} %"
@@ -101,64 +105,34 @@ def test_the_table_of_readme_is_that_of_the_records():
     assert told in " ".join(text.split())
 
 
-DEFAULT = "MoLA (calibrated)"
-
-
-def _area(record, outliers):
-    return record.outliers[outliers].scores["max probability"]["auroc"]
-
-
 @pytest.mark.parametrize("suite", ["mnist", "cifar10", "clinc", "imagenet"])
 def test_the_default_is_ahead_of_the_temperature_scaled_ensemble_in_every_run(suite):
     """Claims of docs/default.md about every run; the log loss on test data may tie. ImageNet: no claim under shift."""
-    found = _records(suite)
-    runs = [run for method, run in found if method == DEFAULT]
-    assert len(runs) >= 4
-    gaps = []
-    for run in runs:
-        ours, theirs = found[DEFAULT, run], found["DE-T", run]
-        gaps.append(ours.labelled["test"].metrics["nll"] - theirs.labelled["test"].metrics["nll"])
-        for name in set(ours.labelled) - {"test"} if suite != "imagenet" else ():
-            assert ours.labelled[name].metrics["nll"] < theirs.labelled[name].metrics["nll"], (run, name)
-        for name in ours.outliers:
-            assert _area(ours, name) > max(_area(theirs, name), _area(found["DE-L", run], name)), (run, name)
-    assert statistics.mean(gaps) <= 2 * statistics.stdev(gaps) / len(gaps) ** 0.5
+    sets = read_suites(ROOT / "results", [suite])[0]
+    inside = gaps(suite, On("test", "nll"), DEFAULT, "DE-T")
+    assert len(inside) >= 4
+    assert statistics.mean(inside) <= 2 * statistics.stdev(inside) / len(inside) ** 0.5
+    for one in sets.of_role("shift") if suite != "imagenet" else ():
+        assert max(gaps(suite, On(one.name, "nll"), DEFAULT, "DE-T")) < 0, one.name
+    for one in sets.of_role("outlier"):
+        for other in ("DE-T", "DE-L"):
+            assert min(gaps(suite, area(one.name), DEFAULT, other)) > 0, (one.name, other)
 
 
-def _records(suite):
-    return {(one.method, one.run): one for one in Store(ROOT / "results").records(suite) if one.group == "main"}
-
-
-def _worse(suite, name, metric):
-    """Number of runs in which scaling by distance does not lower the loss of the paper's rule."""
-    found = _records(suite)
-    runs = [run for method, run in found if method == "MoLA"]
-    losses = [
-        [found[method, run].labelled[name].metrics[metric] for method in ("MoLA (distance)", "MoLA")] for run in runs
-    ]
-    return sum(ours >= paper for ours, paper in losses)
-
-
-def test_the_claims_about_cifar10_hold():
-    """Sentences of docs/results/cifar10.md that speak of every run."""
-    found = _records("cifar10")
-    for run in [run for method, run in found if method == "MoLA"]:
-        for name in ("svhn", "cifar100"):
-            area = {
-                method: found[method, run].outliers[name].scores["max probability"]["auroc"]
-                for method in ("MoLA", "MAP", "DE", "LLLA", "MAP-T", "DE-T")
-            }
-            assert max(area, key=area.get) == "MoLA", (run, name)
-    assert [_worse("cifar10", f"severity {level}", metric) for level in (3, 4, 5) for metric in ("nll", "ece")] == [
-        0
-    ] * 6
-    assert _worse("cifar10", "test", "nll") == 4
-
-
-def test_the_claims_about_mnist_hold():
-    """Sentences of docs/results/mnist.md about scaling by distance."""
-    assert [_worse("mnist", f"rotation {angle}", "nll") for angle in range(45, 136, 15)] == [0] * 7
-    assert [_worse("mnist", f"rotation {angle}", "nll") for angle in (15, 30, 180)] == [5] * 3
+def test_the_claims_about_cifar10_and_mnist_hold():
+    """Sentences of docs/results about every run; scaling by distance is compared with the paper's rule."""
+    for name in ("svhn", "cifar100"):
+        for other in ("MAP", "DE", "LLLA", "MAP-T", "DE-T"):
+            assert min(gaps("cifar10", area(name), "MoLA", other)) > 0, (name, other)
+    distance = ("MoLA (distance)", "MoLA")
+    for level in (3, 4, 5):
+        for metric in ("nll", "ece"):
+            assert max(gaps("cifar10", On(f"severity {level}", metric), *distance)) < 0, (level, metric)
+    assert min(gaps("cifar10", On("test", "nll"), *distance)) >= 0
+    for angle in range(45, 136, 15):
+        assert max(gaps("mnist", On(f"rotation {angle}", "nll"), *distance)) < 0, angle
+    for angle in (15, 30, 180):
+        assert min(gaps("mnist", On(f"rotation {angle}", "nll"), *distance)) >= 0, angle
 
 
 PAGE = DOCS / "results" / "cifar10.md"
