@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from mola.compare.answers import Answer, outlier_scores
-from mola.lab.measures import HumanLabels, Rejection, best_threshold, rank_correlation
+from mola.lab.measures import best_threshold, human_labels, rank_correlation, rejection
 from mola.uncertainty import entropy
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
@@ -56,13 +56,13 @@ def answers(**sets):
 def test_people_agree_with_themselves():
     counts = torch.tensor([[50, 0, 0], [30, 20, 0], [20, 20, 10], [49, 1, 0], [0, 40, 10]])
     shares, labels = counts.double() / 50, counts.argmax(1)
-    own = HumanLabels(counts)(answers(test=(shares, labels)))
+    own = human_labels(counts, answers(test=(shares, labels)))
     assert own["divergence"] == pytest.approx(0, abs=1e-12)
     assert own["cross-entropy"] == pytest.approx(float(entropy(shares).mean()))
     assert own["correlation, entropy"] == pytest.approx(1)
     sure = torch.nn.functional.one_hot(labels, 3).double()
     sure = 0.98 * sure + 0.02 / 3
-    other = HumanLabels(counts)(answers(test=(sure, labels)))
+    other = human_labels(counts, answers(test=(sure, labels)))
     # No other probabilities have a lower cross-entropy, and those that are equally sure of all order nothing.
     assert other["cross-entropy"] > own["cross-entropy"]
     assert abs(other["correlation, entropy"]) < 1
@@ -72,13 +72,15 @@ def test_rejection_counts_what_is_answered_and_what_is_not():
     sure, unsure = torch.tensor([0.9, 0.05, 0.05]), torch.tensor([0.4, 0.3, 0.3])
     known, unknown = torch.stack([sure] * 3), torch.stack([unsure] * 2)
     test = torch.stack([sure, sure, unsure, sure])
-    found = Rejection(("validation", "strange"), ("test", "outside"))(
+    found = rejection(
+        ("validation", "strange"),
+        ("test", "outside"),
         answers(
             validation=(known, torch.zeros(3).long()),
             strange=(unknown, torch.zeros(2).long()),
             test=(test, torch.tensor([0, 1, 0, 0])),
             outside=(torch.stack([unsure, sure, unsure]), torch.zeros(3).long()),
-        )
+        ),
     )
     for score in ("max probability", "entropy"):
         assert found[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected

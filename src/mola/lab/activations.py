@@ -134,7 +134,7 @@ class Activations:
             chosen, source = [networks[index] for index in indices], sources[place]
             labels = [network.label for network in chosen]
             progress(f"{', '.join(labels)} on {source.title}", done / len(own))
-            rows = (part * SLICE, min((part + 1) * SLICE, source.count)) if _is_sliced(source) else (0, source.count)
+            rows = range(source.count)[_slice(part)] if _is_sliced(source) else range(source.count)
             files = [self.paths(network, source)[part] for network in chosen]
             self._run(files, labels, [load(network).to(self.device) for network in chosen], source, rows)
         team.collect(None)  # no process reads files before all of them are complete
@@ -146,7 +146,7 @@ class Activations:
         labels: Sequence[str],
         networks: Sequence[nn.Module],
         source: Source,
-        rows: tuple[int, int],
+        rows: range,
     ) -> None:
         # Write each network's activations: one pass over the data for all networks.
         device = self.device
@@ -154,7 +154,7 @@ class Activations:
         labelled = source.role != "outlier"
         batches: Iterable[Any] = (
             (inputs.to(device), targets.to(device)) if labelled else [inputs.to(device)]
-            for inputs, targets in source.read(*rows)
+            for inputs, targets in source.read(rows)
         )
         written: list[list[dict[str, Tensor]]] = [[] for _ in networks]
         with evaluating(*networks):
@@ -171,7 +171,7 @@ class Activations:
                     kept.append({name: values.detach().cpu() for name, values in row.items()})
         for path, kept, head, label in zip(paths, written, heads, labels, strict=True):
             metadata = {"set": source.name, "network": label}
-            write_rows(path, kept, rows[1] - rows[0], _layer(head.layer), metadata)
+            write_rows(path, kept, len(rows), _layer(head.layer), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> Stored:
         """Return the stored activations of a set, or of a part of a set."""
@@ -224,8 +224,8 @@ class _Shard:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         source, team, done = self.source, self.team, 0
-        for start in range(team.rank * SLICE, source.count, team.size * SLICE):
-            for inputs, labels in source.read(start, min(start + SLICE, source.count)):
+        for part in range(team.rank, -(-source.count // SLICE), team.size):
+            for inputs, labels in source.read(range(source.count)[_slice(part)]):
                 yield inputs, labels
                 done += len(labels)
                 self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))
@@ -254,3 +254,7 @@ def _layer(head: nn.Module) -> dict[str, Any]:
 
 def _is_sliced(source: Source) -> bool:
     return source.large and source.count > SLICE
+
+
+def _slice(part: int) -> slice:
+    return slice(part * SLICE, (part + 1) * SLICE)

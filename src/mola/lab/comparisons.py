@@ -16,28 +16,16 @@ SWEEP = 10
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
-COMPARISONS = (
-    "main",
-    "beyond",
-    "whole",
-    "variants",
-    "structures",
-    "components",
-    "rules",
-    "weights",
-    "tempered",
-    "many-classes",
-)
-"""The paper's last-layer methods; methods that train, and Laplace approximations of whole networks, which share their tables; LLLA
-with every structure and link; MoLA with every structure; 1 to 10 components; rules for the prior precision; mixture weights; Laplace
-approximations after temperature scaling, for underconfident networks; structures and links that are feasible with a thousand
-classes."""
-
 LONG = ("beyond", "whole")
-"""Comparisons that take hours; the others take minutes."""
+"""Comparisons that take hours: methods that train, and Laplace approximations of whole networks, which share the tables of "main"."""
 
 NAMED = (*LONG, "tempered", "many-classes")
-"""Comparisons not included in "all"."""
+"""Comparisons not included in "all". Tempered: Laplace approximations after temperature scaling, for underconfident networks.
+Many classes: structures and links that are feasible with a thousand classes."""
+
+COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *NAMED)
+"""The paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; rules for the
+prior precision; mixture weights; and the comparisons of `NAMED`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:

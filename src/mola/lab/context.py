@@ -82,10 +82,8 @@ class Context(Material):
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
         """Yield mean predictions for a set, chunk by chunk, with the labels; they are computed once and kept on disk.
 
-        Args:
-            name: name of the set.
-            predictors: by a key that identifies them, functions that make predictors one after the other. Each function gives one
-                mean prediction, and is called if that is not stored yet.
+        `predictors` are functions that make predictors one after the other, by keys that identify them. Each function gives one mean
+        prediction.
         """
         source, files = self.sources[name], []
         for key, make in predictors.items():

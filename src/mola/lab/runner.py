@@ -17,7 +17,6 @@ from torch import Tensor
 import mola
 from mola.compare.activations_file import Stored
 from mola.compare.answers import Answer, tally_set
-from mola.compare.methods import Fitted
 from mola.compare.record import Record
 from mola.compare.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
 from mola.compare.store import SUITE, Store
@@ -27,7 +26,7 @@ from mola.lab.activations import Activations, Network, Progress
 from mola.lab.comparisons import LONG, SWEEP, SuiteMethod, methods_of
 from mola.lab.context import Context
 from mola.lab.detectors import feature_scores
-from mola.lab.measures import Answers, Measure
+from mola.lab.measures import Measure
 from mola.lab.suite import Budget, DataOptions, Source, Suite, TrainingData, checksum
 from mola.lab.training import Labelled
 from mola.tally import Tally
@@ -55,8 +54,8 @@ class Plan:
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
     """Budget of methods that train; None is the suite's."""
-    measures: tuple[Measure, ...] = ()
-    """Numbers of every method of the main comparison in addition to the common metrics."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """Numbers of every method of the main comparison in addition to the common metrics, by their key in records."""
     stream: bool = False
     """Sum training data as they are read, instead of storing their activations."""
 
@@ -168,12 +167,7 @@ def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: C
 
 
 def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the suite's document for reports: sets, shift, example images.
-
-    Args:
-        plan: the plan.
-        kept: the document in the folder; its other sets are kept, since records may have them.
-    """
+    """Return the suite's document for reports; other sets of the document in the folder are kept, since records may have them."""
     suite = plan.suite
 
     def others(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +180,7 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
     examples = {}
     for name, source in plan.sources.items():
         if source.role in ("test", "shift", "outlier") and source.show is not None:
-            shown = source.show(EXAMPLES)
+            shown = source.show(range(min(EXAMPLES, source.count)))
             labels = [] if source.role == "outlier" else shown.labels.tolist()
             packed = base64.b64encode(shown.pixels.contiguous().numpy().tobytes()).decode()
             examples[name] = {"shape": list(shown.pixels.shape), "pixels": packed, "label": labels}
@@ -226,19 +220,9 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method that has no record yet.
+    """Run every method that has no record yet, or all, if `fresh`; `OptionError` lists methods that could not be run.
 
-    Args:
-        plan: the plan.
-        activations: the cache of activations.
-        store: the results folder.
-        progress: called with the current step and the share of the work that is done.
-        fresh: whether to replace the records of the plan's groups and runs.
-        team: the processes that share the work; each record is made by one process, so that its numbers do not depend on
-            their number. None is this process alone.
-
-    Raises:
-        OptionError: some methods could not be run; the records of the others are kept.
+    Each record is made by one process of the team, so that its numbers do not depend on the number of processes.
     """
     team = team or Team.single()
     jobs: list[_Job] = []
@@ -352,14 +336,26 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
 def _run(plan: Plan, job: _Job, context: Context) -> Record:
     fitted = job.method.fit(context)
     seconds = {"fit": fitted.seconds, "predict": 0.0}
+
+    def answers(name: str, scores: bool) -> Iterator[tuple[Answer, Tensor]]:
+        for batch, labels in fitted.batches(name):
+            start = time.perf_counter()
+            answer = fitted.answer(batch, scores)
+            seconds["predict"] += time.perf_counter() - start
+            yield answer, labels
+
+    def tallied(source: Source, scores: bool) -> Tally:
+        outside = source.role == "outlier"
+        pairs = (({"": answer}, None if outside else labels) for answer, labels in answers(source.name, scores))
+        return tally_set(pairs, what=source.title)[""]
+
     labelled, outliers, examples = {}, {}, {}
     detail = job.method.group == "main"  # figures show nothing else
-    scored = any(source.role == "outlier" for source in context.sources.values())
-    inside = _tally(fitted, context.sources["test"], scored, seconds)
+    inside = tallied(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
     for source in context.sources.values():
         if source.role in ("train", "validation"):
             continue
-        tally = inside if source.role == "test" else _tally(fitted, source, source.role == "outlier", seconds)
+        tally = inside if source.role == "test" else tallied(source, source.role == "outlier")
         if source.role == "outlier":
             outliers[source.name] = outlier_result(inside, tally, detail=detail)
         else:
@@ -368,7 +364,6 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         if detail:
             examples[source.name] = examples_of(tally)
     settings, networks, data = _identity(plan, job)
-    measures: Sequence[Measure] = plan.measures if detail else ()
     return Record(
         suite=plan.suite.name,
         method=job.method.name,
@@ -378,30 +373,13 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds=seconds,
+        seconds=dict(seconds),  # without the measures
         labelled=labelled,
         outliers=outliers,
         examples=examples,
-        measures={measure.name: measure(_answers(fitted)) for measure in measures},
+        measures={name: measure(answers) for name, measure in plan.measures.items()} if detail else {},
         environment=environment(),
     )
-
-
-def _tally(fitted: Fitted, source: Source, scores: bool, seconds: dict[str, float]) -> Tally:
-    # The time of predictions is added to `seconds`.
-
-    def answers() -> Iterator[tuple[dict[str, Answer], Tensor | None]]:
-        for batch, labels in fitted.batches(source.name):
-            start = time.perf_counter()
-            answer = fitted.answer(batch, scores)
-            seconds["predict"] += time.perf_counter() - start
-            yield {"": answer}, None if source.role == "outlier" else labels
-
-    return tally_set(answers(), what=source.title)[""]
-
-
-def _answers(fitted: Fitted) -> Answers:
-    return lambda name, scores: ((fitted.answer(batch, scores), labels) for batch, labels in fitted.batches(name))
 
 
 def _finite(value: Any) -> Any:

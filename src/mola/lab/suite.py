@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,10 +85,10 @@ class Source:
     count: int
     checksum: str
     """Checksum of the data and their processing: two sources with the same checksum give the same batches."""
-    read: Callable[[int, int], Batches]
-    """Returns batches of (inputs, labels) from one place up to another, in the same order every time."""
-    show: Callable[[int], Images] | None
-    """Returns the first images, without normalisation; None if the data are not images."""
+    read: Callable[[Sequence[int]], Batches]
+    """Returns batches of (inputs, labels) at some places, in this order."""
+    show: Callable[[Sequence[int]], Images] | None
+    """Returns the images at some places, without normalisation; None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
     types: tuple[str, ...] = ()
@@ -102,7 +102,21 @@ class Source:
 
     def open(self) -> Batches:
         """Return all batches."""
-        return self.read(0, self.count)
+        return self.read(range(self.count))
+
+    def part(self, places: Sequence[int], **changes: Any) -> Source:
+        """Return the data at some places, with other attributes, such as the name; activations of the whole are used."""
+        show = self.show
+        return replace(
+            self,
+            count=len(places),
+            checksum=checksum(self.checksum, list(places)),
+            read=lambda rows: self.read([places[row] for row in rows]),
+            show=None if show is None else lambda rows: show([places[row] for row in rows]),
+            whole=self,
+            places=tuple(places),
+            **changes,
+        )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self.open())
@@ -183,8 +197,8 @@ class Suite:
     """Notes on a cross-fit."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Returns the data of `mola train`."""
-    measures: Callable[[DataOptions], tuple[Measure, ...]] = lambda _: ()
-    """Returns numbers to compute besides the common metrics."""
+    measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}
+    """Returns numbers to compute besides the common metrics, by their key in records."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """Default budget of methods that train."""
     cost_images: int = 2000

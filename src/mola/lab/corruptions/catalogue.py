@@ -96,13 +96,7 @@ PIECE = 1 << 18
 
 
 def corrupt(
-    pixels: Tensor,
-    corruption: str,
-    severity: int,
-    *,
-    seed: int = 0,
-    first: int = 0,
-    parameters: str = "cifar10-c",
+    pixels: Tensor, corruption: str, severity: int, *, seed: int = 0, first: int = 0, parameters: str = "cifar10-c"
 ) -> Tensor:
     """Corrupt images with the parameters of CIFAR-10-C, for 32 x 32 pixels, or of ImageNet-C.
 
@@ -110,13 +104,8 @@ def corrupt(
     each with its `first`, equals the set corrupted at once. The published images are other draws from the same distributions, with
     programs (OpenCV, ImageMagick) that round here and there; averages over many images agree, single images do not.
 
-    Args:
-        pixels: bytes (n, 3, side, side), with a side of 8 or more.
-        corruption: one of `CORRUPTIONS`.
-        severity: 1 to 5; 0 returns the pixels themselves.
-        seed: seed of all draws.
-        first: index of the first image.
-        parameters: "cifar10-c"; or "imagenet-c", for images of about 224 x 224 and `IMAGENET_CORRUPTIONS`.
+    Pixels are bytes (n, 3, side, side) with a side of 8 or more. Severity is 1 to 5; 0 returns the pixels. `first` is the index of the
+    first image. The parameters "imagenet-c" are for images of about 224 x 224 and `IMAGENET_CORRUPTIONS`.
     """
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"
     one_of(corruption, IMAGENET_CORRUPTIONS if large else CORRUPTIONS, "corruption")

@@ -234,11 +234,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """Return the folder of the data sets: the given folder, or the value of `MOLA_DATA`.
-
-    Raises:
-        DataError: neither is given, or the folder does not exist.
-    """
+    """Return the folder of the data sets: the given folder, or the value of `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(f"no data directory: pass the folder of the data sets (--data DIR), or set {VARIABLE} to it.")
@@ -267,11 +263,7 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`, downloaded if it is missing and `download` is set.
 
-    Returns:
-        The images in the order of the files, labelled from 0.
-
-    Raises:
-        DataError: files are missing or damaged; the message lists the expected paths and addresses.
+    Images are in the order of the files, labelled from 0. If files are missing, the message lists the expected paths and addresses.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"

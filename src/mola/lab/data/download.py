@@ -16,17 +16,13 @@ FETCH_AGAIN = "Delete it and download it again."
 
 @dataclass(frozen=True)
 class Download:
-    """A published file or archive.
-
-    Attributes:
-        urls: addresses, tried in this order.
-        md5: MD5 checksum in hexadecimal digits.
-        files: paths under the data directory, by the names of the members of an archive; "" is the name of a single file.
-    """
+    """A published file or archive."""
 
     urls: tuple[str, ...]
+    """Addresses, tried in this order."""
     md5: str
     files: Mapping[str, str]
+    """Paths under the data directory, by the names of the members of an archive; "" is the name of a single file."""
 
     def __str__(self) -> str:
         return f"{self.urls[0]} (md5 {self.md5})"
@@ -36,9 +32,6 @@ def fetch(download: Download, directory: Path, *, progress: bool = True) -> None
     """Download a file, or the members of an archive, from the first address that delivers it with the right checksum.
 
     Files that exist already, plain or compressed, are left alone.
-
-    Raises:
-        DataError: no address delivers the file, or the archive lacks a member.
     """
     with importing("downloading data sets", "pooch", "bench"):
         import pooch  # type: ignore[import-untyped]

@@ -14,7 +14,7 @@ from mola.lab.data.cifar10_c import ARCHIVE, find_cifar10_c, load_cifar10_c, loa
 from mola.lab.data.download import fetch
 from mola.lab.data.images import Images, split_validation
 from mola.lab.data.transforms import in_colour
-from mola.lab.measures import HumanLabels, Measure
+from mola.lab.measures import Measure, human_labels
 from mola.lab.models import build_network
 from mola.lab.suite import Budget, DataOptions, Source, Suite, SwagBudget
 from mola.lab.suites.image_sources import image_source, in_distribution, load, outlier_sources, test_images, training
@@ -86,16 +86,13 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     }
 
 
-def _measures(options: DataOptions) -> tuple[Measure, ...]:
+def _measures(options: DataOptions) -> dict[str, Measure]:
     # Agreement with people's labels, if CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
-    if counts is None:
-        return ()
     # Divided like the images: labels are replaced by places.
-    places = Images(images.pixels, torch.arange(len(images)))
-    _, test = split_validation(places)
-    return (HumanLabels(counts[test.evenly(options.test).labels]),)
+    _, test = split_validation(Images(images.pixels, torch.arange(len(images))))
+    return {} if counts is None else {"people": partial(human_labels, counts[test.evenly(options.test).labels])}
 
 
 CIFAR10 = Suite(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 
@@ -11,7 +12,7 @@ from mola.compare.record import Role
 from mola.errors import OptionError
 from mola.lab.data.clinc150 import WIDTH, Requests, embed, load_clinc150
 from mola.lab.data.images import even_places
-from mola.lab.measures import Rejection
+from mola.lab.measures import rejection
 from mola.lab.suite import Batches, Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData, checksum
 from mola.lab.training import Labelled, Recipe, mlp
 
@@ -38,8 +39,8 @@ def _read(options: DataOptions) -> dict[str, Labelled]:
 
 
 def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
-    def read(start: int, stop: int) -> Batches:
-        return Labelled(rows.inputs[start:stop], rows.labels[start:stop]).batches(BATCH)
+    def read(places: Sequence[int]) -> Batches:
+        return Labelled(rows.inputs[list(places)], rows.labels[list(places)]).batches(BATCH)
 
     digest = hashlib.sha256(rows.inputs.numpy().tobytes() + rows.labels.numpy().tobytes()).hexdigest()
     return Source(name, title, role, len(rows), checksum("sentences", digest), read, show=None)
@@ -69,7 +70,7 @@ CLINC = Suite(
     shift=None,
     make_sources=_sources,
     training_data=lambda options, recipe: TrainingData(_read(options)["train"], lambda rows: rows),
-    measures=lambda options: (Rejection(("validation", OUTSIDE_VALIDATION), ("test", OUTSIDE)),),
+    measures=lambda options: {"rejection": partial(rejection, ("validation", OUTSIDE_VALIDATION), ("test", OUTSIDE))},
     budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=256), MimoBudget(epochs=20)),
     notes=(
         "Features are means of rows of wordllama's token table, 256 numbers; the networks have one hidden layer of 256.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,32 +48,24 @@ def image_source(
 ) -> Source:
     """Make a source of images in memory, changed (rotated, corrupted) when they are read.
 
-    Args:
-        options: the user's options.
-        normalised: name of the normalisation, unless the user chose another.
-        name: name of the set.
-        title: title for readers.
-        role: use of the set.
-        images: the images as on disk.
-        change: changes the images and keeps their labels.
-        changed_by: plain values that identify `change`; they enter the checksum, and so do the first inputs.
-        level: how far the images are shifted.
-        types: types of shift that `change` applies to the images in turn.
+    `normalised` names the normalisation, unless the user chose another. `changed_by` are plain values that identify `change`; they
+    enter the checksum, and so do the first inputs.
     """
     chosen = options.normalisation or normalised
     normalise = normalisation(chosen)
     # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
-    def read(start: int, stop: int) -> Batches:
-        shown = change(images).part(slice(start, stop))
+    def read(places: Sequence[int]) -> Batches:
+        shown = change(images).part(places)
         pixels, labels = (torch.split(part, batch_size) for part in (shown.pixels, shown.labels))
         return ((normalise(part), own) for part, own in zip(pixels, labels, strict=True))
 
-    def show(count: int) -> Images:
-        return change(images.part(slice(0, count)))
+    def show(places: Sequence[int]) -> Images:
+        return change(images.part(slice(0, max(places) + 1))).part(places)
 
-    first_inputs = hashlib.sha256(normalise(show(SAMPLE).pixels).contiguous().numpy().tobytes()).hexdigest()
+    sample = show(range(min(SAMPLE, len(images)))).pixels
+    first_inputs = hashlib.sha256(normalise(sample).contiguous().numpy().tobytes()).hexdigest()
     made_by = ("normalisation", chosen, *changed_by)
     key = checksum(data_checksum(images.pixels, images.labels), *made_by, first_inputs)
     return Source(name, title, role, len(images), key, read, show, level, types)

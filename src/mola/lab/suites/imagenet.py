@@ -8,7 +8,7 @@ or generated from the published parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +33,15 @@ VALIDATION_SHARE = 0.2
 """Share of the validation images to tune on: 2000 of 10,000 in the other suites, 10,000 of 50,000 here."""
 
 FOLDS = 5
-PARTS: dict[Role, tuple[int, ...]] = {"train": (0, 1), "validation": (2,), "test": (3, 4)}
-"""Fifths of each class for the sums, for tuning and for testing, in the first rotation."""
-TITLES: dict[Role, str] = {"train": "images for the sums", "validation": "images to tune on", "test": "test images"}
+PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
+    "train": ("ImageNet images for the sums", (0, 1)),
+    "validation": ("ImageNet images to tune on", (2,)),
+    "test": ("ImageNet test images", (3, 4)),
+}
+"""Titles, and fifths of each class in the first rotation."""
 
 GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
-"""Default corruptions where none are published: one of each family (noise, blur, weather, digital)."""
+"""Default corruptions if none are published: one of each family (noise, blur, weather, digital)."""
 
 OUTLIERS = {"svhn": "SVHN", "notmnist": "notMNIST (letters)", "kmnist": "KMNIST (brush strokes)"}
 """House numbers, and drawings that show no object: enlarged to the size of the images."""
@@ -56,60 +59,44 @@ def _preparation(options: DataOptions) -> Preparation:
     return Preparation(resize=options.image_size, crop=options.image_size)
 
 
-@dataclass(frozen=True)
-class _Pictures:
-    # Image files, corrupted when they are read if `kinds` names a corruption for each.
-
-    images: ImageFolder
-    severity: int = 0
-    kinds: tuple[str, ...] = ()
-
-    def read(self, places: Sequence[int]) -> Iterator[Images]:
-        """Yield batches of the images at some places; the corruption of an image depends on its place alone."""
-        change = partial(corrupt, severity=self.severity, seed=CORRUPTION_SEED, parameters="imagenet-c")
-        for start, (pixels, labels) in enumerate(self.images.part(places).batches(BATCH, workers=2)):
-            if self.kinds:
-                own = places[start * BATCH : start * BATCH + len(labels)]
-                pairs = zip(torch.split(pixels, 1), own, strict=True)
-                pixels = torch.cat([change(one, self.kinds[place], first=place) for one, place in pairs])
-            yield Images(pixels, labels)
-
-    def key(self, root: Path) -> str:
-        """Return a checksum of the files, their labels and their processing."""
-        files = [(path.relative_to(root).as_posix(), path.stat()) for path in self.images.paths]
-        listed = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
-        made_by = [CORRUPTION_SEED, self.severity, list(self.kinds)] if self.kinds else []
-        return checksum(listed, self.images.labels.tolist(), repr(self.images.prepare), *made_by)
-
-
 def _source(
     options: DataOptions,
     name: str,
     title: str,
     role: Role,
-    pictures: _Pictures,
+    images: ImageFolder,
     *,
+    kinds: Sequence[str] = (),
     types: tuple[str, ...] = (),
-    level: float = 0.0,
-    whole: Source | None = None,
-    places: tuple[int, ...] = (),
+    level: int = 0,
 ) -> Source:
-    # `types` are dealt over the images in turn; `places` are the places of a part in `whole`, whose activations are shared.
+    # Images are corrupted when they are read, if `kinds` names a corruption for each. `types` are dealt over the images in turn.
     normalise = normalisation(options.normalisation or "imagenet")
-    chosen = range(len(pictures.images)) if whole is None else places
+    change = partial(corrupt, severity=level, seed=CORRUPTION_SEED, parameters="imagenet-c")
 
-    def read(start: int, stop: int) -> Batches:
-        return ((normalise(one.pixels), one.labels) for one in pictures.read(chosen[start:stop]))
+    def pictures(places: Sequence[int]) -> Iterator[Images]:
+        # The corruption of an image depends on its place alone.
+        for index, (pixels, labels) in enumerate(images.part(places).batches(BATCH, workers=2)):
+            if kinds:
+                own = places[index * BATCH : index * BATCH + len(labels)]
+                pairs = zip(torch.split(pixels, 1), own, strict=True)
+                pixels = torch.cat([change(one, kinds[place], first=place) for one, place in pairs])
+            yield Images(pixels, labels)
 
-    def show(count: int) -> Images:
-        (first,) = pictures.read(chosen[: min(count, BATCH)])
-        return Images(in_colour(first.pixels, THUMBNAIL), first.labels)
+    def read(places: Sequence[int]) -> Batches:
+        return ((normalise(one.pixels), one.labels) for one in pictures(places))
 
-    if whole is None:
-        key = checksum(pictures.key(data_directory(options.directory)), repr(normalise))
-    else:
-        key = checksum(whole.checksum, list(chosen))
-    return Source(name, title, role, len(chosen), key, read, show, level, types, large=True, whole=whole, places=places)
+    def show(places: Sequence[int]) -> Images:
+        pixels = torch.cat([in_colour(one.pixels, THUMBNAIL) for one in pictures(places)])
+        return Images(pixels, images.labels[list(places)])
+
+    root = data_directory(options.directory)
+    files = [(path.relative_to(root).as_posix(), path.stat()) for path in images.paths]
+    listed = [[file, found.st_size, found.st_mtime_ns] for file, found in files]
+    made_by = [CORRUPTION_SEED, level, list(kinds)] if kinds else []
+    own = checksum(listed, images.labels.tolist(), repr(images.prepare), *made_by)
+    key = checksum(own, repr(normalise))
+    return Source(name, title, role, len(images), key, read, show, level, types, large=True)
 
 
 def _outliers(options: DataOptions) -> dict[str, Source]:
@@ -120,13 +107,14 @@ def _outliers(options: DataOptions) -> dict[str, Source]:
 def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
     normalise, side = normalisation(options.normalisation or "imagenet"), _preparation(options).crop or 224
 
-    def read(start: int, stop: int) -> Batches:
-        for first in range(start, stop, BATCH):
-            rows = slice(first, min(first + BATCH, stop))
-            yield normalise(in_colour(images.pixels[rows], side)), images.labels[rows]
+    def read(places: Sequence[int]) -> Batches:
+        chosen = images.part(places)
+        for pixels, labels in zip(*(torch.split(one, BATCH) for one in (chosen.pixels, chosen.labels)), strict=True):
+            yield normalise(in_colour(pixels, side)), labels
 
-    def show(count: int) -> Images:
-        return Images(in_colour(images.pixels[:count], THUMBNAIL), images.labels[:count])
+    def show(places: Sequence[int]) -> Images:
+        chosen = images.part(places)
+        return Images(in_colour(chosen.pixels, THUMBNAIL), chosen.labels)
 
     key = checksum(data_checksum(images.pixels, images.labels), side, repr(normalise))
     return Source(name, OUTLIERS[name], "outlier", len(images), key, read, show, large=True)
@@ -154,18 +142,20 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
 
 
 def _shifted(
-    options: DataOptions, images: ImageFolder, types: Sequence[str], published: bool, kinds: tuple[str, ...]
-) -> list[tuple[int, str, _Pictures]]:
-    # Severity, title and images of each shifted set; `kinds` names the corruption of each image.
+    options: DataOptions, images: ImageFolder, types: tuple[str, ...], published: bool, kinds: list[str]
+) -> list[Source]:
+    # The shifted sets; `kinds` names the corruption of each image.
     found = []
     for severity in SEVERITIES:
-        title = f"ImageNet-C{'' if published else ', generated,'} ({len(types)} types) at severity {severity}"
+        name, about = f"severity {severity}", "" if published else ", generated,"
+        title = f"ImageNet-C{about} ({len(types)} types) at severity {severity}"
         if published:
             pairs = zip(kinds, images.paths, strict=True)
-            paths = tuple(_published_file(options, kind, severity, path) for kind, path in pairs)
-            found.append((severity, title, _Pictures(replace(images, paths=paths))))
+            paths = tuple(_published_file(options, one, severity, path) for one, path in pairs)
+            made, dealt = replace(images, paths=paths), []
         else:
-            found.append((severity, title, _Pictures(images, severity, kinds)))
+            made, dealt = images, kinds
+        found.append(_source(options, name, title, "shift", made, kinds=dealt, types=types, level=severity))
     return found
 
 
@@ -192,18 +182,15 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     cut = max(1, round(VALIDATION_SHARE * len(held_out)))
     test = held_out.part(order[cut:].sort().values).evenly(options.test)
     validation = held_out.part(order[:cut].sort().values)
-    sources = {
-        "train": _source(options, "train", "ImageNet train", "train", _Pictures(train)),
-        "validation": _source(options, "validation", "ImageNet validation", "validation", _Pictures(validation)),
-        "test": _source(options, "test", "ImageNet test", "test", _Pictures(test)),
-    }
     types, published = _types(options)
     images = test.evenly(options.shifted if options.shifted is not None else options.test)
-    kinds = tuple(types[index % len(types)] for index in range(len(images)))
-    for severity, title, pictures in _shifted(options, images, types, published, kinds):
-        name = f"severity {severity}"
-        sources[name] = _source(options, name, title, "shift", pictures, level=severity, types=types)
-    return {**sources, **_outliers(options)}
+    kinds = [types[index % len(types)] for index in range(len(images))]
+    parts: dict[Role, ImageFolder] = {"train": train, "validation": validation, "test": test}
+    return {
+        **{role: _source(options, role, f"ImageNet {role}", role, one) for role, one in parts.items()},
+        **{one.name: one for one in _shifted(options, images, types, published, kinds)},
+        **_outliers(options),
+    }
 
 
 # --- without: cross-fitting
@@ -216,32 +203,23 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
     fewest = int(counts[counts > 0].min())
     if fewest < FOLDS:
         raise DataError(f"a cross-fit takes at least {FOLDS} images of each class, got {fewest} of one of them.")
-    pictures = _Pictures(images)
-    whole = _source(options, "images", "ImageNet validation images", "test", pictures)
+    whole = _source(options, "images", "ImageNet validation images", "test", images)
     types, published = _types(options)
     some = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
     shifted = images.part(some)
     present = torch.unique(shifted.labels)
-    kinds = tuple(types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels)
-    shifts = [
-        (_source(options, f"severity {severity}", title, "shift", made, level=severity), made)
-        for severity, title, made in _shifted(options, shifted, types, published, kinds)
-    ]
-    outliers = _outliers(options)
+    kinds = [types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels]
+    shifts, outliers = _shifted(options, shifted, types, published, kinds), _outliers(options)
     folds: list[dict[str, Source]] = []
     for turn in range(FOLDS):
-        fold: dict[str, Source] = {}
-        for role, wanted in PARTS.items():
-            places, title = _places(ranks, wanted, turn), f"ImageNet {TITLES[role]}"
-            fold[role] = _source(options, role, title, role, pictures, whole=whole, places=tuple(places.tolist()))
+        fold: dict[str, Source] = {
+            role: whole.part(_places(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
+            for role, (title, fifths) in PARTS.items()
+        }
         # In the order of ranks, then of classes: the types then come in turn.
-        tested = _places(ranks[some], PARTS["test"], turn)
-        order = tuple(tested[torch.argsort(ranks[some][tested], stable=True)].tolist())
-        for one, made in shifts:
-            fold[one.name] = _source(
-                options, one.name, one.title, "shift", made, types=types, level=one.level, whole=one, places=order
-            )
-        folds.append({**fold, **outliers})
+        tested = _places(ranks[some], PARTS["test"][1], turn)
+        order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
+        folds.append({**fold, **{one.name: one.part(order) for one in shifts}, **outliers})
     return folds
 
 
