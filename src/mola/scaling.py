@@ -37,7 +37,7 @@ LOG_LARGEST_DISTANCE = 40.0
 """Logarithm of the largest divisor due to distance. Every logit already vanishes at this divisor."""
 
 LOG_LARGEST = 600.0
-"""Logarithm of the largest total divisor. A variance divided by its square stays within the range of float64."""
+"""Logarithm of the largest total divisor, which is within the range of float64."""
 
 
 class FeatureScale(NamedTuple):

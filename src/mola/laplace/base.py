@@ -1,13 +1,14 @@
 r"""The contracts of a curvature structure, and the linear algebra that structures share.
 
-A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature` without a
-prior: everything that depends on the prior precision :math:`\lambda` follows from it in closed form, for one value or for many at
-once.
+A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature` without a prior.
+Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value or for many
+values at once.
 
-Notation: n data, P features (the constant 1 included), C outputs. For one datum the curvature of the negative log-likelihood with
-respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d, as for
-a softmax, a shift common to all outputs changes nothing. This direction is solved apart, exactly, instead of being read off an
-eigenvalue that should be zero. *Centred* variances and covariances exclude it: they describe the logits minus their mean.
+There are n data, P features (including the constant 1) and C outputs. For one datum, the curvature of the negative log-likelihood
+with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d,
+as for a softmax, a shift common to all outputs has no effect, and its direction is *hidden*. The hidden direction is treated exactly,
+instead of relying on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
+describe the logits minus their mean.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator
 
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Prior precisions that can be used."""
+"""Smallest and largest allowed prior precision."""
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. It hardly changes directions that the
-training data span, and makes other directions very far instead of infinitely far."""
+"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. Directions that the training data span are
+almost unchanged, and lengths in other directions are very large instead of infinite."""
 
 Precision: TypeAlias = "float | Tensor"
-"""One prior precision, or L of them as a tensor (L,): results then have a leading dimension of size L."""
+"""One prior precision, or a tensor (L,) of L prior precisions, for which results have a leading dimension of size L."""
 
 
 def check_precision(value: float) -> float:
-    """Return a prior precision as a float, or raise `OptionError` unless it is a finite number above 0 within range."""
+    """Return a prior precision as a float, or raise `OptionError` unless it is a number within the allowed range."""
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -50,7 +51,7 @@ def check_precision(value: float) -> float:
     if not SMALLEST <= number <= LARGEST:
         raise OptionError(
             f"prior_precision must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
-            f"Gaussian prior; for predictions without covariance use mola.ensemble."
+            f"Gaussian prior. For predictions without covariance, use mola.ensemble."
         )
     return number
 
@@ -60,22 +61,22 @@ class Structure(ABC):
 
     name: str
     smaller: str | None = None
-    """Name of the structure to use where this one does not fit into memory; None chooses by the sizes."""
+    """Name of the structure that errors recommend if this structure does not fit into memory; None chooses by the sizes."""
     additive = True
-    """True if sums of parts of the data add up to those of all data, in any order."""
+    """True if the sums over parts of the data, in any order, add up to the sums over all data."""
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64.
+        """Return the sums in float64 over one batch of features (n, P), including the constant 1, and their output curvature.
 
-        Choose any names but one: "separate" holds the sums over the outputs' separate curvature (`OutputCurvature`), outputs first,
-        and is present only where the likelihood has such curvature. Its absence marks a softmax (`hides_shift`), and a regression
-        scales it by the noise.
+        The names of the sums are free, except "separate". This tensor holds the sums over the outputs' separate curvature
+        (`OutputCurvature`), with the outputs as first axis. It is present only if the likelihood has separate curvature. Its absence
+        marks a softmax (`hides_shift`), and a regression divides it by the variance of the noise.
         """
 
     @abstractmethod
     def solve(self, sums: Sums) -> Curvature:
-        """Solve the eigenproblem."""
+        """Solve the eigenproblem of the sums."""
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
         """Add a batch to a total in place."""
@@ -84,10 +85,10 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory that fitting one network takes at its peak."""
+        """Return the peak memory, in bytes, of fitting one network."""
 
     def settings(self) -> dict[str, Any]:
-        """Return arguments that rebuild the structure, as JSON."""
+        """Return the constructor arguments of the structure, as a dictionary for JSON."""
         return {}
 
 
@@ -98,13 +99,13 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
         raise StructureTooLargeError(
             f"structure {structure.name!r} takes about {needed / 1e9:.1f} GB to fit ({len(features)} x {outputs:,} outputs x "
-            f"{max(features):,} features), and {free / 1e9:.1f} GB are free. Use structure "
+            f"{max(features):,} features), but only {free / 1e9:.1f} GB are free. Use structure "
             f"{smaller!r}."
         )
 
 
 def _free_memory() -> int | None:
-    # Available memory on Linux, all memory elsewhere, and None if it is unknown.
+    # Return the available memory on Linux, the total memory on other systems, or None if it is unknown.
     with suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
         if found is not None:
@@ -116,7 +117,7 @@ def _free_memory() -> int | None:
 
 @dataclass(frozen=True)
 class Curvature(ABC):
-    """The curvature of one last layer in its eigenbasis, in float64, without a prior. Its mean is the trained weights."""
+    """The curvature of one last layer in its eigenbasis, in float64 and without a prior. The posterior mean is the trained weights."""
 
     outputs: int
     features: int
@@ -128,7 +129,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variance (n, C) of each logit at features (n, P); (L, n, C) for L prior precisions."""
+        """Return the variance (n, C) of each logit at features (n, P), or (L, n, C) for L prior precisions."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
@@ -137,7 +138,7 @@ class Curvature(ABC):
     @property
     @abstractmethod
     def noise_size(self) -> int:
-        """Number of standard normals that one draw of the logits takes."""
+        """Number of standard normals in one draw of the logits."""
 
     @abstractmethod
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (count, C, P) of the weights from the trained ones."""
+        """Draw deviations (count, C, P) of the weights from the trained weights."""
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits from draws of the weights."""
@@ -153,7 +154,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """Return the log determinant of the posterior precision matrix; differentiable in the prior precision."""
+        """Return the log determinant of the posterior precision matrix, differentiable in the prior precision."""
 
     @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:
@@ -170,19 +171,19 @@ class Curvature(ABC):
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, as by a larger noise variance."""
+        """Return the curvature divided by a number, for example by a factor of the noise variance."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Covariance of the logits `phi' w / s` of n data: the only input of a link besides their mean."""
+    """Covariance of the logits `phi' w / s` of n data, which links use together with the mean."""
 
     curvature: Curvature
     phi: Tensor
-    """(n, P)"""
+    """Features (n, P), including the constant 1."""
     precision: Precision
     divisor: float | Tensor = 1.0
-    """s: 1, or (..., n, 1)."""
+    """Divisor s of the logits: 1, or (..., n, 1)."""
 
     @property
     def _column(self) -> float | Tensor:
@@ -192,7 +193,8 @@ class Spread:
         """Return the variance (..., n, C) of each logit."""
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
-        # A search tries many temperatures at each prior precision: with 1000 classes the variances take most of its time.
+        # A search tries many temperatures at each prior precision, and with 1000 classes it spends most of its time on variances, so
+        # they are computed once for each prior precision.
         precisions, places = torch.unique(self.precision, return_inverse=True)
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
@@ -202,7 +204,7 @@ class Spread:
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normals that one draw takes."""
+        """Number of standard normals in one draw of the logits."""
         return self.curvature.noise_size
 
     def perturb(self, noise: Tensor) -> Tensor:
@@ -214,7 +216,7 @@ class Spread:
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """Return the spread of the logits divided by a positive number (..., n, 1) for each datum."""
+        """Return the spread of the logits after division by a positive number (..., n, 1) for each datum."""
         return replace(self, divisor=divisor * self.divisor)
 
 
@@ -222,18 +224,18 @@ class Spread:
 
 
 def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
-    """Return the prior precision as a tensor with `dims` trailing dimensions of size 1, to broadcast against tables."""
+    """Return the prior precision as a tensor with `dims` trailing dimensions of size 1, for broadcasting."""
     value = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
     return value.reshape(*value.shape, *[1] * dims)
 
 
 def hides_shift(sums: Sums) -> bool:
-    """Test whether a shift common to all outputs changes nothing: no output has curvature of its own."""
+    """Return True if a shift common to all outputs has no effect, because no output has separate curvature."""
     return "separate" not in sums.tensors
 
 
 def contrasts(outputs: int) -> Tensor:
-    """Return an orthonormal basis (C, C - 1) of the vectors that sum to zero (Helmert's)."""
+    """Return Helmert's orthonormal basis (C, C - 1) of the vectors that sum to zero."""
     size = torch.arange(1, outputs, dtype=torch.float64, device="cpu")
     upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64, device="cpu")) / (size * (size + 1)).sqrt()
     upper[1:].diagonal().copy_(-(size / (size + 1)).sqrt())
@@ -241,7 +243,7 @@ def contrasts(outputs: int) -> Tensor:
 
 
 def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Return orthonormal bases of the output directions with curvature (C, R) and without (C, C - R)."""
+    """Return orthonormal bases of the output directions with curvature (C, R) and of the hidden directions (C, C - R)."""
     if not hidden:
         return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
             outputs, 0, dtype=torch.float64, device="cpu"
@@ -250,30 +252,30 @@ def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
 
 
 def laplacian(weights: Tensor) -> Tensor:
-    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are never read."""
+    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are not used."""
     off_diagonal = weights - torch.diag(weights.diagonal())
     return torch.diag(off_diagonal.sum(1)) - off_diagonal
 
 
 def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix, on the CPU."""
+    """Return the eigenvalues, clamped to at least 0, and the eigenvectors of a positive semi-definite matrix, on the CPU."""
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.clamp_min(0), vectors
 
 
 def centred_variance(variance: Tensor) -> Tensor:
-    """Return the variances (..., C) of independent outputs less their mean: `v_c (1 - 2/C) + mean(v) / C`."""
+    """Return the variances (..., C) of independent outputs minus their mean, `v_c (1 - 2/C) + mean(v) / C`."""
     outputs = variance.shape[-1]
     return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
 
 
 def centred_diagonal(variance: Tensor) -> Tensor:
-    """Return the covariance (..., C, C) of independent outputs less their mean, from their variances (..., C)."""
+    """Return the covariance (..., C, C) of independent outputs minus their mean, from the outputs' variances (..., C)."""
     outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:
-    """Return `1 / (b + ridge)` for eigenvalues b (P,) of the mean outer product of the features; 1 where all are 0."""
+    """Return `1 / (b + ridge)` for eigenvalues b (P,) of the features' mean outer product, or 1 if all eigenvalues are 0."""
     largest = values.max()
     return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))

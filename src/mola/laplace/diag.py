@@ -1,4 +1,4 @@
-r"""Diagonal curvature, :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`: all covariances between weights are dropped."""
+r"""Diagonal curvature, :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, without covariances between weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Diag(Structure):
-    """The diagonal of the Hessian alone: the smallest structure, O(C P)."""
+    """The diagonal of the Hessian, which is the smallest structure: its memory is O(C P)."""
 
     name = "diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the Hessian's diagonal (C, P), of coupled and of separate curvature, and the squared features (P,)."""
+        """Return the Hessian's diagonals (C, P) for coupled and for separate curvature, and the squared features (P,)."""
         squares = phi.square()
         sums = {"squares": squares.sum(0)}
         if curvature.coupling is not None:
@@ -42,7 +42,7 @@ class Diag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """Return the diagonal, which is its own eigensystem."""
+        """Return the curvature from the diagonal, which needs no eigendecomposition."""
         diagonal = torch.stack(
             [sums.tensors[name].cpu() for name in ("coupled", "separate") if name in sums.tensors]
         ).sum(0)
@@ -51,19 +51,19 @@ class Diag(Structure):
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of the sums and of one table of their size."""
+        """Return the memory, in bytes, of the sums and of one more table (C, P)."""
         return 8 * 3 * features * outputs
 
 
 @dataclass(frozen=True)
 class DiagCurvature(Curvature):
-    """The Hessian's diagonal (C, P)."""
+    """A curvature given by the Hessian's diagonal (C, P)."""
 
     diagonal: Tensor
     feature_values: Tensor
     """Mean squared features (P,)."""
     hidden: bool
-    """True if a shift common to all outputs changes nothing."""
+    """True if a shift common to all outputs has no effect."""
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return the posterior variances (..., C, P) of the weights."""
@@ -75,13 +75,13 @@ class DiagCurvature(Curvature):
         return centred_variance(variance) if centred and self.hidden else variance
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `diag(v)`, centred from both sides where a shift is hidden."""
+        """Return `diag(v)`, or its centred part if a shift of all outputs is hidden."""
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 
     @property
     def noise_size(self) -> int:
-        """One standard normal for each logit."""
+        """Number of outputs: one standard normal for each logit."""
         return self.outputs
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
@@ -98,11 +98,11 @@ class DiagCurvature(Curvature):
         return (self.diagonal + precision).log().sum()
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Return `sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
+        """Return `sqrt(sum_p phi_p^2 / B_pp)`, without covariances between features."""
         return (phi.square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the output's own variances on a diagonal."""
+        """Return a diagonal matrix of the variances of the output's weights."""
         return torch.diag(self.inverse(precision)[output])
 
     def smallest_class_variance(self, precision: float) -> Tensor:

@@ -1,8 +1,8 @@
-r"""Distance of features from the training classes, computed from additive sums.
+r"""Distances of features from the training classes, computed from additive sums.
 
-Features h, without the constant 1, are normalised, :math:`g = h / |h|`. With class means :math:`\mu_c`, and the covariance S within
-classes (and a small ridge), the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Directions do not change when
-an input is scaled up, so the norm :math:`|h|` is measured as well.
+Features h, without the constant 1, are normalised to :math:`g = h / |h|`. With class means :math:`\mu_c` and the covariance S within
+classes, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Directions do not
+change when an input is scaled up, so the norm :math:`|h|` is computed as well.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from torch import Tensor
 from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
-"""Ridge of the covariance within classes, relative to its Frobenius norm. On networks for MNIST and CIFAR-10 anything from 1e-10 to
-1e-3 gives the same ranking; with few data or few features (two moons, two images per class) a smaller ridge is too small."""
+"""Ridge of the covariance within classes, relative to its Frobenius norm. For networks on MNIST and CIFAR-10, every ridge from 1e-10
+to 1e-3 gives the same ranking. With few data or few features (two moons, two images per class), smaller ridges are too small."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
-"""Rounding error of sums of unit vectors, over the root of the number of data."""
+"""Rounding error of a sum of unit vectors, divided by the square root of the number of data."""
 
 NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
 
 COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction_gram", "feature_norms"
-"""Names of the sums: (G,), (G, P), (P, P), and (3,): norms, squared norms, and number of data whose class was predicted."""
+"""Names of the sums, of shapes (G,), (G, P), (P, P) and (3,). The last sum contains norms, squared norms, and the number of data whose
+class was predicted."""
 
 
 def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicted: bool) -> dict[str, Tensor]:
-    """Return the sums over one batch of features (n, P), without the constant 1, in float64.
+    """Return the sums in float64 over one batch of features (n, P), without the constant 1.
 
     Args:
         features: features of the data.
         groups: class (n,) of each datum.
         num_groups: number of classes.
-        predicted: whether the classes are the network's predictions, for lack of labels.
+        predicted: True if the classes are the network's predictions because the data have no labels.
     """
     norms = torch.linalg.vector_norm(features, dim=1)
     directions = features / torch.where(norms > 0, norms, 1)[:, None]
-    # Sparse, because a batch has few of many classes: with 32,000, tables of zeros would take most of the fit.
+    # The sums are sparse, because a batch contains only a few classes. With 32,000 classes, dense tables would take most of the time.
     shape, device = (num_groups, features.shape[1]), features.device
     sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=device, check_invariants=False)
     count = norms.new_tensor(float(len(features) if predicted and num_groups > 1 else 0))
@@ -54,26 +55,26 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
 
 @dataclass(frozen=True)
 class ClassDistance:
-    """Class means and the covariance within classes, solved; in float64."""
+    """Class means and the inverse covariance within classes, in float64."""
 
     root: Tensor
-    """R (P, P) with `R R'` the inverse of the covariance within classes, ridge included; 0 if all features are identical."""
+    """Root R (P, P) of the inverse `R R'` of the covariance within classes, including the ridge; 0 if all features are identical."""
     means: Tensor
-    """Means of the classes with data, times R."""
+    """Means of the classes that have data, multiplied by R."""
     squares: Tensor
-    """Squared norms of these means."""
+    """Squared norms of `means`."""
     known: bool
-    """False if features do not vary within classes: all distances are then 1."""
+    """False if features do not vary within classes, so that all distances are set to 1."""
     training_distance: float
-    """Root mean square of the training data's distances to their own class."""
+    """Root mean square of the distances of training data from the means of their classes."""
     training_norm: float
-    """A norm that about 99 % of the training features stay below."""
+    """Norm that about 99 % of the training features do not exceed."""
     num_predicted: int
-    """Number of training data whose class was predicted, for lack of labels."""
+    """Number of training data whose class was predicted because they had no label."""
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:
-        """Solve for the covariance within classes; None if the sums have no distances."""
+        """Return the class means and the inverse covariance from the sums, or None if the sums have no distances."""
         if COUNTS not in sums.tensors:
             return None
         counts, totals, gram, norms = (
@@ -90,7 +91,7 @@ class ClassDistance:
         known = size > rounding and not bool(failed)
         identity = torch.eye(width, dtype=torch.float64, device="cpu")
         root = torch.linalg.solve_triangular(lower, identity, upper=False).T if known else torch.zeros_like(within)
-        # The mean square of the distances to the own class is the trace of (S + ridge)^-1 S = 1 - ridge (S + ridge)^-1.
+        # The mean squared distance from a datum's own class is the trace of (S + ridge)^-1 S = 1 - ridge (S + ridge)^-1.
         square = width - ridge * float(root.square().sum()) if known else 0.0
         mean = float(norms[0]) / number
         deviation = math.sqrt(max(0.0, float(norms[1]) / number - mean**2))
@@ -111,15 +112,15 @@ class ClassDistance:
         return len(self.root)
 
     def to(self, device: torch.device) -> ClassDistance:
-        """Return the same on another device."""
+        """Return the same distances on another device."""
         root, means, squares = (one.to(device) for one in (self.root, self.means, self.squares))
         return replace(self, root=root, means=means, squares=squares)
 
     def logs(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the distance (n,) and of the norm (n,) of features (n, P), with or without the constant 1."""
+        """Return the log distances (n,) and the log norms (n,) of features (n, P), with or without the constant 1."""
         tiny = torch.finfo(phi.dtype).tiny
         features = phi[:, : self.width]
-        # Features of 1e200 have squares beyond float64: divide by the largest first.
+        # Divide by the largest feature first, because squares of features near 1e200 overflow in float64.
         largest = features.abs().amax(1, keepdim=True).clamp_min(tiny)
         scaled = features / largest
         norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(tiny)

@@ -1,9 +1,9 @@
 r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with
-:math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of their rows (plus
-:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so a direction without curvature is exactly null. The eigenproblem is solved only in the
-directions with curvature, of size RP; in the remaining direction the posterior is the prior.
+:math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus
+:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`. A direction without curvature is therefore exactly null. The eigenproblem, of size RP, is
+solved only in the directions with curvature. In the hidden direction, the posterior equals the prior.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Full(Structure):
-    """The exact Hessian: best where C P is at most a few thousand."""
+    """The exact Hessian, which is the best structure if C P is at most a few thousand."""
 
     name = "full"
     smaller = "kron"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products of the features."""
+        """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products (P, P) of the features."""
         sums, width = {"gram": phi.T @ phi}, phi.shape[1]
         if curvature.coupling is not None:
             outputs = curvature.coupling.shape[1]
@@ -70,7 +70,7 @@ class Full(Structure):
         return FullCurvature(outputs, width, values, rotated, unseen, *eigensystem(gram / sums.count))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
+        """Return the memory, in bytes, of the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
         return 8 * 6 * (features * outputs) ** 2
 
 
@@ -81,12 +81,12 @@ class FullCurvature(Curvature):
     values: Tensor
     vectors: Tensor
     unseen: Tensor
-    """Output directions (C, C - R) without curvature."""
+    """Hidden output directions (C, C - R), which have no curvature."""
     feature_values: Tensor
     feature_vectors: Tensor
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Return eigenvalues (..., M) of the posterior covariance in the visible directions."""
+        """Return the eigenvalues (..., M) of the posterior covariance in the visible directions."""
         return 1 / (self.values + as_column(precision, self.values, 1))
 
     def coordinates(self, phi: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class FullCurvature(Curvature):
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior's share in the hidden direction."""
+        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior's variance in the hidden direction."""
         inverse = self.inverse(precision)
         variance = self.coordinates(phi).square() @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
@@ -116,23 +116,23 @@ class FullCurvature(Curvature):
 
     @property
     def noise_size(self) -> int:
-        """One standard normal for each eigenvalue: a draw is a draw of the weights."""
+        """Number of eigenvalues: a draw of the logits is a draw of the weights in the eigenbasis."""
         return len(self.values)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return the coordinates times a draw of the weights in the eigenbasis."""
+        """Return the features times draws of the weights."""
         weights = torch.einsum("cpm,sm->pcs", self.vectors, noise * self.inverse(precision).sqrt())
         return torch.einsum("np,pcs->nsc", phi, weights)
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals in the eigenbasis, rotated back, with the prior's variance in the hidden direction."""
+        """Draw independent normals in the eigenbasis and rotate them back, with the prior's variance in the hidden direction."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
         seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
         hidden = standard_normals((count, self.unseen.shape[1], self.features), generator).to(self.values.device)
         return seen + self.unseen @ hidden / precision**0.5
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """Return `sum_m log(l_m + lambda)`, and `P log(lambda)` for the hidden direction."""
+        """Return `sum_m log(l_m + lambda)`, plus `P log(lambda)` for the hidden direction."""
         hidden = self.unseen.shape[1] * self.features
         return (self.values + precision).log().sum() + hidden * precision.log()
 
@@ -141,7 +141,7 @@ class FullCurvature(Curvature):
         return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the diagonal block of the covariance."""
+        """Return the output's diagonal block (P, P) of the covariance."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(

@@ -3,11 +3,11 @@ r"""Kronecker-factored curvature, :math:`H \approx N\, A \otimes B`, with the pr
 .. math:: A = \tfrac1N \sum_n \Lambda_n \;(C \times C), \qquad B = \tfrac1N \sum_n \phi_n \phi_n^\top \;(P \times P).
 
 With :math:`A = Q_A\, \mathrm{diag}(a)\, Q_A^\top` and :math:`B = Q_B\, \mathrm{diag}(b)\, Q_B^\top`, the posterior precision has the
-eigenvalues :math:`(\sqrt N a_i + \sqrt\lambda)(\sqrt N b_j + \sqrt\lambda)`. So the covariance stays a Kronecker product
+eigenvalues :math:`(\sqrt N a_i + \sqrt\lambda)(\sqrt N b_j + \sqrt\lambda)`. The covariance is therefore a Kronecker product
 :math:`U \otimes V`, and the covariance of the logits is one number per datum times a fixed matrix,
 :math:`(\phi^\top V \phi)\, U`.
 
-`FactoredCurvature` has the side of the features, which `Kron` and `KronDiag` share. `KronExact` adds the prior exactly instead.
+`FactoredCurvature` implements the feature factor V, which `Kron` and `KronDiag` share. `KronExact` adds the prior exactly instead.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Kron(Structure):
     """Kronecker factors as in Algorithm 1 of the paper: the prior is split evenly between the two factors.
 
     Args:
-        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, starting from 0; None sums exactly. A running
-            average depends on the order of the batches, so it cannot be shared by several processes.
+        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, starting from 0; None computes exact sums. A running
+            average depends on the order of the batches, so several processes cannot share it.
     """
 
     running_average: float | None = None
@@ -69,12 +69,12 @@ class Kron(Structure):
         return sums
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add a batch, or move the running average towards it; the average is kept multiplied by N."""
+        """Add a batch, or move the running average towards the batch. The average is stored multiplied by N."""
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)
         count = total.count + batch.count
-        moved = dict((total + batch).tensors)  # label sums, distances: plain sums in any case
+        moved = dict((total + batch).tensors)  # label sums and distances are always plain sums
         for name in {"gram", "coupling", "separate"} & batch.tensors.keys():
             before = total.tensors[name] / total.count if total.count else torch.zeros_like(batch.tensors[name])
             moved[name] = count * (beta * before + (1 - beta) * batch.tensors[name] / batch.count)
@@ -85,16 +85,16 @@ class Kron(Structure):
         return KronCurvature(**kron_eigensystem(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of sums, eigenvectors and workspace of both factors."""
+        """Return the memory, in bytes, of the sums, eigenvectors and workspace of both factors."""
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:
-        """Return the running average, if there is one."""
+        """Return the running average if it is set, as a dictionary for JSON."""
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 
 def kron_eigensystem(sums: Sums) -> dict[str, Any]:
-    """Return eigenvalues and eigenvectors of both Kronecker factors; the hidden output direction comes last, with eigenvalue 0."""
+    """Return the eigensystems of both Kronecker factors. The hidden output direction comes last and has the eigenvalue 0."""
     gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
     assert gram is not None
     output = gram.new_zeros(())
@@ -119,13 +119,13 @@ def kron_eigensystem(sums: Sums) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FactoredCurvature(Curvature):
-    """Covariance `U x V` with `V = (sqrt(N) B + sqrt(lambda) I)^-1`."""
+    """A curvature whose covariance is `U x V` with `V = (sqrt(N) B + sqrt(lambda) I)^-1`."""
 
     count: int
     feature_values: Tensor
-    """b (P,)"""
+    """Eigenvalues b (P,) of B."""
     feature_vectors: Tensor
-    """Q_B (P, P)"""
+    """Eigenvectors Q_B (P, P) of B."""
 
     @abstractmethod
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -137,14 +137,14 @@ class FactoredCurvature(Curvature):
 
     @abstractmethod
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """Return draws (S, C) with covariance U up to a common shift, from standard normals (S, noise_size)."""
+        """Return draws (S, C) with covariance U, up to a common shift, from standard normals (S, noise_size)."""
 
     @abstractmethod
     def class_log_determinant(self, precision: Tensor) -> Tensor:
         """Return the log determinant of the inverse of U."""
 
     def feature_inverse(self, precision: Precision) -> Tensor:
-        """Return eigenvalues (..., P) of V."""
+        """Return the eigenvalues (..., P) of V."""
         return 1 / (self.count**0.5 * self.feature_values + as_column(precision, self.feature_values, 1) ** 0.5)
 
     def squares(self, phi: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class FactoredCurvature(Curvature):
 
     def feature_variance(self, phi: Tensor, precision: Precision) -> Tensor:
         """Return `phi' V phi` (..., n)."""
-        # No transposed features: onnxruntime before 1.25 cannot multiply them in float64.
+        # The features are not transposed, because onnxruntime before 1.25 cannot multiply transposed matrices in float64.
         return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -168,7 +168,7 @@ class FactoredCurvature(Curvature):
         return self.feature_variance(phi, precision)[:, None, None] * self.class_matrix(precision, centred=centred)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return `sqrt(phi' V phi)` times draws of covariance U."""
+        """Return `sqrt(phi' V phi)` times draws with covariance U."""
         return self.feature_variance(phi, precision).sqrt()[:, None, None] * self.class_draws(precision, noise)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
@@ -192,17 +192,17 @@ class FactoredCurvature(Curvature):
 
 @dataclass(frozen=True)
 class KronCurvature(FactoredCurvature):
-    """`U = (sqrt(N) A + sqrt(lambda) I)^-1` from A's eigensystem."""
+    """A factored curvature with `U = (sqrt(N) A + sqrt(lambda) I)^-1`, computed from A's eigensystem."""
 
     class_values: Tensor
-    """a (C,); the hidden direction comes last."""
+    """Eigenvalues a (C,) of A. The hidden direction comes last."""
     class_vectors: Tensor
-    """Q_A (C, C)"""
+    """Eigenvectors Q_A (C, C) of A."""
     visible: int
     """Number of output directions with curvature."""
 
     def class_inverse(self, precision: Precision) -> Tensor:
-        """Return eigenvalues (..., C) of U."""
+        """Return the eigenvalues (..., C) of U."""
         return 1 / (self.count**0.5 * self.class_values + as_column(precision, self.class_values, 1) ** 0.5)
 
     def _visible(self, precision: Precision, *, centred: bool) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ class KronCurvature(FactoredCurvature):
 
     @property
     def noise_size(self) -> int:
-        """One standard normal for each visible direction."""
+        """Number of visible directions: one standard normal for each."""
         return self.visible
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class KronCurvature(FactoredCurvature):
         return -self.class_inverse(precision).log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return `U^1/2 E V^1/2` for standard normal E."""
+        """Draw standard normals E and return `U^1/2 E V^1/2`."""
         noise = standard_normals((count, self.outputs, self.features), generator)
         left = self.class_vectors * self.class_inverse(precision).sqrt()
         right = self.feature_vectors * self.feature_inverse(precision).sqrt()

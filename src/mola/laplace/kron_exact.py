@@ -1,7 +1,7 @@
-r"""Kronecker factors with the prior added exactly, in their joint eigenbasis (laplace-torch's `kron`).
+r"""Kronecker factors with the prior added exactly in their joint eigenbasis, as in laplace-torch's `kron`.
 
-The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda`. It is not a Kronecker product any more: the covariance of the
-logits is diagonal in A's eigenbasis, with entries that depend on the datum,
+The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda` and is no longer a Kronecker product. The covariance of the
+logits is diagonal in A's eigenbasis, and its entries depend on the datum:
 :math:`Q_A\, \mathrm{diag}_i\big(\sum_j (Q_B^\top \phi)_j^2 / (N a_i b_j + \lambda)\big)\, Q_A^\top`.
 """
 
@@ -29,10 +29,10 @@ class KronExact(Kron):
 
 
 class KronExactCurvature(KronCurvature):
-    """Precision eigenvalues `N a_i b_j + lambda`, in the eigenbases of both factors."""
+    """A curvature whose posterior precision has the eigenvalues `N a_i b_j + lambda` in the factors' joint eigenbasis."""
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Return eigenvalues (..., C, P) of the posterior covariance."""
+        """Return the eigenvalues (..., C, P) of the posterior covariance."""
         values = self.count * self.class_values[:, None] * self.feature_values
         return 1 / (values + as_column(precision, values, 2))
 
@@ -57,7 +57,7 @@ class KronExactCurvature(KronCurvature):
         return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.visible].T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals in the joint eigenbasis, rotated back."""
+        """Draw independent normals in the joint eigenbasis and rotate them back."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.class_values.device)
         return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
 
@@ -70,5 +70,5 @@ class KronExactCurvature(KronCurvature):
         return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """Return the smallest entry of each output's table: its covariance is diagonal in B's eigenbasis."""
+        """Return the smallest entry of each output's table, because each covariance is diagonal in B's eigenbasis."""
         return self.class_table(precision).amin(1)

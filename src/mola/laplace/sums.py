@@ -1,7 +1,7 @@
 """Sufficient statistics: named float64 tensors that add up over batches, processes and restarts.
 
-A fit makes one `Sums` per network. It is what a checkpoint holds, what processes add up and what `save` writes; the
-curvature, the distances and the noise of a regression are all solved from it.
+A fit computes one `Sums` for each network. Checkpoints store it, processes add it up, and `save` writes it. The curvature, the
+distances and the noise of a regression are all computed from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
+    """Sums over data. A missing tensor is zero, so `Sums({})` is the neutral element of `+`."""
 
     tensors: dict[str, Tensor]
     count: int = 0
     """Number of data N."""
     log_likelihood: float | None = 0.0
-    """Log-likelihood of the labels, or None if there were none."""
+    """Log-likelihood of the labels, or None if there were no labels."""
 
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self.tensors)
@@ -29,8 +29,8 @@ class Sums:
         return self._with(merged, other)
 
     def __iadd__(self, other: Sums) -> Sums:
-        # In place: the fit owns its total, and a second C x C or P x P matrix per batch would be its largest cost. A batch may have
-        # sparse sums; a total is dense.
+        # Add in place, because a second C x C or P x P matrix for each batch would dominate the cost of the fit. The sums of a batch
+        # may be sparse, but the total is dense.
         for name, tensor in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].add_(tensor)
@@ -44,7 +44,7 @@ class Sums:
         return Sums(tensors, self.count + other.count, log_likelihood)
 
     def scaled(self, share: float, count: int) -> Sums:
-        """Return the sums multiplied by `share`, as sums over `count` data."""
+        """Return the sums multiplied by `share`, with `count` as the number of data."""
         tensors = {name: share * tensor for name, tensor in self.tensors.items()}
         return Sums(tensors, count, None if self.log_likelihood is None else share * self.log_likelihood)
 

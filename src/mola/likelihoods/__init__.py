@@ -1,4 +1,4 @@
-"""Likelihoods, the meaning of a network's outputs: one file for each."""
+"""Likelihoods, which define the meaning of a network's outputs."""
 
 from mola.likelihoods.base import (
     ClassificationLikelihood,
@@ -39,5 +39,5 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categor
 
 
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood of that name with its defaults, or the likelihood itself."""
+    """Return the likelihood with the given name and its default settings, or the given likelihood unchanged."""
     return resolve(likelihood, Likelihood, LIKELIHOODS, "likelihood")  # type: ignore[type-abstract]

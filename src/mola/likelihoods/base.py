@@ -1,15 +1,16 @@
 r"""The contract of a likelihood: checks of outputs and labels, log-likelihood, curvature, and predictive distribution.
 
-For one datum the curvature of the negative log-likelihood with respect to the outputs f is always of the form
+For one datum, the curvature of the negative log-likelihood with respect to the outputs f always has the form
 
 .. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
 
-a part that acts on each output alone and a part that couples every pair of outputs, written as the Laplacian of the graph with edge
-weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)`: there is no separate part, and
+with a separate part d that acts on each output alone, and a part that couples every pair of outputs. The coupling is the Laplacian
+of the graph with edge weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)` has no separate part,
+and
 
-* :math:`\Lambda 1 = 0` holds by construction, in any precision: the softmax ignores a shift common to all outputs;
-* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms. Summed over data first,
-  nothing cancels when a network is almost certain.
+* :math:`\Lambda 1 = 0` holds by construction in any precision, because the softmax ignores a shift common to all outputs;
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so no digits are lost if a network is
+  almost certain.
 
 Independent outputs (Bernoulli, Gaussian) have only the separate part.
 """
@@ -36,36 +37,36 @@ Ran = Sequence[tuple[str, torch.Size]]
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Curvature of n data with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each."""
+    """Curvature of n data with respect to their C outputs, `diag(separate) + L(coupling coupling')` for each datum."""
 
     separate: Tensor | None = None
-    """(n, C), or None if outputs have no curvature of their own."""
+    """Separate curvature (n, C) of each output, or None if the outputs are only coupled."""
     coupling: Tensor | None = None
-    """(n, C), or None if outputs do not interact."""
+    """Coupling (n, C) of the outputs, or None if the outputs do not interact."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """K members of a mixture at n data: all that a predictive distribution is made from.
+    """K members of a mixture at n data, which determine the predictive distribution.
 
-    Leading dimensions (...) are candidates of a search.
+    The leading dimensions (...) are candidates of a search.
     """
 
     outputs: Sequence[Tensor]
     """Outputs (n, C) of each network."""
     spreads: Sequence[Spread | None]
-    """Covariance of the outputs; None for a plain ensemble."""
+    """Covariance of each network's outputs, or None for a plain ensemble."""
     weights: Tensor
-    """(K,)"""
+    """Mixture weights (K,)."""
     divisors: Sequence[Tensor]
-    """s_k (..., n, 1) or (..., 1, 1): divides logits, multiplies the standard deviations of a regression."""
+    """Divisors s_k (..., n, 1) or (..., 1, 1), which divide logits and multiply the standard deviations of a regression."""
     pooling: float | Tensor
-    """c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
+    """Pooling c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
     likelihoods: Sequence[Likelihood]
-    """The noise of a regression may differ between members."""
+    """Likelihood of each member. The noise of a regression may differ between members."""
 
     def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
-        """Return means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
+        """Return the means and spreads of the logits after division, `z_k = f_k / s_k`, and pooling, `z + c (z_k - z)`."""
         means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
         pairs = zip(self.spreads, self.divisors, strict=True)
         spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
@@ -73,10 +74,10 @@ class Members:
 
 
 class Predictive(Protocol):
-    """The predictive distribution of n data. Leading dimensions may be candidates of a search."""
+    """The predictive distribution of n data. The leading dimensions may be candidates of a search."""
 
     def point(self) -> Tensor:
-        """Return probabilities (..., n, C), or means (..., n, D): the result of calling a posterior."""
+        """Return probabilities (..., n, C) or means (..., n, D), which are the result of calling a posterior."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores (..., m) of each datum, or of each known label of multi-label data."""
@@ -87,30 +88,30 @@ class RegressionPredictive(ABC):
     """A mixture of K distributions for each of D outputs, in the targets' units, given by the moments of its components."""
 
     weights: Tensor
-    """(K,)"""
+    """Mixture weights (K,)."""
     means: Tensor
-    """(K, ..., n, D)"""
+    """Means (K, ..., n, D) of the components."""
     variances: Tensor
-    """(K, ..., n, D), noise included."""
+    """Variances (K, ..., n, D) of the components, including the noise."""
     noises: Tensor
-    """Variance (K, ..., n, D) of the noise, without scaling."""
+    """Variances (K, ..., n, D) of the noise, without scaling."""
 
     def point(self) -> Tensor:
         """Return the mixture's mean (..., n, D)."""
         return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
 
     def component(self, index: int) -> Self:
-        """Return one component."""
+        """Return the distribution of one component."""
         parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
         return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
 
     @abstractmethod
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return scores (..., n) of each datum: its log loss "nll", and further scores by name."""
+        """Return scores (..., n) of each datum by name: the log loss "nll", and possibly other scores."""
 
     @abstractmethod
     def log_density(self, targets: Tensor) -> Tensor:
-        """Return the log density (..., n) of targets (n, D), all outputs together."""
+        """Return the joint log density (..., n) of targets (n, D)."""
 
     @abstractmethod
     def cdf(self, values: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class RegressionPredictive(ABC):
 
     @abstractmethod
     def quantile(self, level: float) -> Tensor:
-        """Return the value (..., n, D) that targets stay below with probability `level`."""
+        """Return the quantile (..., n, D) that targets fall below with probability `level`."""
 
     @abstractmethod
     def crps(self, targets: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class RegressionPredictive(ABC):
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
-"""Maps mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
+"""A function from the mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
 
 
 class Likelihood(ABC):
@@ -134,32 +135,32 @@ class Likelihood(ABC):
 
     name: str
     mutually_exclusive: bool = False
-    """True for one of C classes, False for C binary labels."""
+    """True if the outputs are C exclusive classes, False if they are C binary labels."""
     classification: bool = True
     """True if labels are choices (classes, or yes and no), False for a regression."""
     default_rule: str = "nll"
-    """Name of the tuning rule that is used where none is given."""
+    """Name of the default tuning rule."""
 
     def settings(self) -> dict[str, Any]:
-        """Return arguments that rebuild the likelihood, as JSON."""
+        """Return the constructor arguments of the likelihood, as a dictionary for JSON."""
         return {}
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return the outputs of a network as rows (n, C), or raise `HeadError` if they do not fit.
+        """Return the outputs of a network as rows (n, C), or raise `HeadError` if they do not fit the likelihood.
 
         Args:
-            outputs: as the network returned them.
-            ran: linear layers that ran in a watched pass, to name the last in messages. If given, outputs are not tested for being
-                probabilities: the watched pass detects operations after the last layer.
+            outputs: outputs that the network returned.
+            ran: linear layers that ran in a watched pass. Messages name the last of these layers. If given, outputs are not checked
+                for probabilities, because the watched pass already detects operations after the last layer.
         """
 
     @abstractmethod
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels in canonical form on the device of the outputs (n, C); `DataError` naming `where` otherwise."""
+        """Return labels in canonical form on the device of the outputs (n, C), or raise a `DataError` that names `where`."""
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Return a mask (n,) of the data with at least one label, for checked labels; None if all must have one."""
+        """Return a mask (n,) of the data that have at least one label, or None if every datum has one. The labels are checked."""
         return None
 
     @abstractmethod
@@ -168,23 +169,23 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the second derivative of the negative log-likelihood at outputs (n, C); labels mark missing outputs."""
+        """Return the second derivative of the negative log-likelihood at outputs (n, C). Missing labels have no curvature."""
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
-        """Return the mixture's predictive distribution; `seed` is for links that draw."""
+        """Return the mixture's predictive distribution. Links that draw samples use `seed`."""
 
-    # Groups of training data, from whose centres distances are measured.
+    # Groups of training data. Distances are measured from the centres of the groups.
 
     def num_groups(self, outputs: int) -> int:
-        """Return the number of groups: by default all data form one."""
+        """Return the number of groups. By default, all data form one group."""
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the group (n,) of each datum in int64: by its label, or by the predicted class if it has no label."""
+        """Return the group (n,) of each datum in int64, given by its label, or by the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
-    # Regression: the noise is chosen after the sums, so these differ there.
+    # Methods that a regression overrides, because its noise is chosen after the sums are computed.
 
     def num_uncertain(self, outputs: int) -> int:
         """Return the number of a network's outputs that are uncertain."""
@@ -195,15 +196,15 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, by name, from which the log-likelihood follows after the fit; empty if it is known at once."""
+        """Return sums over labels, by name, that determine the log-likelihood after the fit. They are empty if it is already known."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:
-        """Return the likelihood once the sums of all training data are known."""
+        """Return the likelihood with parameters estimated from the sums over all training data."""
         return self
 
     def sums_at_noise(self, sums: Sums) -> Sums:
-        """Return the sums with their curvature, which is summed at unit noise, at the noise of the likelihood."""
+        """Return the sums with their curvature at the likelihood's noise. The fit sums the curvature at unit noise."""
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
@@ -212,7 +213,7 @@ class Likelihood(ABC):
 
 
 class ClassificationLikelihood(Likelihood):
-    """Classification: one of C classes, or each of C binary labels."""
+    """The likelihood of a classification: one of C classes, or C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return probabilities (..., n, C) of each member, after scaling and pooling."""
@@ -233,31 +234,31 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Return the number of choices of each question: C for one of C classes, 2 for a binary label."""
+        """Return the number of choices: C for C exclusive classes, 2 for each binary label."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:
-        """Return probabilities of all choices: (..., C) of classes, (..., C, 2) of no and yes."""
+        """Return the probabilities of all choices: (..., C) for classes, (..., C, 2) for no and yes."""
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the right choices in int64, (n,) or (n, C); -1 where unknown."""
+        """Return the true choices (n,) or (n, C) in int64, with -1 for missing labels."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the most probable choices, (n,) or (n, C), of outputs (n, C)."""
+        """Return the most probable choices (n,) or (n, C) at outputs (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
 
 
 class RegressionLikelihood(Likelihood):
-    """Regression: each of D outputs has a distribution of its own."""
+    """The likelihood of a regression, with an independent distribution for each of D outputs."""
 
     classification = False
     mixture_type: type[RegressionPredictive]
-    """Type of the predictive distribution, made from weights and moments."""
+    """Type of the predictive distribution, constructed from weights and moments."""
 
 
 def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
-    """Return `sum_k w_k x_k`; a single member is returned unchanged."""
+    """Return `sum_k w_k x_k`. A single member is returned unchanged."""
     if len(members) == 1:
         return members[0]
     total = weights[0].to(members[0]) * members[0]
@@ -267,7 +268,7 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
 
 
 def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
-    """Contract members (..., n, C) towards their weighted mean: `z + c (z_k - z)`. At c = 1 they are returned unchanged."""
+    """Contract members (..., n, C) towards their weighted mean, `z + c (z_k - z)`. At c = 1, the members do not change."""
     if not isinstance(pooling, Tensor) and pooling == 1:
         return members
     mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
@@ -275,7 +276,7 @@ def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) 
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
-    """Return the outputs if they are a matrix; raise `HeadError` otherwise."""
+    """Return the outputs if they are a matrix, and raise `HeadError` otherwise."""
     if outputs.dim() != 2:
         last = (
             f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""

@@ -1,9 +1,9 @@
-r"""Yes or no for each of C labels (binary and multi-label classification), by one logit each: :math:`p(\text{yes}) = \sigma(f)`.
+r"""Binary and multi-label classification: yes or no for each of C labels, with one logit each, :math:`p(\text{yes}) = \sigma(f)`.
 
-Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and no direction of
-output space is hidden. A missing label contributes neither log-likelihood nor curvature.
+Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and every direction in
+output space has curvature. A missing label contributes neither log-likelihood nor curvature.
 
-One logit z is the two-class softmax of the logits (0, z), whose first row of weights is fixed at 0.
+The sigmoid of a logit z equals the softmax of the two logits (0, z), with the first row of weights fixed at 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
+from mola.options import counted
 
 MISSING = -100
-"""Value of a missing label, besides NaN: the default `ignore_index` of PyTorch's losses."""
+"""Value that marks a missing label, besides NaN. It is the default `ignore_index` of PyTorch's losses."""
 
 ENOUGH_OUTPUTS = 64
-"""Outputs between 0 and 1 needed to tell probabilities from logits: a few logits may all be there by chance."""
+"""Smallest number of outputs to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class BernoulliPredictive:
         """Return the log loss, Brier score, confidence and correctness (..., m) of each known label."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
-        # 1 - p is 0 long before p is: both answers are bounded alike, so that a loss does not depend on which of them is called yes.
+        # In floating point, 1 - p rounds to 0 long before p does. Both are bounded in the same way, so that the loss does not depend
+        # on which answer is called yes.
         right = torch.where(truth > 0.5, yes, 1 - yes).clamp_min(torch.finfo(yes.dtype).eps / 2)
         return {
             "nll": -right.log(),
@@ -50,34 +52,34 @@ class BernoulliPredictive:
 
 @dataclass(frozen=True)
 class Bernoulli(ClassificationLikelihood):
-    """Yes or no for each of C labels, by a sigmoid of one logit each."""
+    """Yes or no for each of C labels, with the sigmoid of one logit for each label."""
 
     name = "bernoulli"
     default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return logits (n, C), from (n,), (n, 1) or (n, C)."""
+        """Return logits (n, C) from outputs of shape (n,) or (n, C)."""
         if outputs.dim() == 1:
             outputs = outputs[:, None]
         matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
         if not ran and _are_probabilities(outputs):
             raise HeadError(
-                "the network seems to return probabilities: all outputs lie between 0 and 1. Pass a network that returns logits, "
-                "without a final sigmoid."
+                "the network seems to return probabilities, because all outputs lie between 0 and 1. Pass a network that returns "
+                "logits, without a final sigmoid."
             )
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels (n, C) as 0 and 1 in float64, NaN where missing; (n,) is accepted for one logit."""
+        """Return labels (n, C) in float64: 0, 1, or NaN if a label is missing. Labels (n,) are accepted for one logit."""
         count, width = outputs.shape
         if labels.dim() == 1 and width == 1:
             labels = labels[:, None]
         if labels.shape != (count, width):
             remedy = ""
             if labels.dim() == 1 and len(labels) == count:
-                remedy = " For class indices use likelihood='categorical'; for multi-label data pass a 0 or 1 for each label."
+                remedy = " For class indices, use likelihood='categorical'. For multi-label data, pass 0 or 1 for each label."
             raise DataError(
-                f"{where}: expected labels of shape ({count}, {width}), 0 or 1 for each output, got shape "
+                f"{where}: expected labels of shape ({count}, {width}), with 0 or 1 for each output, got shape "
                 f"{tuple(labels.shape)}.{remedy}"
             )
         if labels.is_complex():
@@ -88,17 +90,18 @@ class Bernoulli(ClassificationLikelihood):
         if bool(invalid.any()):
             found = read[invalid]
             remedy = (
-                "For class indices use likelihood='categorical'; here each label is 0 or 1, and -100 or NaN where it is missing."
+                "For class indices, use likelihood='categorical'. Otherwise pass 0 or 1, or -100 or NaN for a missing label."
                 if bool((found == found.round()).all())
-                else "Soft labels are not supported: pass 0 or 1, and -100 or NaN where a label is missing."
+                else "Soft labels are not supported. Pass 0 or 1, or -100 or NaN for a missing label."
             )
             raise DataError(
-                f"{where}: labels must be 0 or 1, got {int(invalid.sum())} others, such as {float(found[0]):.4g}. {remedy}"
+                f"{where}: labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
+                f"{remedy}"
             )
         return torch.where(missing, torch.nan, read)
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Return data with at least one known label; None if all have one."""
+        """Return a mask (n,) of the data that have at least one label, or None if every datum has one."""
         some = ~labels.isnan().all(1)
         return None if bool(some.all()) else some
 
@@ -107,26 +110,26 @@ class Bernoulli(ClassificationLikelihood):
         return torch.sigmoid(logits)
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Sum (n,) over the known labels."""
+        """Return the log-likelihood (n,) of each datum, summed over its known labels."""
         signed = torch.where(labels > 0.5, outputs, -outputs)
         return torch.where(labels.isnan(), 0.0, functional.logsigmoid(signed)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return `p (1 - p)` for each output; 0 where its label is missing."""
-        # The product of both sigmoids keeps its digits where the network is almost certain; p (1 - p) does not.
+        """Return `p (1 - p)` for each output, or 0 if its label is missing."""
+        # The product of both sigmoids keeps its digits if the network is almost certain, but p (1 - p) does not.
         own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
-        """Return probabilities as a predictive distribution."""
+        """Return the predictive distribution with these probabilities (..., n, C)."""
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """Return 2 for one logit, negative and positive; several labels form one group."""
+        """Return 2 for one logit, for no and yes. With several labels, all data form one group."""
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the label, given or, if missing, predicted; 0 for several labels."""
+        """Return the label of each datum, or the predicted label if it is missing. With several labels, return 0."""
         if outputs.shape[1] > 1:
             return super().group(outputs, labels)
         yes = outputs[:, 0] > 0
@@ -143,7 +146,7 @@ class Bernoulli(ClassificationLikelihood):
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return 0, 1, or -1 where missing (n, C)."""
+        """Return labels (n, C) in int64: 0, 1, or -1 if a label is missing."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
 
 

@@ -1,4 +1,4 @@
-"""One of C classes, by a softmax over C logits."""
+"""Classification with C mutually exclusive classes and a softmax over C logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
-"""Rows needed to tell probabilities from logits: the logits of a few rows may sum to 1 by chance."""
+"""Smallest number of rows to distinguish probabilities from logits. The logits of a few rows may sum to 1 by chance."""
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -41,28 +41,28 @@ class CategoricalPredictive:
 
 @dataclass(frozen=True)
 class Categorical(ClassificationLikelihood):
-    """One of C mutually exclusive classes, by a softmax over C logits."""
+    """One of C mutually exclusive classes, with a softmax over C logits."""
 
     name = "categorical"
     mutually_exclusive = True
     default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return logits (n, C), or `HeadError`."""
+        """Return logits (n, C), or raise `HeadError`."""
         matrix_of(outputs, ran, "logits of shape (batch, classes)")
         if outputs.shape[1] < 2:
             raise HeadError(
                 f"expected at least 2 classes, got a network with {outputs.shape[1]} output. Use likelihood='bernoulli' for a "
-                f"binary classifier with one logit, likelihood='gaussian' for regression."
+                f"binary classifier with one logit, or likelihood='gaussian' for regression."
             )
         if not ran and _are_probabilities(outputs):
             raise HeadError(
-                "the network returns probabilities: its outputs sum to 1. Pass a network that returns logits."
+                "the network returns probabilities, because its outputs sum to 1. Pass a network that returns logits."
             )
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return class indices (n,) in int64, or `DataError`."""
+        """Return class indices (n,) in int64, or raise `DataError`."""
         count, classes = outputs.shape
         if labels.shape != (count,):
             remedy = ""
@@ -71,7 +71,7 @@ class Categorical(ClassificationLikelihood):
                 if labels.shape == (count, 1):
                     remedy = " Remove the axis of size 1: labels.squeeze(1)."
                 if labels.shape == outputs.shape:
-                    remedy += " For multi-label data use likelihood='bernoulli'."
+                    remedy += " For multi-label data, use likelihood='bernoulli'."
             raise DataError(
                 f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
             )
@@ -79,8 +79,8 @@ class Categorical(ClassificationLikelihood):
             remedy = "Convert with labels.long()."
             if labels.is_floating_point() and bool((labels != labels.floor()).any()):
                 remedy = (
-                    f"They contain {float(labels[labels != labels.floor()][0]):g}, which is no class index: use "
-                    f"likelihood='gaussian' for regression."
+                    f"They contain {float(labels[labels != labels.floor()][0]):g}, which is not a class index. For regression, use "
+                    f"likelihood='gaussian'."
                 )
             raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
         labels = labels.to(outputs.device, torch.int64)
@@ -89,7 +89,7 @@ class Categorical(ClassificationLikelihood):
             start = "Class indices start at 0: pass labels - 1. Or remove" if (low, high) == (1, classes) else "Remove"
             raise DataError(
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
-                f"{high}. {start} padding, or remap the classes; for dense outputs, pass the label of ignored positions: "
+                f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label of ignored positions: "
                 f"ignore_index={high if high >= classes else low}."
             )
         return labels
@@ -103,11 +103,11 @@ class Categorical(ClassificationLikelihood):
         return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return `diag(p) - p p'`, as the Laplacian of `p p'`."""
+        """Return `diag(p) - p p'` as the Laplacian of `p p'`."""
         return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
-        """Return probabilities as a predictive distribution."""
+        """Return the predictive distribution with these probabilities (..., n, C)."""
         return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
@@ -115,19 +115,19 @@ class Categorical(ClassificationLikelihood):
         return outputs
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the class, given or predicted."""
+        """Return the label of each datum, or the predicted class without labels."""
         return outputs.argmax(1) if labels is None else labels
 
     def num_choices(self, outputs: int) -> int:
-        """Return C: one question with C choices."""
+        """Return the number of classes C."""
         return outputs
 
     def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities of the classes."""
+        """Return the probabilities (..., C) of the classes, unchanged."""
         return probs
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the labels."""
+        """Return the labels (n,), unchanged."""
         return labels
 
 

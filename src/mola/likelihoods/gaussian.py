@@ -1,19 +1,19 @@
-r"""Regression: D outputs are the means of independent normal distributions, whose noise is a separate parameter.
+r"""Regression with D outputs, which are the means of independent normal distributions. The noise is a separate parameter.
 
 .. math:: y_d \sim \mathcal N(\ell_d + s_d f_d,\; \sigma_d^2), \qquad \Lambda = \mathrm{diag}(s_d^2 / \sigma_d^2).
 
-The curvature does not depend on the outputs: the Laplace approximation of the last layer is its exact posterior. Sums over data are
-made at unit noise, so the noise can be chosen after the pass. The curvature of output d is then divided by its variance, and the
-log-likelihood follows from a few sums over the targets.
+The curvature does not depend on the outputs, so the Laplace approximation of the last layer is its exact posterior. Sums over data
+are computed at unit noise, so the noise can be chosen after the pass. The curvature of output d is then divided by the variance of
+its noise, and the log-likelihood follows from a few sums over the targets.
 
-A heteroscedastic network has two outputs for each target, a mean and a value that determines the variance :math:`v_d(x)`; the noise
-:math:`\sigma_d` is then a factor of its root, 1 as trained. Only the means are uncertain.
+A heteroscedastic network has two outputs for each target: a mean, and a value that determines the variance :math:`v_d(x)`. The noise
+:math:`\sigma_d` is then a factor of the standard deviation, and it is 1 for the network as trained. Only the means are uncertain.
 
-Targets may have been standardised in training. With `location` and `scale` all inputs and results are in the user's units; sums,
-weights and curvature are in the network's.
+Targets may have been standardised in training. With `location` and `scale`, all targets and results are in the user's units. Sums,
+weights and curvature are in the network's units.
 
-The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly, without a link: the
-last layer's posterior is normal, and so is the noise.
+The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly and without a link, because both the last
+layer's posterior and the noise are normal.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ VARIANCE_FLOOR = 1e-6
 """Smallest variance that a network may predict, as in `torch.nn.GaussianNLLLoss`."""
 
 CONSTANT = 1e-12
-"""Variance of targets, relative to their mean square, that is rounding alone."""
+"""Largest variance of targets, relative to their mean square, that rounding alone can cause."""
 
 SMALLEST, LARGEST = 1e-12, 1e12
-"""Noise and scale of targets that can be used."""
+"""Smallest and largest allowed noise, and smallest and largest allowed scale of targets."""
 
 
 class NormalMixture(RegressionPredictive):
     """A mixture of K normal distributions for each of D outputs."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss (..., n) of each datum, all outputs together, and CRPS (..., n) averaged over outputs."""
+        """Return the joint log loss (..., n) of each datum, and the CRPS (..., n) averaged over outputs."""
         return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
 
     def log_density(self, targets: Tensor) -> Tensor:
-        """Return the log density (..., n) of targets (n, D), all outputs together."""
+        """Return the joint log density (..., n) of targets (n, D)."""
         return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)
 
     def cdf(self, values: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class NormalMixture(RegressionPredictive):
         return normal_mixtures.cdf(self.weights, self.means, self.variances, values)
 
     def quantile(self, level: float) -> Tensor:
-        """Return the value (..., n, D) that targets stay below with probability `level`."""
+        """Return the quantile (..., n, D) that targets fall below with probability `level`."""
         return normal_mixtures.quantile(self.weights, self.means, self.variances, level)
 
     def crps(self, targets: Tensor) -> Tensor:
@@ -81,20 +81,20 @@ class NormalMixture(RegressionPredictive):
 
 @dataclass(frozen=True)
 class Gaussian(RegressionLikelihood):
-    """Regression with normal noise, one standard deviation for each output.
+    """Regression with normal noise, which has one standard deviation for each output.
 
     Args:
         noise: standard deviation of the targets around the mean, in the targets' units: one number, or one for each output. None
-            estimates it from the residuals of the training data, and tuning may change it. For heteroscedastic networks it is a
-            factor of their predicted standard deviation, and None is 1.
-        shared: whether all outputs share one estimated noise.
-        location: mean that was subtracted from the targets in training, one number or D.
-        scale: standard deviation by which they were divided, one number or D.
-        heteroscedastic: whether the network also predicts a variance for each target: 2 D outputs.
-        order: "stacked", all means before all variances, or "interleaved", mean and variance of one target after the other.
-        variance: what the second output of a target is: "log-variance", "log-deviation", or "softplus", whose
-            softplus is the variance.
-        estimated: whether the noise was estimated, so that rules may change it; set by the fit.
+            estimates the noise from the residuals of the training data, and tuning may change it. For heteroscedastic networks, the
+            noise is a factor of the predicted standard deviation, and None is 1.
+        shared: True if all outputs share one estimated noise.
+        location: mean that was subtracted from the targets in training: one number, or D numbers.
+        scale: standard deviation by which the targets were divided in training: one number, or D numbers.
+        heteroscedastic: True if the network also predicts a variance for each target, so that it has 2 D outputs.
+        order: "stacked" if all means come before all variances, or "interleaved" if each mean is followed by its variance.
+        variance: meaning of the second output of a target: "log-variance", "log-deviation", or "softplus" if the softplus of the
+            output is the variance.
+        estimated: True if the noise was estimated, so that rules may change it. The fit sets this argument.
     """
 
     noise: float | Sequence[float] | None = None
@@ -119,7 +119,7 @@ class Gaussian(RegressionLikelihood):
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
     def settings(self) -> dict[str, Any]:
-        """Return arguments that differ from their defaults, as JSON."""
+        """Return the constructor arguments that differ from their defaults, as a dictionary for JSON."""
         plain = Gaussian()
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -128,7 +128,7 @@ class Gaussian(RegressionLikelihood):
     # Outputs.
 
     def num_uncertain(self, outputs: int) -> int:
-        """Return the number of means, D."""
+        """Return the number of means D."""
         return outputs // 2 if self.heteroscedastic else outputs
 
     def _means(self, outputs: int) -> slice:
@@ -137,21 +137,21 @@ class Gaussian(RegressionLikelihood):
         return slice(outputs // 2) if self.order == "stacked" else slice(0, outputs, 2)
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """Return the rows of a head's weights (C, P) that give means."""
+        """Return the rows of a head's weights (C, P) that compute means."""
         return weights[self._means(len(weights))]
 
     def means(self, outputs: Tensor) -> Tensor:
-        """Return means (..., D) among the outputs (..., C), in the network's units."""
+        """Return the means (..., D) among the outputs (..., C), in the network's units."""
         return outputs[..., self._means(outputs.shape[-1])]
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return outputs (n, D) or (n, 2 D); (n,) is read as (n, 1)."""
+        """Return outputs (n, D) or (n, 2 D). Outputs (n,) are returned as (n, 1)."""
         expected = "outputs of shape (batch, outputs)"
         matrix = outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, expected)
         width = matrix.shape[1]
         if self.heteroscedastic and width % 2:
             raise HeadError(
-                f"expected two outputs for each target, a mean and a variance, because of heteroscedastic=True; got {width}."
+                f"heteroscedastic=True needs two outputs for each target, a mean and a variance, but the network has {width} outputs."
             )
         for name in ("noise", "location", "scale"):
             given: Any = getattr(self, name)
@@ -160,13 +160,13 @@ class Gaussian(RegressionLikelihood):
             targets = counted(self.num_uncertain(width), "target")
             raise HeadError(
                 f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
-                f"(heteroscedastic={self.heteroscedastic}: with True, half of the outputs are variances). Pass one value, or one for "
+                f"(heteroscedastic={self.heteroscedastic}; with True, half of the outputs are variances). Pass one value, or one for "
                 f"each target."
             )
         return matrix
 
     def predicted_variance(self, outputs: Tensor) -> Tensor:
-        """Return the variance (..., D) at unit noise, in the network's units: predicted by a heteroscedastic network, 1 otherwise."""
+        """Return the variance (..., D) at unit noise, in the network's units: the predicted variance if heteroscedastic, else 1."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
@@ -180,13 +180,13 @@ class Gaussian(RegressionLikelihood):
         return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
 
     def deviation(self, width: int) -> Tensor:
-        """Return the noise (D,) in the network's units; a factor for heteroscedastic networks."""
+        """Return the noise (D,) in the network's units, or its factor for heteroscedastic networks."""
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
             raise OptionError(
-                "the noise is unknown: pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets), from "
-                "whose residuals it is estimated. For an ensemble use mola.baselines.scale_noise(ensemble, val_loader)."
+                "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets), whose "
+                "residuals determine the noise. For an ensemble, use mola.baselines.scale_noise(ensemble, val_loader)."
             )
         noise = _expanded(self.noise, width, "noise")
         return noise if self.heteroscedastic else noise / self.units(width)[1]
@@ -196,24 +196,24 @@ class Gaussian(RegressionLikelihood):
         return _expanded(self.location, width, "location"), _expanded(self.scale, width, "scale")
 
     def in_units(self, means: Tensor) -> Tensor:
-        """Return means (..., D) of the network in the targets' units."""
+        """Return the network's means (..., D) in the targets' units."""
         location, scale = (one.to(means) for one in self.units(means.shape[-1]))
         return location + scale * means
 
     def variance_in_units(self, variance: Tensor) -> Tensor:
-        """Return the variances (..., D) of the network in the targets' units."""
+        """Return the network's variances (..., D) in the targets' units."""
         return variance * self.units(variance.shape[-1])[1].square().to(variance)
 
     # Labels, log-likelihood and curvature.
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return targets (n, D) in float64, in the units of the user; (n,) is accepted for D = 1."""
+        """Return targets (n, D) in float64, in the user's units. Targets (n,) are accepted for D = 1."""
         count, width = len(outputs), self.num_uncertain(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
             raise DataError(
-                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs, got "
-                f"{tuple(labels.shape)}. For class indices use likelihood='categorical'; if half of the outputs are variances, use "
+                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs, got shape "
+                f"{tuple(labels.shape)}. For class indices, use likelihood='categorical'. If half of the outputs are variances, use "
                 f"mola.likelihoods.Gaussian(heteroscedastic=True)."
             )
         if given.is_complex():
@@ -231,20 +231,21 @@ class Gaussian(RegressionLikelihood):
         return (labels - location) / scale
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the log density (n,) of each datum's targets, in their own units, summed over outputs."""
+        """Return the joint log density (n,) of each datum's targets, in the user's units."""
         means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
         targets = self._standardised(labels.to(means))
         each = normal_mixtures.normal_log_density(means, variance, targets)
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return 1 for each output, or one over the predicted variance: at unit noise, so that the noise can be chosen later."""
+        """Return the curvature at unit noise, so that the noise can be chosen later: 1, or one over the predicted variance."""
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums (4, D) from which the noise and the log-likelihood at any noise follow.
+        """Return sums (4, D) that determine the noise, and the log-likelihood at any noise.
 
-        Squared residuals at unit noise, logarithms of predicted variances, targets and their squares, in the network's units.
+        The sums are over squared residuals at unit noise, logarithms of predicted variances, targets, and squared targets, all in the
+        network's units.
         """
         means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
         targets = self._standardised(labels.to(means.device))
@@ -252,13 +253,13 @@ class Gaussian(RegressionLikelihood):
         return {"targets": torch.stack([one.sum(0) for one in summed])}
 
     def fitted(self, sums: Sums) -> Gaussian:
-        """Return the likelihood with its noise known: as given, or estimated from the residuals of the training data."""
+        """Return the likelihood with its noise, which is given or estimated from the residuals of the training data."""
         if self.noise is not None:
             return self
         if self.heteroscedastic:
             return replace(self, noise=1.0, estimated=True)
         if "targets" not in sums.tensors:
-            self.deviation(1)  # raises: without targets the noise is unknown
+            self.deviation(1)  # raises an error, because the noise is unknown without targets
         squares, _, total, power = sums.tensors["targets"].cpu()
         count = sums.count
         constant = (power / count - (total / count).square() <= CONSTANT * power / count).nonzero().flatten().tolist()
@@ -266,7 +267,7 @@ class Gaussian(RegressionLikelihood):
             which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
             value = float(self.in_units((total / count)[None])[0, constant[0]])
             raise DataError(
-                f"{which} constant, {value:.6g}, in all {count:,} training data: the noise cannot be estimated. Check the targets, "
+                f"{which} constant, {value:.6g}, in all {count:,} training data, so the noise cannot be estimated. Check the targets, "
                 f"or pass mola.likelihoods.Gaussian(noise=...)."
             )
         variance = (squares.mean().expand_as(squares) if self.shared else squares) / count
@@ -279,7 +280,7 @@ class Gaussian(RegressionLikelihood):
         return replace(self, noise=tuple(noise.tolist()), estimated=True)
 
     def noise_scaled(self, factor: float, width: int) -> Gaussian:
-        """Return the likelihood with its noise multiplied by a factor, clamped to the usable range."""
+        """Return the likelihood with its noise multiplied by a factor and clamped to the allowed range."""
         noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
         return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
 
@@ -301,7 +302,7 @@ class Gaussian(RegressionLikelihood):
     # Prediction.
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
-        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, with the noise of each member."""
+        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the variance of member k's noise."""
         means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
         pairs = zip(members.likelihoods, members.outputs, strict=True)
         noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]
@@ -336,7 +337,9 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
 
 def _expanded(values: Any, width: int, argument: str) -> Tensor:
     if len(values) not in (1, width):
-        raise OptionError(f"{argument}: expected one number, or {width} (one for each output); got {len(values)}.")
+        raise OptionError(
+            f"{argument}: expected one number, or {width} numbers, one for each output; got {len(values)}."
+        )
     return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
 
 

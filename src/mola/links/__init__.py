@@ -1,8 +1,8 @@
-r"""From a Gaussian over logits to probabilities: :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`, approximately.
+r"""Links from Gaussian logits to probabilities, which approximate :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
 
-The softmax ignores a shift common to all logits. `Probit` (the paper's) does not: it divides each logit by its full variance, the part
-in the hidden direction included. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral and is
-the reference for the others (docs/links.md).
+The softmax ignores a shift common to all logits, but the paper's link `Probit` does not: it scales each logit by its full variance,
+including the part in the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral
+and is the reference for the other links (docs/links.md).
 """
 
 from mola.errors import OptionError
@@ -20,13 +20,13 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 
 
 def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
-    """Return the link of that name with its defaults, or the link itself; `OptionError` if it does not apply to the likelihood."""
+    """Return the link with the given name, or the given link. Raise `OptionError` if it does not apply to the likelihood."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
-    # A regression has no links: the default is not used there.
+    # A regression does not use a link, so the default is accepted.
     if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.classification):
         return chosen
     known = ", ".join(name for name, kind in LINKS.items() if kind().applies_to(likelihood))
     raise OptionError(
-        f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. Its links: "
-        f"{known or 'none, since its predictive distribution is exact'}. Leave link= out for the default."
+        f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. Its links are: "
+        f"{known or 'none, since its predictive distribution is exact'}. Leave out link= to use the default."
     )

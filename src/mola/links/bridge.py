@@ -1,4 +1,4 @@
-"""The Laplace bridge."""
+"""The Laplace bridge, a link from Gaussian logits to a Dirichlet distribution."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from mola.links.base import Link, centred
 
 @dataclass(frozen=True)
 class Bridge(Link):
-    r"""Laplace bridge: the mean of the Dirichlet whose softmax-basis mode and curvature match.
+    r"""The Laplace bridge: the mean of the Dirichlet distribution whose mode and curvature in the softmax basis match the Gaussian.
 
     .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
 
-    after projection on the contrasts. It does not become the softmax as the covariance vanishes: the ratios of the variances stay.
+    after centring the logits. As the covariance vanishes, the link does not become the softmax, because the ratios of the variances
+    remain.
 
     Args:
-        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). This undoes any
-            division of the logits: neither a temperature nor the distance changes these probabilities.
+        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). The scaling undoes any division
+            of the logits, so neither the temperature nor the distance changes the probabilities.
     """
 
     normalised: bool = False
@@ -39,10 +40,10 @@ class Bridge(Link):
         """Return probabilities (..., n, C)."""
         if spread is None:
             raise OptionError(
-                "link 'bridge' needs a covariance, and a plain ensemble has none. Use link='probit', or mola.fit."
+                "link 'bridge' needs a covariance, but a plain ensemble has none. Use link='probit', or mola.fit."
             )
         mean, variance = centred(mean), spread.variance(centred=True)
-        # Features that are all 0, without a bias, have no variance in any logit.
+        # Without a bias, no logit has any variance if all features are 0.
         variance = torch.where(variance.amax(-1, keepdim=True) > 0, variance, 1.0)
         classes = variance.shape[-1]
         if self.normalised:

@@ -1,4 +1,4 @@
-"""The pairwise mean-field link."""
+"""The pairwise mean-field link, which uses the covariance of every pair of logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mola.links.base import Link
 from mola.links.probit import Probit
 
 MOST_CLASSES = 2**13
-"""Classes that the link takes: its tables of all pairs have half a gigabyte per datum."""
+"""Largest number of classes, at which each table of all pairs takes half a gigabyte per datum."""
 
 
 @dataclass(frozen=True)
 class MeanField(Link):
-    r"""Pairwise mean-field approximation of Lu et al. (2021).
+    r"""The pairwise mean-field approximation of Lu et al. (2021).
 
     .. math:: p_i \propto \Big(\sum_j \exp\big(-(m_i - m_j) / \sqrt{1 + \tfrac\pi8 (S_{ii} + S_{jj} - 2 S_{ij})}\big)\Big)^{-1}
     """
@@ -29,26 +29,26 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return the size of several matrices of all pairs of classes, which take twice as long outside the processor's cache."""
+        """Return the size of several matrices of all pairs of classes. Computing them is twice as fast if they fit into the cache."""
         return 16 * outputs**2
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Return probabilities (n, C)."""
-        # A binary logit z competes only with the constant 0, which leaves the probit.
+        # A binary logit z is compared only with the constant 0, so the link reduces to the probit.
         if spread is None or not likelihood.mutually_exclusive:
             return Probit()(mean, spread, likelihood, seed)
         if mean.shape[-1] > MOST_CLASSES:
             raise OptionError(
-                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which memory does not "
-                f"hold. Use 'probit', 'probit-centred' or 'mc'."
+                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which do not fit into "
+                f"memory. Use 'probit', 'probit-centred' or 'mc'."
             )
         covariance = spread.covariance(centred=True)
         half = 0.5 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)
-        # 1 + pi/8 (S_ii + S_jj - 2 S_ij), in place: memory takes most of the time, and this takes two thirds of it.
+        # Compute 1 + pi/8 (S_ii + S_jj - 2 S_ij) in place, because memory traffic dominates the time and this saves a third of it.
         scale = (half[..., :, None] + half[..., None, :]).sub_(covariance, alpha=math.pi / 4).clamp_min_(1).rsqrt_()
         margins = (mean[..., None, :] - mean[..., :, None]).mul_(scale)
-        # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability. Each class has the
-        # margin 0 to itself, so that the diagonal of the log-softmax is minus the logarithm of the sum.
+        # Use logarithms, because a margin of -1e4 would overflow as exp(1e4), although it only means a very small probability. The
+        # margin of each class to itself is 0, so the diagonal of the log-softmax is minus the logarithm of the sum.
         return torch.softmax(torch.log_softmax(margins, dim=-1).diagonal(dim1=-2, dim2=-1), dim=-1)

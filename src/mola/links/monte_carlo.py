@@ -1,4 +1,4 @@
-"""The Monte Carlo link."""
+"""The Monte Carlo link, which averages probabilities over draws."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, whole_number
 
 DRAWS_AT_ONCE = 2**16
-"""Draws times classes per datum that are held at once."""
+"""Largest number of draws times classes that are held at once for each datum."""
 
 
 @dataclass(frozen=True)
 class MonteCarlo(Link):
-    """Average the probabilities over draws of the logits.
+    """The mean of the probabilities over draws of the logits.
 
     All data share the same standard normals, so a prediction does not depend on its batch, and the same seed gives the same
     probabilities. The estimate for each datum is unbiased.
 
     Args:
         samples: number of draws.
-        over: draw logits, or weights of the last layer: the same distribution for every datum.
+        over: "logits" draws logits, and "weights" draws weights of the last layer. Both have the same distribution for every datum.
         seed: seed of the draws, unless a generator is passed with the call.
     """
 
@@ -44,7 +44,7 @@ class MonteCarlo(Link):
         check_seed(self.seed)
 
     def row_size(self, outputs: int) -> int:
-        """Return the number of values in the draws."""
+        """Return the number of values in the draws that are held at once for each datum."""
         return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
 
     def __call__(
@@ -53,7 +53,7 @@ class MonteCarlo(Link):
         """Return probabilities (..., n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
-        # By NumPy: a trace takes the draws as constants.
+        # Draw with NumPy, so that a trace stores the draws as constants.
         generator = np.random.default_rng(self.seed if seed is None else seed)
         total, step = torch.zeros_like(mean), max(1, DRAWS_AT_ONCE // mean.shape[-1])
         if self.over == "weights":

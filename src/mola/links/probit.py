@@ -1,4 +1,4 @@
-"""The probit links: divide each logit by a function of its variance, then take the softmax."""
+"""The probit links, which divide each logit by a function of its variance and then take the softmax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Probit(Link):
 
 @dataclass(frozen=True)
 class CentredProbit(Link):
-    """Probit of the centred logits: mean and covariance are projected on the contrasts first."""
+    """The probit approximation of the centred logits."""
 
     name = "probit-centred"
     classes_only = True
