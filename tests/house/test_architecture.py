@@ -91,8 +91,8 @@ def unsafe_loads(source):
             )
 
 
-TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/reading.py": ["torch.export.load"]}
-"""Loaders that unpickle, called only for files that the user trusts (test_jobs.py, test_export.py) or that were just written."""
+TRUSTED = {"export/reading.py": ["torch.export.load"]}
+"""Loaders that unpickle, called only for files that the user trusts (test_export.py) or that were just written."""
 
 
 def test_no_pickle():
