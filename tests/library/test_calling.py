@@ -47,9 +47,7 @@ def test_networks_without_values_are_refused_before_the_first_pass():
 FORMS = {
     "tensor": (X, X, None),
     "(x, y)": ((X, Y), X, Y),
-    "[x, y]": ([X, Y], X, Y),
     "(x,)": ((X,), X, None),
-    "(x, None)": ((X, None), X, None),
     "namedtuple": (Pair(X, Y), X, Y),
     "((a, b), y)": (((X, ONES), Y), (X, ONES), Y),
     "mapping": ({"x": X, "labels": Y}, {"x": X}, Y),
@@ -57,7 +55,6 @@ FORMS = {
     "UserDict": (UserDict(x=X, labels=Y), {"x": X}, Y),
     "(mapping, y)": (({"x": X}, Y), {"x": X}, Y),
     "numpy labels": ((X, Y.numpy()), X, Y),
-    "list of labels": ((X, Y.tolist()), X, Y),
 }
 
 
@@ -93,10 +90,6 @@ def two(self, left, right=None):
     return self.scale * left - (0 if right is None else right)
 
 
-def keywords(self, *, left, right):
-    return self.scale * left - right
-
-
 def any_keywords(self, **inputs):
     return self.scale * inputs["left"] - inputs["right"]
 
@@ -112,7 +105,6 @@ CALLS = {
     "namedtuple": (two, Images(X, R), 2 * X - R),
     "keywords": (two, {"right": R, "left": X}, 2 * X - R),
     "labels beside": (two, {"left": X, "labels": Y}, 2 * X),
-    "keyword only": (keywords, {"right": R, "left": X}, 2 * X - R),
     "any keywords": (any_keywords, {"right": R, "left": X}, 2 * X - R),
     "the mapping itself": (whole_mapping, {"right": R, "left": X}, 2 * X - R),
     "keys that are no names": (lambda self, batch: self.scale * batch[0], {0: X}, 2 * X),

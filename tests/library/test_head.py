@@ -55,18 +55,6 @@ def run_then_discarded(self, x):
     return logits
 
 
-def called_after(self, x):
-    logits = self.head(self.body(x))
-    self.head(self.body(x + 1))
-    return logits
-
-
-def registered_twice(body, head):
-    network = Wrap(lambda self, x: self.alias(self.body(x)), body, head)
-    network.alias = head
-    return network
-
-
 def with_active_hooks(body, head):
     network = nn.Sequential(body, head)
     head.register_forward_pre_hook(lambda _, args: (args[0] * 1.0,))
@@ -86,11 +74,8 @@ GOOD = {
     "plain": lambda body, head: nn.Sequential(body, head),
     "nested": nested,
     "second head runs last": wrapped(run_then_discarded, auxiliary=lambda: nn.Linear(4, 3)),
-    "called after": wrapped(called_after),
     "called by keyword": wrapped(lambda self, x: self.head(input=self.body(x))),
-    "registered twice": registered_twice,
     "Dropout after": lambda body, head: nn.Sequential(body, head, nn.Dropout(0.5)).train(),
-    "flatten of the same shape": wrapped(lambda self, x: self.head(self.body(x)).flatten(1)),
     "logits in an object": wrapped(lambda self, x: SimpleNamespace(logits=self.head(self.body(x)), hidden_states=(x,))),
     "user hooks": with_active_hooks,
     "DataParallel on the CPU": lambda body, head: nn.DataParallel(nn.Sequential(body, head)),
@@ -105,7 +90,6 @@ HEADS = {
     "no bias": lambda: nn.Linear(4, 3, bias=False),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
-    "frozen": lambda: nn.Linear(4, 3).requires_grad_(False),
 }
 CASES = [(network, "Linear") for network in GOOD] + [("plain", head) for head in list(HEADS)[1:]]
 

@@ -131,11 +131,8 @@ def prefixed(prefix, state):
 
 
 FOREIGN = {
-    "bare": lambda state: state,
     "script": lambda state: {"epoch": 3, "model_state_dict": state, "optimizer": {"lr": 0.1}},
-    "nested": lambda state: {"model": {"state_dict": state}},
     "DataParallel": lambda state: prefixed("module.", state),
-    "compiled": lambda state: prefixed("_orig_mod.", state),
     "lightning, compiled": lambda state: {"state_dict": prefixed("model._orig_mod.", state), "hyper_parameters": {}},
     "AveragedModel": lambda state: {"n_averaged": torch.tensor(7), **prefixed("module.", state)},
     "DataParallel further in": lambda state: {name.replace(".", ".module.", 1): value for name, value in state.items()},
@@ -234,10 +231,7 @@ def one_batch(seed, labels=True):
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", Kron(running_average=0.9)], ids=str)
-@pytest.mark.parametrize(
-    "fail_at",
-    [1, 5, 6],
-)
+@pytest.mark.parametrize("fail_at", [1, 5, 6])
 def test_fit_goes_on_from_its_checkpoint(structure, fail_at, tmp_path):
     networks = [nn.Sequential(small(seed), nn.Linear(3, 2).double()) for seed in range(2)]
     batches = [(torch.randn(7, 5, dtype=torch.float64), torch.arange(7) % 2) for _ in range(6)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.component import Component, LastLayer
-from mola.errors import HeadError, OptionError, StorageError
+from mola.errors import StorageError
 from mola.laplace import STRUCTURES, Structure, Sums, distance_sums
 from mola.likelihoods import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
@@ -104,35 +104,22 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
     try:
         structure = rebuild(document["structure"], STRUCTURES, "structure")
         likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
-        heads = [_head(index, *pair) for index, pair in enumerate(zip(networks, parts, strict=False))]
         check_networks(networks, [part["network"] for part in parts])
         components = []
         with evaluating(*networks):
             for index, sums in enumerate(unpack_sums(parts, tensors)):
-                network, head, likelihood = networks[index], heads[index], likelihoods[index]
+                network, likelihood, saved = networks[index], likelihoods[index], parts[index]["head"]
+                options = {name: saved[name] for name in ("every_position", "dense_axes")}
+                options["ignore_index"] = int(saved["ignore_index"])
+                head = replace(head_by_name(network, saved["name"]), **options)
                 _check_sums(index, sums, _shapes(structure, likelihood, head, sums.tensors))
                 layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
                 components.append(Component(network, head, layer, parts[index]["prior_precision"], likelihood))
         return MoLA(*unpack_mixture(document, components))
-    except (OptionError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
-
-
-def _head(index: int, network: nn.Module, part: Mapping[str, Any]) -> Head:
-    described = part["head"]
-    try:
-        head = head_by_name(network, described["name"])
-    except HeadError as error:
-        raise StorageError(f"networks[{index}] is not the network that was fitted: {error}") from error
-    if (head.outputs, head.width) != (described["outputs"], described["width"]):
-        raise StorageError(
-            f"networks[{index}]: head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the "
-            f"saved posterior {described['outputs']} and {described['width']}. Pass the networks that were fitted."
-        )
-    options = {name: described[name] for name in ("every_position", "dense_axes")}
-    return replace(head, **options, ignore_index=int(described["ignore_index"]))
 
 
 def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
@@ -214,4 +201,6 @@ def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> N
     for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
         if found != expected:
             hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
-            raise StorageError(f"networks[{index}]: its weights differ from the saved weights.{hint} {remedy}")
+            raise StorageError(
+                f"networks[{index}]: its weights differ from the saved weights in names, shapes, precision or values.{hint} {remedy}"
+            )
