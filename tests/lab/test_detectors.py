@@ -152,8 +152,6 @@ def test_generalised_entropy_by_its_definition():
             sum((p * (1 - p)) ** exponent for p in sorted(row, reverse=True)[:largest]) for row in probs.tolist()
         ]
         torch.testing.assert_close(gen_score(probs, exponent, largest), torch.tensor(expected, dtype=torch.float64))
-    # With exponent 1 over all classes it is 1 - sum p^2.
-    torch.testing.assert_close(gen_score(probs, 1.0), 1 - probs.square().sum(1))
     # Single-precision probabilities that round to 1 are still ordered by what the other classes have.
     sure = torch.softmax(torch.tensor([[22.0, 0.0, 0.0], [19.0, 0.0, 0.0]]), 1).float()
     assert (sure[:, 0] == 1).all()
@@ -170,9 +168,6 @@ def test_energy_and_largest_logit_by_their_definitions():
         ]
         torch.testing.assert_close(energy_score(logits, temperature), torch.tensor(expected))
     torch.testing.assert_close(max_logit_score(logits), -logits.amax(-1))
-    torch.testing.assert_close(energy_score(logits, 1e-3), max_logit_score(logits), atol=1e-2, rtol=0)
-    # The energy is what the probabilities do not see: log p_c = f_c + energy.
-    torch.testing.assert_close(torch.log_softmax(logits, -1), logits + energy_score(logits)[..., None])
     assert energy_score(torch.tensor([[1e4, 0.0]])) == -1e4
     with pytest.raises(OptionError, match="temperature must be positive"):
         energy_score(logits, 0.0)

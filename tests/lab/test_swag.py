@@ -107,21 +107,6 @@ def test_draws_have_the_mean_and_covariance_of_the_formula(rank, scale):
     assert float(((sampled - covariance) / error).abs().max()) < 5.5
 
 
-def test_the_draws_predict_as_networks_with_these_weights():
-    problem = make_problem()
-    swag = fit(problem)
-    members = []
-    for index in range(5):
-        network = copy.deepcopy(problem.network)
-        network.load_state_dict(swag.sample(index))
-        members.append(network(problem.inputs).softmax(-1).detach())
-    expected = torch.stack(members).mean(0)
-    torch.testing.assert_close(swag(problem.inputs), expected)
-    within = torch.stack([torch.special.entr(one).sum(1) for one in members]).mean(0)
-    said = swag.predict([(part,) for part in problem.inputs.split(3)])
-    torch.testing.assert_close(said.mutual_information, torch.special.entr(expected).sum(1) - within)
-
-
 def test_batchnorm_statistics_are_those_of_a_literal_pass_and_kept_for_every_draw():
     problem = make_problem(count=43)
     network = with_norm()

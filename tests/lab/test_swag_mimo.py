@@ -53,34 +53,26 @@ def finished(plan, tmp_path_factory):
     return folder, {(record.method, record.run): record for record in run(plan, folder)}
 
 
-def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
+def nll(plan, predictor, name="test"):
+    labels = torch.cat([labels for _, labels in plan.sources[name].open()])
+    return negative_log_likelihood(predictor.predict(list(plan.sources[name].open())).probs, labels)
+
+
+def test_swag_and_mimo_in_a_suite_are_the_library_s(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
     swags = [fit_swag(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
-    for name, predictor in (("SWAG", swags[0]), ("MultiSWAG", MultiSwag(swags))):
-        record = records[name, 1]
-        probs = {one: predictor.predict(list(plan.sources[one].open())) for one in ("test", "strange", "noise 1")}
-        for one in ("test", "noise 1"):
-            labels = torch.cat([labels for _, labels in plan.sources[one].open()])
-            expected = negative_log_likelihood(probs[one].probs, labels)
-            assert_close(record.labelled[one].metrics["nll"], expected, scale=1.0)
-        spread = auroc(probs["test"].mutual_information, probs["strange"].mutual_information)
-        assert record.outliers["strange"].scores["mutual information"]["auroc"] == pytest.approx(spread, abs=2e-3)
-
-
-def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
-    _, records = finished
-    training = SUITE.training_data(DataOptions(), SUITE.recipe)
     mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, member_seeds(2, 0)[1], None)
-    labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
-    test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))
-    found = records["MIMO", 1].labelled["test"].metrics["nll"]
-    assert_close(found, negative_log_likelihood(mimo.predict(test).probs, labels), scale=1.0)
+    test, strange, train, val = (list(plan.sources[name].open()) for name in ("test", "strange", "train", "validation"))
     posterior = mimo_mola(mimo, train, val, rule="threshold", progress=False)
-    record = records["MIMO-MoLA", 1]
-    assert record.chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
-    expected = negative_log_likelihood(posterior.predict(test).probs, labels)
-    assert_close(record.labelled["test"].metrics["nll"], expected, scale=1.0)
+    predictors = {"SWAG": swags[0], "MultiSWAG": MultiSwag(swags), "MIMO": mimo, "MIMO-MoLA": posterior}
+    for method, predictor in predictors.items():
+        for name in ("test", "noise 1"):
+            assert_close(records[method, 1].labelled[name].metrics["nll"], nll(plan, predictor, name), scale=1.0)
+    assert records["MIMO-MoLA", 1].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
+    spread = auroc(*(swags[0].predict(one).mutual_information for one in (test, strange)))
+    found = records["SWAG", 1].outliers["strange"].scores["mutual information"]["auroc"]
+    assert found == pytest.approx(spread, abs=2e-3)
 
 
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
@@ -119,12 +111,10 @@ def test_damaged_predictions_are_named(plan, finished):
 def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     records = {record.method: record for record in run(replace(plan, runs=1, groups=("whole",)), tmp_path)}
     models = [network.load() for network in plan.members("whole", 0)]
-    train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
-    labels = torch.cat([labels for _, labels in test])
+    train, val = (list(plan.sources[name].open()) for name in ("train", "validation"))
     for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 303})):
         posterior = mola.whole.fit(models, train, val, rule="threshold", progress=False, **options)
-        expected = negative_log_likelihood(posterior.predict(test).probs, labels)
-        assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
+        assert records[name].labelled["test"].metrics["nll"] == pytest.approx(nll(plan, posterior), rel=1e-4)
         assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
         # One predictor disagrees with nobody: no score is made of that.
         assert set(records[name].outliers["strange"].scores) == {"max probability", "entropy"}
@@ -134,14 +124,8 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
 
 
 def test_cost_of_all_methods_is_measured_in_one_run(plan):
-    found = measure_cost(
-        plan.members("beyond", 0),
-        plan.sources["train"],
-        plan.sources["test"],
-        BUDGET,
-        lambda doing, done: None,
-        repeats=1,
-    )
+    sources = (plan.sources[name] for name in ("train", "test"))
+    found = measure_cost(plan.members("beyond", 0), *sources, BUDGET, lambda doing, done: None, repeats=1)
     rows = {row["method"]: row for row in found["rows"]}
     numbers = sum(tensor.numel() for tensor in plan.networks[0].load().state_dict().values())
     assert rows["MAP"]["bytes"] == 4 * numbers
