@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mola
-from mola.errors import DataError, MolaWarning, OptionError
+from mola.errors import DataError, OptionError
 from mola.likelihoods import Gaussian
 
 
@@ -86,20 +86,6 @@ def test_intervals_that_would_be_empty_are_points():
     lower, upper = band(narrow)
     assert torch.equal(lower, upper)
     assert torch.equal(lower, narrow.mean)
-
-
-def test_intervals_by_group():
-    prediction, targets = regression(300, outputs=1)
-    loud = np.arange(300) % 3 == 0
-    targets = torch.where(torch.from_numpy(loud)[:, None], 5 * targets, targets)
-    band = mola.prediction_intervals(prediction, targets[:, 0], 0.9, groups=loud)
-    lower, upper = band(prediction, groups=loud)
-    held = ((lower <= targets) & (targets <= upper))[:, 0].numpy()
-    assert held[loud].mean() >= 0.9
-    assert held[~loud].mean() >= 0.9
-    assert (upper - lower)[loud].mean() > 2 * (upper - lower)[~loud].mean()
-    with pytest.warns(MolaWarning, match="infinite"):
-        mola.prediction_intervals(prediction, targets, 0.9, groups=[0] * 295 + [1] * 5)
 
 
 def test_wrong_use_is_refused():

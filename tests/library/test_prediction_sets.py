@@ -66,25 +66,17 @@ def test_the_promise_is_kept_exactly(method, coverage, ties):
         assert held == math.ceil(61 * exact)
 
 
-@pytest.mark.parametrize("by", ["class", "group"])
-def test_the_promise_is_kept_for_each_class_and_group(by):
+def test_the_promise_is_kept_for_each_class():
     probs, labels = data(120, classes=3, seed=1)
-    # The predictor is bad for one class, and for one group.
-    probs[labels == 2] = probs[labels == 2].flip(1)
-    names = np.where(np.arange(120) % 4 == 0, "few", "many")
-    kinds = labels.numpy() if by == "class" else names
+    probs[labels == 2] = probs[labels == 2].flip(1)  # the predictor is bad for one class
     held = np.zeros(120, dtype=bool)
     for place in range(120):
         others = np.arange(120) != place
-        chosen = {"by": "class"} if by == "class" else {"groups": names[others]}
-        sets = mola.prediction_sets(probs[others], labels[others], 0.8, **chosen)
-        asked = {} if by == "class" else {"groups": names[place : place + 1]}
-        held[place] = bool(sets(probs[place : place + 1], **asked)[0, labels[place]])
-    for kind in np.unique(kinds):
-        assert held[kinds == kind].mean() >= 0.8
-    plain = mola.prediction_sets(probs, labels, 0.8)(probs)[torch.arange(120), labels].numpy()
-    if by == "class":
-        assert plain[kinds == 2].mean() < 0.8  # on average only
+        sets = mola.prediction_sets(probs[others], labels[others], 0.8, by="class")
+        held[place] = bool(sets(probs[place : place + 1])[0, labels[place]])
+    assert all(held[labels == one].mean() >= 0.8 for one in range(3))
+    plain = mola.prediction_sets(probs, labels, 0.8)(probs)[torch.arange(120), labels]
+    assert plain[labels == 2].double().mean() < 0.8  # on average only
 
 
 def test_randomised_sets_have_the_coverage_that_was_asked_for():
@@ -115,9 +107,6 @@ def test_empty_and_whole_sets():
     with pytest.warns(MolaWarning, match="at least 9 .* of class 1"):
         whole = mola.prediction_sets(probs, labels, 0.9, by="class")
     assert whole(unsure)[:, 1].all()  # nothing is known of class 1: it cannot be ruled out
-    with pytest.warns(MolaWarning, match="group b, which gets sets of all"):
-        grouped = mola.prediction_sets(probs, labels, 0.9, groups=["a"] * 35 + ["b"] * 5)
-    assert grouped(unsure, groups=["a", "b", "b"]).tolist() == [[False, False], [True, True], [True, True]]
 
 
 @pytest.mark.parametrize(("coverage", "needed"), [(0.9, 9), (0.95, 19), (0.99, 99), (0.5, 1)])
@@ -131,24 +120,19 @@ def test_too_few_data_are_refused_with_the_number_needed(coverage, needed):
 
 def test_wrong_use_is_refused():
     probs, labels = data(50)
-    plain, grouped = (mola.prediction_sets(probs, labels, groups=groups) for groups in (None, [0] * 50))
+    plain, by_class = (mola.prediction_sets(probs, labels, 0.5, by=by) for by in (None, "class"))
     for error, words, options in (
         (OptionError, r"90 % is 0\.9", {"coverage": 90}),
         (OptionError, "method must be", {"method": "thr"}),
         (OptionError, "cannot be randomised", {"randomised": True}),
         (OptionError, "by must be", {"by": "klass"}),
-        (OptionError, "not both", {"by": "class", "groups": [0] * 50}),
         (OptionError, "penalty must be", {"method": "raps", "penalty": -1}),
-        (DataError, "each of the 50", {"groups": [0] * 49}),
     ):
         with pytest.raises(error, match=words):
             mola.prediction_sets(probs, labels, **options)
     for error, words, call in (
         (DataError, "4 classes, got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
-        (OptionError, "not by group", lambda: plain(probs, groups=[0] * 50)),
-        (OptionError, "pass groups", lambda: grouped(probs)),
-        (DataError, "group 7 had no", lambda: grouped(probs, groups=[7] * 50)),
-        (OptionError, "least probability", lambda: grouped.least_probability),
+        (OptionError, "least probability", lambda: by_class.least_probability),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -39,19 +39,6 @@ def probs_of(prediction: Any) -> Tensor:
     return probs
 
 
-def labels_of(labels: Any, count: int, classes: int) -> Tensor:
-    """Return labels (n,) in int64 on the CPU, checked against the number of predictions and classes."""
-    given = as_numbers(labels, "labels: expected one class index for each prediction")
-    if given.shape != (count,):
-        raise DataError(
-            f"labels: expected one class index for each of the {count} predictions, got shape {tuple(given.shape)}."
-        )
-    wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
-    if bool(wrong.any()):
-        raise DataError(f"labels: expected whole numbers from 0 to {classes - 1}, got {float(given[wrong][0]):g}.")
-    return given.long()
-
-
 def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the total probability of the classes ranked above each class of probs (n, C), and the rank of each class from 1.
 
@@ -86,8 +73,16 @@ class Calibration:
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)
-        known = labels_of(labels, *probs.shape)
-        above, rank = ranked(probs)
+        count, classes = probs.shape
+        given = as_numbers(labels, "labels: expected one class index for each prediction")
+        if given.shape != (count,):
+            raise DataError(
+                f"labels: expected one class index for each of the {count} predictions, got shape {tuple(given.shape)}."
+            )
+        wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
+        if bool(wrong.any()):
+            raise DataError(f"labels: expected whole numbers from 0 to {classes - 1}, got {float(given[wrong][0]):g}.")
+        known, (above, rank) = given.long(), ranked(probs)
         true = known[:, None]
         return cls(
             confidence=probs.amax(1),
@@ -95,7 +90,7 @@ class Calibration:
             true_probability=probs.gather(1, true)[:, 0],
             mass_above=above.gather(1, true)[:, 0],
             true_rank=rank.gather(1, true)[:, 0],
-            classes=probs.shape[1],
+            classes=classes,
         )
 
     @property

@@ -19,14 +19,13 @@ of a datum at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mola.decisions.ranks import as_numbers, check_share, limits, thresholds
+from mola.decisions.ranks import as_numbers, check_share, thresholds
 from mola.errors import DataError, OptionError
 from mola.options import counted, one_of
 from mola.prediction import RegressionPrediction
@@ -43,32 +42,27 @@ class PredictionIntervals:
     method: str
     """"quantile" or "normalised"."""
     threshold: Tensor
-    """q of each output (D,), in float64; equal for all outputs of joint intervals, and infinite if intervals are by group."""
+    """q of each output (D,), in float64; equal for all outputs of joint intervals."""
     count: int
     """Number of calibration data."""
     joint: bool = False
     """True if the coverage holds for all outputs of a datum at once."""
-    groups: Mapping[Any, Tensor] | None = None
-    """q (D,) of each group, if intervals are by group."""
 
-    def __call__(self, prediction: RegressionPrediction | Any, *, groups: Any = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, prediction: RegressionPrediction | Any) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
 
         Args:
             prediction: from the predictor that was calibrated.
-            groups: (n,), if intervals are by group.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
-        limit = limits(self.threshold, self.groups, groups, len(low))
         if low.shape[1] != len(self.threshold):
             raise DataError(f"expected predictions with {counted(len(self.threshold), 'output')}, got {low.shape[1]}.")
         middle = (low + high) / 2
-        return torch.minimum(low - limit * scale, middle), torch.maximum(high + limit * scale, middle)
+        return torch.minimum(low - self.threshold * scale, middle), torch.maximum(high + self.threshold * scale, middle)
 
     def __repr__(self) -> str:
         of = " of all outputs at once" if self.joint else ""
-        by = " in each group" if self.groups is not None else ""
-        return f"PredictionIntervals({self.method}: {self.coverage:.3g} coverage{of}{by}, from {self.count} data)"
+        return f"PredictionIntervals({self.method}: {self.coverage:.3g} coverage{of}, from {self.count} data)"
 
 
 def prediction_intervals(
@@ -78,7 +72,6 @@ def prediction_intervals(
     method: str = "quantile",
     *,
     joint: bool = False,
-    groups: Any = None,
 ) -> PredictionIntervals:
     """Calibrate intervals that contain the target with a given probability, on labelled data.
 
@@ -92,7 +85,6 @@ def prediction_intervals(
         method: "quantile" or "normalised".
         joint: guarantee the coverage for all D targets of a datum at once; only with "normalised", whose scores have no
             unit.
-        groups: (n,), names or numbers of groups of inputs: guarantees the coverage for each.
 
     Returns:
         A callable from predictions to lower and upper ends. `DataError` if there are too few data for the coverage.
@@ -113,8 +105,7 @@ def prediction_intervals(
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
-    limit, by_group = thresholds(scores, share, groups, "infinite intervals")
-    return PredictionIntervals(share, method, limit, len(scores), joint, by_group)
+    return PredictionIntervals(share, method, thresholds(scores, share, "infinite intervals"), len(scores), joint)
 
 
 def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:

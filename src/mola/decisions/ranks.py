@@ -13,14 +13,13 @@ draws of the n scores. Given the n scores, the rate of a continuous score follow
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, OptionError, warn
+from mola.errors import DataError, OptionError
 from mola.options import counted
 
 ROUNDING = 1e-12
@@ -48,64 +47,22 @@ def data_needed(rate: float) -> int:
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 
-def thresholds(
-    scores: Tensor, coverage: float, groups: Any, always: str, kind: str = "group", names: Sequence[Any] = ()
-) -> tuple[Tensor, dict[Any, Tensor] | None]:
-    """Return the conformal quantiles of scores (n, ...) at a coverage, and, if groups (n,) are given, the quantiles of each group.
-
-    Too few data are refused. Groups with too few data, and groups among `names` without data, get an infinite quantile with a
-    warning: only `always` reaches the coverage.
-    """
-    rate = 1 - coverage
+def conformal_quantiles(scores: Tensor, rate: float) -> Tensor:
+    """Return the k-th smallest of the scores (n, ...); infinity if there are too few."""
+    rank = conformal_rank(len(scores), rate)
     infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64)
-
-    def quantiles(some: Tensor) -> Tensor:
-        rank = conformal_rank(len(some), rate)
-        return infinite if rank > len(some) else some.sort(0).values[rank - 1]
-
-    if groups is None:
-        if conformal_rank(len(scores), rate) > len(scores):
-            raise DataError(
-                f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only "
-                f"{always} reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
-            )
-        return quantiles(scores), None
-    rows: dict[Any, list[int]] = {name: [] for name in names}
-    for row, name in enumerate(_names(groups, len(scores))):
-        rows.setdefault(name, []).append(row)
-    lacking = [str(name) for name, own in rows.items() if len(own) < data_needed(rate)]
-    if lacking:
-        listed = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-        warn(
-            f"a coverage of {coverage:g} needs at least {data_needed(rate)} labelled data of each {kind}, and there are fewer of "
-            f"{kind} {listed}, which gets {always}."
-        )
-    return infinite, {name: quantiles(scores[own]) for name, own in rows.items()}
+    return infinite if rank > len(scores) else scores.sort(0).values[rank - 1]
 
 
-def limits(threshold: Tensor, by_group: Mapping[Any, Tensor] | None, groups: Any, count: int) -> Tensor:
-    """Return the thresholds of `count` new inputs: the common threshold, or (n, ...) by group."""
-    if by_group is None:
-        if groups is not None:
-            raise OptionError("the calibration was not by group: leave groups out.")
-        return threshold
-    if groups is None:
-        raise OptionError("the calibration was by group: pass groups=(n,).")
-    names = _names(groups, count)
-    unknown = next((name for name in names if name not in by_group), None)
-    if unknown is not None:
+def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
+    """Return the conformal quantiles of scores (n, ...) at a coverage; refuse too few data, for which only `always` reach it."""
+    rate = 1 - coverage
+    if len(scores) < data_needed(rate):
         raise DataError(
-            f"group {unknown} had no calibration data, so nothing is guaranteed for it. Known groups: "
-            f"{', '.join(map(str, by_group))}."
+            f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only "
+            f"{always} reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
         )
-    return torch.stack([by_group[name] for name in names])
-
-
-def _names(groups: Any, count: int) -> list[Any]:
-    names = groups.tolist() if isinstance(groups, (Tensor, np.ndarray)) else list(groups)
-    if len(names) != count or any(isinstance(name, (list, dict)) for name in names):
-        raise DataError(f"groups: expected one name or number for each of the {count} inputs, got {len(names)}.")
-    return names
+    return conformal_quantiles(scores, rate)
 
 
 def as_numbers(values: Any, what: str) -> Tensor:

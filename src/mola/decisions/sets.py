@@ -14,19 +14,17 @@ probabilities, and U uniform between 0 and 1 (1 without randomisation), the scor
 
 *By class*, each class has its own q, from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`: the
 coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al.,
-2015). *By group*, the same holds for groups of inputs that are known beforehand. Each q has fewer data, so sets are
-larger and vary more.
+2015). Each q has fewer data, so sets are larger and vary more.
 
 *Empty sets* mean that no class fits well enough: the input is stranger than most calibration data, or the coverage is
 below the accuracy, so that some inputs may be missed. They count as misses; `at_least_one` adds the most probable
-class. *Full sets* mean that no class can be excluded; a class or group with fewer than :math:`\lceil 1/\alpha \rceil -
+class. *Full sets* mean that no class can be excluded; a class with fewer than :math:`\lceil 1/\alpha \rceil -
 1` data always gets them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +32,8 @@ import torch
 from torch import Tensor
 
 from mola.decisions.calibration import Calibration, probs_of, ranked
-from mola.decisions.ranks import check_share, limits, thresholds
-from mola.errors import DataError, OptionError
+from mola.decisions.ranks import check_share, conformal_quantiles, data_needed, thresholds
+from mola.errors import DataError, OptionError, warn
 from mola.options import is_real, one_of, whole_number
 from mola.prediction import Prediction
 
@@ -56,8 +54,6 @@ class PredictionSets:
     """C."""
     count: int
     """Number of calibration data."""
-    groups: Mapping[Any, Tensor] | None = None
-    """Threshold of each group, if sets are by group."""
     randomised: bool = False
     penalty: float = 0.0
     """Penalty of each rank above `free`, for "raps"."""
@@ -67,37 +63,29 @@ class PredictionSets:
     @property
     def least_probability(self) -> float:
         """Smallest probability of a class that "lac" includes, the same for all inputs; 0 includes all classes."""
-        if self.method != "lac" or self.groups is not None or self.threshold.ndim:
-            raise OptionError(
-                "only sets of the method 'lac' that are not by class or group have one least probability."
-            )
+        if self.method != "lac" or self.threshold.ndim:
+            raise OptionError("only sets of the method 'lac' that are not by class have one least probability.")
         return max(0.0, -float(self.threshold))
 
-    def __call__(
-        self, prediction: Prediction | Any, *, groups: Any = None, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def __call__(self, prediction: Prediction | Any, *, generator: torch.Generator | None = None) -> Tensor:
         """Return a mask (n, C) of the classes in the set of each input, on the CPU.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
-            groups: (n,), if sets are by group.
             generator: source of randomness for randomised sets; None uses torch's default.
         """
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
             raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]}.")
-        limit = limits(self.threshold, self.groups, groups, len(probs))
-        if self.groups is not None:
-            limit = limit[:, None]
         above, rank = ranked(probs)
         draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
-        included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= limit
+        included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= self.threshold
         if self.at_least_one:
             included |= (rank == 1) & ~included.any(1, keepdim=True)
         return included
 
     def __repr__(self) -> str:
-        by = " in each group" if self.groups is not None else " of each class" if self.threshold.ndim else ""
+        by = " of each class" if self.threshold.ndim else ""
         return f"PredictionSets({self.method}: {self.coverage:.3g} coverage{by}, from {self.count} data)"
 
 
@@ -108,7 +96,6 @@ def prediction_sets(
     method: str = "lac",
     *,
     by: str | None = None,
-    groups: Any = None,
     randomised: bool = False,
     penalty: float = 0.01,
     free: int = 5,
@@ -127,8 +114,6 @@ def prediction_sets(
         coverage: such as 0.9.
         method: "lac", "aps" or "raps".
         by: "class" guarantees the coverage for each class; None on average over classes.
-        groups: (n,), names or numbers of groups of inputs: guarantees the coverage for each; calls then need the groups
-            of their inputs.
         randomised: "aps" and "raps" drop a random part of the last class, which lowers the coverage to the given value.
         penalty: lambda of "raps", added for each rank above `free`.
         free: k of "raps", the number of ranks without penalty.
@@ -143,8 +128,6 @@ def prediction_sets(
     one_of(method, METHODS, "method")
     if by is not None:
         one_of(by, ("class",), "by", "None")
-    if by is not None and groups is not None:
-        raise OptionError("sets are by class or by group, not both: pass by='class' or groups=(n,).")
     if method == "lac" and randomised:
         raise OptionError(
             "the method 'lac' cannot be randomised: its score has no last class to cut. Use 'aps' or 'raps'."
@@ -157,19 +140,23 @@ def prediction_sets(
     columns = calibration.true_probability, calibration.mass_above, calibration.true_rank
     scores = _scores(method, *columns, draws, strength, ranks)
     if by == "class":
-        classes = range(calibration.classes)
-        _, found = thresholds(scores, share, calibration.label, "a place in every set", "class", classes)
-        assert found is not None
-        threshold, each = torch.stack([found[one] for one in classes]), None
+        threshold = torch.stack(
+            [conformal_quantiles(scores[calibration.label == one], 1 - share) for one in range(calibration.classes)]
+        )
+        lacking = threshold.isinf().nonzero().flatten().tolist()
+        if lacking:
+            warn(
+                f"a coverage of {share:g} needs at least {data_needed(1 - share)} labelled data of each class, and there are fewer of "
+                f"class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}, which gets a place in every set."
+            )
     else:
-        threshold, each = thresholds(scores, share, groups, "sets of all classes")
+        threshold = thresholds(scores, share, "sets of all classes")
     return PredictionSets(
         coverage=share,
         method=method,
         threshold=threshold,
         classes=calibration.classes,
         count=len(calibration),
-        groups=each,
         randomised=randomised,
         penalty=strength,
         free=ranks,
