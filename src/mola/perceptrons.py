@@ -1,7 +1,7 @@
 """Multilayer perceptrons for tables, trained side by side: each layer of all K networks is one batched product.
 
-Side by side or one by one, the networks are the same up to rounding: each has its own seed, for its initial weights and
-its order of the data.
+Training side by side gives the same networks as training one by one, up to rounding: each network has its own seed for its
+initial weights and its order of the data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train_mlps(
     weight_decay: float,
     optimiser: Callable[..., Optimizer] = torch.optim.AdamW,
 ) -> list[nn.Sequential]:
-    """Train K perceptrons with a learning rate that falls to 0 along a half cosine; torch's random state is kept.
+    """Train K perceptrons with a learning rate that falls to 0 along a half cosine, without changing torch's random state.
 
     Args:
         inputs: (n, features).
@@ -64,7 +64,7 @@ def train_mlps(
         seed: random seed of all members; a larger ensemble begins with the same members.
         epochs: passes over the data, reshuffled for every epoch and member.
         batch_size: rows of a training step.
-        learning_rate: at the start.
+        learning_rate: learning rate at the start.
         weight_decay: weight decay of the optimiser.
         optimiser: from parameters, `lr` and `weight_decay` to an optimiser.
 

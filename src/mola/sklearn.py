@@ -72,8 +72,6 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             whole_number(getattr(self, name), name)
         batch_size = min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH) if self.batch_size is None else self.batch_size
         whole_number(batch_size, "batch_size")
-        if not (is_real(self.learning_rate) and self.learning_rate > 0 and self.weight_decay >= 0):
-            raise OptionError("learning_rate must be above 0 and weight_decay at least 0.")
         needs_data = rule not in (None, "evidence") and getattr(rule, "needs_data", True)
         if rule is not None:
             rule = as_rule(rule, likelihood, [] if needs_data else None)
