@@ -6,7 +6,7 @@ not independent, so each row of multi-label data and of dense outputs has the nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,14 @@ class Tally:
     """Rows (n, columns) of each batch, in float64."""
     inputs: int = 0
     """Number of inputs, if rows have the number of theirs."""
+
+    @classmethod
+    def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
+        """Collect the columns of all batches."""
+        tally = cls()
+        for columns in batches:
+            tally.add(columns)
+        return tally
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
         """Add the columns (n,) of a batch, whose column `INPUT` counts from 0."""

@@ -22,7 +22,6 @@ from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.regression import networks_alone, noise_factors
 from mola.app.jobs.sets import open_set, overlap
-from mola.compare.evaluation import comparison_document
 from tests.app.kinds import LOCATION, NAMES, SCALE
 from tests.closeness import assert_close
 from tests.own_work import job_for, to_evaluate
@@ -98,7 +97,7 @@ def test_numbers_are_those_of_the_library_and_the_terminal_shows_one_screen(kind
 
 @pytest.mark.parametrize("kind", ["maps"], indirect=True)
 def test_standard_errors_of_dense_outputs_count_inputs(kind):
-    found = comparison_document(run_evaluate(kind.open(), to_evaluate("test.npz")))
+    found = run_evaluate(kind.open(), to_evaluate("test.npz")).document()
     inputs, labels = kind.data("test")
     known, prediction = labels != 255, kind.open().posterior.predict(inputs)
     own_set, mine = found["sets"]["test.npz"], found["methods"]["MoLA"]["labelled"]["test.npz"]
@@ -151,7 +150,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count,
         assert ("ood score" in out.scores) == ("ood score" in scores)
         for score, pair in scores.items():
             assert out.scores[score]["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
-    json.dumps(comparison_document(result))
+    json.dumps(result.document())
 
 
 @pytest.mark.parametrize("kind", ["regression"], indirect=True)

@@ -14,7 +14,6 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
-from mola.compare.evaluation import comparison_document
 from tests.closeness import assert_close
 from tests.forked_python import run_team
 from tests.own_work import make_desk, to_evaluate
@@ -64,7 +63,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
         ["predict", "two", given, "--probabilities", "--json", "--output", output]
         for given, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
     )
-    alone = comparison_document(run_evaluate(open_posterior("two"), to_evaluate("test", "strange")))
+    alone = run_evaluate(open_posterior("two"), to_evaluate("test", "strange")).document()
     for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either")):
         (tmp_path / f"{bad}.png").write_bytes(content)
     evaluated, *predicted = run_commands([evaluate, pictures, arrays], tmp_path, **path)

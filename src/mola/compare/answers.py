@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mola.distributed import Team
-from mola.errors import DataError
 from mola.likelihoods import CATEGORICAL, ClassificationLikelihood
 from mola.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
 from mola.tally import INPUT, Tally
@@ -54,15 +51,7 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return all of `SCORES` (n,) that are known, in float64.
-
-    Args:
-        probs: (n, C).
-        logits: logits (K, n, C) of the networks; energy and maximum logit are means over networks.
-        weights: weights (K,) of these networks; None is 1 / K each.
-        ood_score: the method's own score (n,).
-        likelihood: meaning of the probabilities.
-    """
+    """Return all of `SCORES` (n,) that are known, in float64; `weights` (K,) are those of the networks' logits (K, n, C)."""
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {
@@ -75,13 +64,6 @@ def outlier_scores(
         for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
             found[name] = torch.einsum("k,kn->n", shares.to(logits.double()), score(logits.double()))
     return found if ood_score is None else {**found, "ood score": ood_score.double()}
-
-
-class Rows(Protocol):
-    """Predictions for a batch, as rows of a tally."""
-
-    def columns(self, labels: Tensor | None) -> dict[str, Tensor]:
-        """Return numbers (rows,) by name, outlier scores included."""
 
 
 @dataclass(frozen=True)
@@ -134,27 +116,3 @@ class Answer:
             **scored,
             **{name: one.cpu()[:, None].expand_as(known)[known] for name, one in self.scores.items()},
         }
-
-
-def tally_set(
-    answers: Iterable[tuple[Mapping[str, Rows], Tensor | None]], team: Team | None = None, what: str = "the set"
-) -> dict[str, Tally]:
-    """Collect the rows of every method in one pass over a set of data.
-
-    Args:
-        answers: for each batch, the predictions by method, and the labels, if any.
-        team: processes that each read their own part of the set; None is this process alone.
-        what: the set, for messages.
-
-    Returns:
-        The rows of all data by method, equal in every process.
-    """
-    tallies: dict[str, Tally] = {}
-    for by_method, labels in answers:
-        for method, answer in by_method.items():
-            tallies.setdefault(method, Tally()).add(answer.columns(labels))
-    together = team or Team.single()
-    methods = next((one for one in together.collect(list(tallies)) if one), None)  # a process may have no data
-    if methods is None:
-        raise DataError(f"{what} holds no input that can be used.")
-    return {method: tallies.get(method, Tally()).gather(together) for method in methods}

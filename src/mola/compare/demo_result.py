@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.evaluation import comparison_document
 from mola.compare.record import Comparison
 
 DEFAULT = "MoLA (calibrated)"
@@ -95,6 +94,6 @@ class DemoResult:
             "settings": asdict(self.settings),
             "versions": self.versions,
             "seconds": self.seconds,
-            **comparison_document(self.comparison),
+            **self.comparison.document(),
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }

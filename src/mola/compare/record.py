@@ -252,8 +252,6 @@ class SetResult:
     realised: float
     size: float
     """Mean number of classes in a set."""
-    sizes: dict[str, float]
-    """Share of sets with "0", "1", "2", "3" classes, or "more"."""
     classes: dict[str, float]
     """Coverage of each class that the test data have."""
 
@@ -313,6 +311,19 @@ class Comparison:
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
     """Excess of each other method's metrics over those of `own`, and its standard error, for regression."""
 
+    def document(self) -> dict[str, Any]:
+        """Return sets, results of each method, leads and decisions as plain JSON values, without empty entries: `numbers.json`."""
+        document = asdict(self)
+        kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
+        methods = {
+            one["method"]: {entry: one[entry] for entry in ("chosen", "labelled", "outliers")}
+            for one in document["records"]
+        }
+        plain: dict[str, Any] = _filled(
+            {"format": "mola-evaluation", "version": 1, "methods": methods} | {entry: document[entry] for entry in kept}
+        )
+        return plain
+
     def of_role(self, role: Role) -> list[SetInfo]:
         """Return the sets of a role."""
         return [one for one in self.sets.values() if one.role == role]
@@ -344,3 +355,9 @@ class Comparison:
     def baseline(self) -> str:
         """Name of the method without a posterior: the deep ensemble, or a single network."""
         return "DE" if "DE" in self.methods else "MAP"
+
+
+def _filled(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _filled(one) for name, one in value.items() if one is not None and one not in ({}, [], (), "")}

@@ -45,9 +45,6 @@ EXAMPLES = 8
 CURVE_POINTS = 100
 """Points of a risk-coverage curve."""
 
-LARGE_SET = 4
-"""Prediction sets of at least this many classes are counted together."""
-
 BETTER: dict[str, Better] = {
     "accuracy": "high",
     "rmse": "low",
@@ -78,14 +75,10 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Return every metric of a method on labelled data; a metric that is not defined there is left out.
+    """Return every metric of a method on labelled data that is defined there.
 
-    Args:
-        tally: the predictions.
-        level: shift of the data.
-        detail: keep the bins of reliability diagrams and histograms.
-        classes: names of the classes, or of a regression's outputs, for results of each.
-        types: types of shift, assigned to the data in turn, for results by type: datum i has type i modulo their number.
+    `detail` keeps the bins of figures, `classes` (of a regression: outputs) gives results of each class, and `types` of each type of
+    shift: datum i has type i modulo their number.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -222,18 +215,14 @@ def risk_curve(tally: Tally) -> list[list[float]]:
 
 def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResult:
     """Return the coverage and size of prediction sets on labelled data."""
-    sizes, held, labels = tally["set size"], tally["held"], tally["label"].long()
-    counts = torch.bincount(labels, minlength=len(classes))
-    inside = torch.bincount(labels, held, len(classes))
-    few = {str(size): float((sizes == size).double().mean()) for size in range(LARGE_SET)}
+    held, labels = tally["held"], tally["label"].long()
+    counts = torch.bincount(labels)
+    covered = (torch.bincount(labels, held) / counts).tolist()
     return SetResult(
         promised=promised,
         realised=float(held.mean()),
-        size=float(sizes.mean()),
-        sizes={**few, "more": float((sizes >= LARGE_SET).double().mean())},
-        classes={
-            name: float(inside[place] / counts[place]) for place, name in enumerate(classes) if int(counts[place]) > 0
-        },
+        size=float(tally["set size"].mean()),
+        classes={classes[place]: covered[place] for place in counts.nonzero().flatten().tolist()},
     )
 
 

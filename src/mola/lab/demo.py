@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mola
 from mola.baselines import temperature_scaled
-from mola.compare.answers import Answer, outlier_scores, tally_set
+from mola.compare.answers import Answer, outlier_scores
 from mola.compare.demo_result import DEFAULT, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
 from mola.compare.methods import LastLayer, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
@@ -25,6 +25,7 @@ from mola.lab.data.transforms import ANGLES, rotate
 from mola.lab.training import Recipe, digits_mlp, mlp, train_ensemble
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
+from mola.tally import Tally
 
 FAR = 1000.0
 """Factor by which far-away sets are scaled."""
@@ -65,7 +66,7 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
         return Answer(found.probs, outlier_scores(found.probs, found.logit_mean, method.weights, own))
 
     tallies = {
-        name: tally_set([({method: answer(one, name, inputs) for method, one in methods.items()}, labels)])
+        name: {method: Tally.of([answer(one, name, inputs).columns(labels)]) for method, one in methods.items()}
         for sets, labels in ((turned, digits.test.labels), (outliers, None))
         for name, inputs in sets.items()
     }

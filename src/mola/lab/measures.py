@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mola.compare.answers import Answer, outlier_columns, tally_set
+from mola.compare.answers import Answer, outlier_columns
+from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
@@ -78,7 +79,7 @@ def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answe
     accepted with the right class.
     """
     known, unknown, inside, outside = (
-        tally_set(({"": answer}, labels) for answer, labels in answers(name, True))[""] for name in (*validation, *test)
+        Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)
     )
     found: dict[str, float] = {}
     for score in outlier_columns(inside):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mola
 from mola.compare.activations_file import Stored
-from mola.compare.answers import Answer, tally_set
+from mola.compare.answers import Answer
 from mola.compare.record import Record
 from mola.compare.results import EXAMPLES, METRICS, examples_of, labelled_result, outlier_result
 from mola.compare.store import SUITE, Store
@@ -346,8 +346,8 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 
     def tallied(source: Source, scores: bool) -> Tally:
         outside = source.role == "outlier"
-        pairs = (({"": answer}, None if outside else labels) for answer, labels in answers(source.name, scores))
-        return tally_set(pairs, what=source.title)[""]
+        pairs = answers(source.name, scores)
+        return Tally.of(answer.columns(None if outside else labels) for answer, labels in pairs)
 
     labelled, outliers, examples = {}, {}, {}
     detail = job.method.group == "main"  # figures show nothing else

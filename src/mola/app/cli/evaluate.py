@@ -38,7 +38,6 @@ def evaluate(options: EvaluateOptions) -> None:
 
     # Imported before the work, so that a missing extra is reported early.
     from mola.app.jobs.folder import open_posterior
-    from mola.compare.evaluation import comparison_document
     from mola.compare.report.writing import write_evaluation
     from mola.distributed import join
 
@@ -49,7 +48,7 @@ def evaluate(options: EvaluateOptions) -> None:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
-        numbers = comparison_document(comparison)
+        numbers = comparison.document()
         if not team.first:
             return  # rank 0 writes and prints
         page = write_evaluation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +29,7 @@ from mola.app.jobs.rows import Account, Loader, Set
 from mola.app.jobs.sets import overlap
 from mola.app.options import option
 from mola.baselines.temperature import as_classes, fit_temperature
-from mola.compare.answers import Answer, Rows, outlier_scores, tally_set
-from mola.compare.evaluation import short
+from mola.compare.answers import Answer, outlier_scores
 from mola.compare.methods import noting
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, IntervalResult, Record, SetInfo
 from mola.compare.regression import LEVELS, RegressionAnswer
@@ -90,6 +89,9 @@ class EvaluateOptions(Opening, Reporting):
     seed: int = option(0, "Random seed for your own code", panel=RUN, minimum=0)
 
 
+_Rows = Answer | RegressionAnswer
+
+
 @dataclass(frozen=True)
 class _Methods:
     # All methods, from one posterior. The ensemble has the posterior's weights.
@@ -129,8 +131,8 @@ class _Methods:
                 found[name] = getattr(posterior, name)
         return found
 
-    def answers(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Rows], Tensor | None, int]:
-        """Return every method's answers to a batch, the labels of their rows, and the number of inputs, after `start` others."""
+    def columns(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Return the columns of every method's tally for a batch, and its number of inputs, after `start` others."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, ignored = len(whole), self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
@@ -139,16 +141,16 @@ class _Methods:
             for one in (whole, single)
         )
         if not len(whole):
-            return {}, None, count
+            return {}, count
         if known is not None:
             outputs = whole.component_mean[0] if isinstance(whole, RegressionPrediction) else whole.probs
             known = self.posterior.likelihood.check_labels(known, outputs, "the test data")
         answers = {name: self._alone(name, factor, whole, inputs) for name, factor in self.alone.items()}
         for name, prediction in {LAPLACE: single, self.own: whole}.items():
             answers[name] = self._laplace(prediction, inputs, decided=name == self.own)
-        return answers, known, count
+        return {name: answer.columns(known) for name, answer in answers.items()}, count
 
-    def _alone(self, method: str, factor: Any, whole: Any, inputs: Tensor | None) -> Rows:
+    def _alone(self, method: str, factor: Any, whole: Any, inputs: Tensor | None) -> _Rows:
         count = 1 if method.startswith(SINGLE) else len(self.posterior.components)
         if isinstance(whole, RegressionPrediction):
             return RegressionAnswer(networks_alone(self.posterior, whole, count, factor), inputs=inputs)
@@ -160,7 +162,7 @@ class _Methods:
         scores = outlier_scores(probs, logits, weights if len(logits) > 1 else None, None, likelihood)
         return Answer(probs, scores, likelihood=likelihood, inputs=inputs)
 
-    def _laplace(self, found: Any, inputs: Tensor | None, *, decided: bool) -> Rows:
+    def _laplace(self, found: Any, inputs: Tensor | None, *, decided: bool) -> _Rows:
         if isinstance(found, RegressionPrediction):
             promised = {level: intervals(found) for level, intervals in self.intervals.items()} if decided else None
             return RegressionAnswer(found, found.ood_score, promised, inputs)
@@ -249,7 +251,9 @@ def run_evaluate(
 
 
 def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, tally: Tally) -> SetInfo:
-    found = SetInfo(name, short(name, options.ood), "test" if name == options.test else "outlier", tally.count)
+    last = Path(name).name
+    alone = last and [Path(other).name for other in options.ood].count(last) == 1
+    found = SetInfo(name, last if alone else name, "test" if name == options.test else "outlier", tally.count)
     if tally.groups is None:
         return found
     return replace(found, parts="position" if posterior.is_dense else "label", inputs=tally.inputs)
@@ -328,17 +332,20 @@ def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[
 
 
 def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
-    def answers() -> Iterator[tuple[dict[str, Rows], Tensor | None]]:
-        seen = 0
-        for batch in loader:
-            labels = None
-            if loader.labelled:
-                labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-            found, own, count = methods.answers(batch, labels, seen)
-            seen += count
-            yield found, own
-
-    tallies = tally_set(answers(), team, loader.source.name)
+    tallies: dict[str, Tally] = {}
+    seen = 0
+    for batch in loader:
+        labels = None
+        if loader.labelled:
+            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        found, count = methods.columns(batch, labels, seen)
+        seen += count
+        for method, columns in found.items():
+            tallies.setdefault(method, Tally()).add(columns)
+    names = next((one for one in team.collect(list(tallies)) if one), None)  # a process may have no data
+    if names is None:
+        raise DataError(f"{loader.source.name} holds no input that can be used.")
+    tallies = {method: tallies.get(method, Tally()).gather(team) for method in names}
     if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
         single = tallies[SINGLE]
         check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {loader.source.name}")
