@@ -34,44 +34,35 @@ from torch import nn
 
 import mola
 
-class Fixed(nn.Module):
-    def __init__(self, size, seed):
+class Net(nn.Module):
+    def __init__(self, size, width, seed, outputs=12, soft=False):
         super().__init__()
         torch.manual_seed(seed)
-        self.size, self.hidden, self.head = size, nn.Linear(3 * size * size, 6), nn.Linear(6, 12)
+        self.size, self.soft = size, soft
+        self.hidden, self.head = nn.Linear(3 * size * size, width), nn.Linear(width, outputs)
 
     def forward(self, images):
         assert images.shape[1:] == (3, self.size, self.size)
-        return self.head(self.hidden(images.flatten(1)).tanh())
-
-class Wide(nn.Module):
-    def __init__(self, outputs):
-        super().__init__()
-        torch.manual_seed(3)
-        self.hidden, self.head = nn.Linear(3 * 8 * 8, 9), nn.Linear(9, outputs)
-
-    def forward(self, images):
-        return self.head(self.hidden(images.flatten(1)).tanh())
-
-class Soft(Wide):
-    def forward(self, images):
-        return super().forward(images).softmax(-1)
-
-def wide():
-    return mola.network.Resized(Wide(12), 8)
-
-def other():
-    return mola.network.Resized(Wide(10), 8)
-
-def soft():
-    return mola.network.Resized(Soft(12), 8)
+        logits = self.head(self.hidden(images.flatten(1)).tanh())
+        return logits.softmax(-1) if self.soft else logits
 
 def small():
-    return mola.network.Resized(Fixed(8, 1), 8, crop=0.875)
+    return mola.network.Resized(Net(8, 6, 1), 8, crop=0.875)
 
 def large():
-    return mola.network.Resized(Fixed(14, 2), 14, mean=0.5, std=0.5)
+    return mola.network.Resized(Net(14, 6, 2), 14, mean=0.5, std=0.5)
+
+def wide():
+    return mola.network.Resized(Net(8, 9, 3), 8)
+
+def other():
+    return mola.network.Resized(Net(8, 9, 3, outputs=10), 8)
+
+def soft():
+    return mola.network.Resized(Net(8, 9, 3, soft=True), 8)
 """
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -111,36 +102,14 @@ ARGUMENTS = (
 ).split()
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_one_command_from_names_of_networks_to_records(root, tmp_path):
-    arguments = list(ARGUMENTS)
-    folders = {"--data": root / "data", "--results": tmp_path / "results", "--cache": tmp_path / "cache"}
-    for option, folder in folders.items():
-        arguments += [option, str(folder)]
-    outcome = CliRunner().invoke(app, arguments)
-    assert outcome.exit_code == 0, outcome.output
-    store = Store(tmp_path / "results")
-    records = [record for record in store.records("imagenet") if record.method == "MoLA"]
-    assert [record.run for record in records] == [0, 1]
-    for record in records:
-        # Two images of each of four classes; each under one corruption.
-        assert {name: one.count for name, one in record.labelled.items()} == dict.fromkeys(
-            ["test", *(f"severity {severity}" for severity in range(1, 6))], 8
-        )
-        assert set(record.labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
-        assert set(record.outliers) == {"svhn"}
-    document = store.read_document("imagenet", "suite.json")
-    assert "training images are not here" in document["notes"][-2]
-    assert "types are compared on different classes" in document["notes"][-1]
-    assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
-    # Nothing is left to do: the same command ends at once, and leaves the records as they are.
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
-    assert {path for path in after if after[path] != before[path]} <= {tmp_path / "results" / "imagenet" / "suite.json"}
+def labels_of(source):
+    return torch.cat([labels for _, labels in source])
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def inputs_of(source):
+    return torch.cat([inputs for inputs, _ in source])
+
+
 def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
     folds = IMAGENET.make_folds(options(root))
     seen = {role: [place for fold in folds for place in fold[role].places] for role in ("train", "validation", "test")}
@@ -149,11 +118,9 @@ def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_on
     for fold in folds:
         parts = [set(fold[role].places) for role in ("train", "validation", "test")]
         assert sum(map(len, parts)) == len(set.union(*parts)) == 20
-        labels = torch.cat([labels for _, labels in fold["train"].open()])
-        assert labels.tolist() == sorted([2, 5, 7, 11] * 2)
+        assert labels_of(fold["train"]).tolist() == sorted([2, 5, 7, 11] * 2)
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatch):
     """In slices, which an interrupted run keeps, and for networks of different sizes."""
     fold = IMAGENET.make_folds(options(root))[3]
@@ -164,10 +131,8 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     kept.compute(networks, [part.whole], lambda what, done: None)
     assert len(kept.paths(networks[0], part.whole)) == 4
     seen = kept.read(networks, part)
-    inputs = torch.cat([inputs for inputs, _ in part.open()])
-    labels = torch.cat([labels for _, labels in part.open()])
-    assert torch.equal(seen.labels, labels)
-    expected = torch.stack([network.load()(inputs) for network in networks]).detach()
+    assert torch.equal(seen.labels, labels_of(part))
+    expected = torch.stack([network.load()(inputs_of(part)) for network in networks]).detach()
     assert_close(seen.logits(), expected)
     # One slice is lost, and it alone is made again.
     lost = kept.paths(networks[1], part.whole)[2]
@@ -179,7 +144,6 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     assert_close(kept.read(networks, part).logits(), expected)
 
 
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
     fold = IMAGENET.make_folds(options(root))[1]
     shifted = fold["severity 4"]
@@ -192,11 +156,6 @@ def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
         assert torch.equal((inputs * 255).round().to(torch.uint8), expected[0])
 
 
-def inputs_of(source):
-    return torch.cat([inputs for inputs, _ in source.open()])
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_path):
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
@@ -224,19 +183,10 @@ def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_p
     assert torch.equal(seen.by_network()[0], one.features[:, 0])
 
 
-def labels_of(source):
-    return torch.cat([labels for _, labels in source.open()])
-
-
-@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        (
-            "other",
-            mola.errors.OptionError,
-            r"outputs \(sizes_for_test:small: 12, sizes_for_test:other: 10\)",
-        ),
+        ("other", mola.errors.OptionError, r"small: 12, sizes_for_test:other: 10"),
         ("soft", mola.errors.HeadError, "sizes_for_test:soft: .* applies a softmax"),
     ],
 )
@@ -256,20 +206,13 @@ def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp
     """They divide slices of images between them, and methods; sums of training data are added up in another order."""
     path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
 
-    def command(name):
+    def options_of(name):
         folders = {"data": root / "data", "results": tmp_path / name / "results", "cache": tmp_path / name / "cache"}
-        return [
-            "-c",
-            IN_SLICES,
-            *ARGUMENTS,
-            "--threads",
-            "1",
-            *(f"--{what}={folder}" for what, folder in folders.items()),
-        ]
+        return [*ARGUMENTS, "--threads", "1", *(f"--{what}={folder}" for what, folder in folders.items())]
 
-    alone = run_python(*command("one"), env=os.environ | path, timeout=600)
+    alone = run_python("-c", IN_SLICES, *options_of("one"), env=os.environ | path, timeout=600)
     assert alone.returncode == 0, alone.stderr
-    codes, errors = run_team(2, [*command("two"), "--stream"], tmp_path, timeout=600, **path)
+    codes, errors = run_team(2, ["-c", IN_SLICES, *options_of("two"), "--stream"], tmp_path, timeout=600, **path)
     assert codes == [0, 0], errors
     assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
     one, two = (
@@ -282,11 +225,22 @@ def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp
         other = two[name]
         assert_close(other.chosen.get("prior_precision", 0), record.chosen.get("prior_precision", 0))
         for shown, result in record.labelled.items():
+            assert result.count == 8  # two images of each of four classes, each under one corruption
             assert_close(other.labelled[shown].metrics, result.metrics, scale=1.0, name=name)
         for shown, result in other.outliers.items():  # without detectors, which need all training features
             for score, numbers in result.scores.items():
                 expected = record.outliers[shown].scores[score]
                 assert_close(numbers, expected, "difference", scale=1.0, name=(name, score))
+    shifted = [f"severity {severity}" for severity in range(1, 6)]
+    assert (list(record.labelled), list(record.outliers)) == (["test", *shifted], ["svhn"])
+    assert set(one["MoLA", 1].labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
+    document = Store(tmp_path / "one" / "results").read_document("imagenet", "suite.json")
+    assert "training images are not here" in document["notes"][-2]
+    assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
+    # Nothing is left to do: the same command ends at once, and leaves the records as they are.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("run-*.json")}
+    assert CliRunner().invoke(app, options_of("one")).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("run-*.json")} == before
 
 
 # --- networks by name

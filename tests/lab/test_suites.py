@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import mola
 from mola.__main__ import main
 from mola.app.cli import app
 from mola.compare.store import Store
@@ -23,6 +21,7 @@ from mola.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
 from mola.lab.suite import DataOptions
 from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from tests.forked_python import start_python, wait_for
+from tests.lab.test_datasets import colour, records, write_idx
 
 NETWORK = """
 import torch
@@ -93,41 +92,29 @@ def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet,
     assert mola_record.labelled["severity 3"].count == 14
     assert len(mola_record.networks) == 2
     document = store.read_document("imagenet", "suite.json")
-    assert document["examples"]["test"]["shape"] == [
-        8,
-        3,
-        64,
-        64,
-    ]  # small ones: a page shows them, and git may hold them
+    # Small examples: a page shows them, and git may hold them.
+    assert document["examples"]["test"]["shape"] == [8, 3, 64, 64]
 
 
 # --- CIFAR-10 and MNIST in their standard layouts
 
 
-def write_cifar(root, seed=0):
+def write_cifar(root):
     """The binary version, 10 images a training file and 2100 test images."""
-    generator = np.random.default_rng(seed)
     folder = root / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-
-    def rows(count):
-        labels = generator.integers(0, 10, (count, 1), dtype=np.uint8)
-        return np.concatenate([labels, generator.integers(0, 256, (count, 3072), dtype=np.uint8)], axis=1)
-
-    for index in range(1, 6):
-        (folder / f"data_batch_{index}.bin").write_bytes(rows(10).tobytes())
-    test = rows(2100)
-    (folder / "test_batch.bin").write_bytes(test.tobytes())
-    return torch.from_numpy(test[:, 1:].reshape(-1, 3, 32, 32)), torch.from_numpy(test[:, 0]).long()
+    folder.mkdir()
+    for name, count in ({f"data_batch_{index}": 10 for index in range(1, 6)} | {"test_batch": 2100}).items():
+        pixels, labels = colour(count), np.arange(count) * 7 % 10
+        (folder / f"{name}.bin").write_bytes(records([[label] for label in labels], pixels))
+    return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypatch):
     types = PAPER_CORRUPTIONS[:3]
     monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
     pixels, labels = write_cifar(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.errors.MolaWarning)
-        generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
+    generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     np.save(folder / "labels.npy", labels.repeat(5).numpy().astype(np.uint8))
@@ -135,9 +122,7 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
         # Not what we would generate, so that the two can be told apart.
         stack = torch.cat([pixels // (index + 2) + severity for severity in range(1, 6)])
         np.save(folder / f"{corruption}.npy", stack.permute(0, 2, 3, 1).numpy())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.errors.MolaWarning)
-        taken = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
+    taken = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     assert "generated" in generated["severity 2"].title
     assert "generated" not in taken["severity 2"].title
     assert taken["severity 2"].checksum != generated["severity 2"].checksum
@@ -149,24 +134,15 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
     assert torch.equal(second[2], corrupt(first[2:3], types[2], 2)[0])
 
 
-def write_idx(path, array):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
-
-
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
     root = tmp_path_factory.mktemp("mnist")
     generator = np.random.default_rng(0)
-    for folder, kinds in (("MNIST", ("train", "t10k")), ("FashionMNIST", ("t10k",))):
-        for kind in kinds:
-            count = 64 if kind == "train" else 2040
-            labels = generator.integers(0, 10, count)
-            images = generator.integers(0, 60, (count, 28, 28))
-            images[np.arange(count), labels * 2] += 190
-            write_idx(root / folder / "raw" / f"{kind}-images-idx3-ubyte", images)
-            write_idx(root / folder / "raw" / f"{kind}-labels-idx1-ubyte", labels)
+    for folder, kind, count in (("MNIST", "train", 64), ("MNIST", "t10k", 2040), ("FashionMNIST", "t10k", 2040)):
+        labels = generator.integers(0, 10, count, dtype=np.uint8)
+        images = generator.integers(0, 60, (count, 28, 28), dtype=np.uint8)
+        images[np.arange(count), labels * 2] += 190
+        write_idx(root / folder / "raw", kind, images, labels)
     return root
 
 
@@ -205,15 +181,9 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["bench", "minst"],
-            "suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you mean 'mnist'?",
-        ),
+        (["bench", "minst"], "Did you mean 'mnist'?"),
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
-        (
-            ["bench", "mnist", "--corruptions", "al"],
-            "corruptions must be one of paper, all; got 'al'. Did you mean 'all'?",
-        ),
+        (["bench", "mnist", "--corruptions", "al"], "Did you mean 'all'?"),
         (["bench", "mnist", "--normalisation", "cifar"], "normalisation must be one of none, cifar10, imagenet"),
         (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
