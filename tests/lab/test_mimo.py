@@ -174,13 +174,11 @@ def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
         mola.load(tmp_path, mimo.networks[:2])
 
 
-def test_files(tmp_path):
+def test_the_state_dict_is_the_network():
     mimo, (inputs, _) = trained(), images()
-    mimo.save(tmp_path)
-    again = Mimo.load(tmp_path, conv_net(seed=4), example=inputs[:2])
+    again = Mimo(conv_net(seed=4), 3, example=inputs[:2])
+    again.load_state_dict(mimo.state_dict())
     assert_close(mimo(inputs), again(inputs))
-    with pytest.raises(StorageError, match="does not fit Sequential with 3 members"):
-        Mimo.load(tmp_path, conv_net(classes=4), example=inputs[:2])
 
 
 def test_inputs_that_are_not_images_work():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mola.baselines.swag import Moments
 from mola.errors import DataError, OptionError, StorageError
 from mola.lab.training import fit_multi_swag, fit_swag
 from mola.likelihoods import Bernoulli, Gaussian
+from mola.saving.schema import sealed
 from tests.closeness import assert_close
 from tests.conftest import make_problem
 
@@ -191,6 +193,23 @@ def test_a_complete_path_is_extended_but_not_shortened_nor_used_for_another_netw
         fit(problem, make_problem(1).network, checkpoint=tmp_path)
     with pytest.raises(StorageError, match="holds 6 epochs, more than"):
         fit(problem, epochs=3, checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("noise", -1.0), ("noise", [0.5, "loud"]), ("scale", [0.0]), ("heteroscedastic", True), ("loudness", 3.0)],
+)
+def test_damaged_likelihoods_are_refused(tmp_path, entry, value):
+    problem = make_problem()
+    problem.labels = problem.inputs[:, [0, 1, 2, 0]]
+    fit(problem, likelihood=Gaussian(noise=0.4)).save(tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    document["likelihood"][entry] = value
+    path.write_text(json.dumps(sealed(document)))
+    with pytest.raises(StorageError):
+        Swag.load(tmp_path, problem.network)
 
 
 @pytest.mark.parametrize(

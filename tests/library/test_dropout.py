@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mola.baselines import McDropout
-from mola.errors import DataError, OptionError, StorageError
+from mola.errors import DataError, OptionError
 from tests.conftest import make_problem
 
 
@@ -110,15 +110,6 @@ def test_transformers_with_padding_drop_too():
     said = McDropout(model, 20).predict({"words": words, "padding": padding})
     assert float(said.mutual_information.min()) > 1e-3
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_another_network_is_refused(tmp_path):
-    model = network()
-    McDropout(model, 5, seed=2).save(tmp_path)
-    model[0].weight.data = model[0].weight.data.flip(0)  # the same numbers in another order
-    for other in (network(width=4), model):
-        with pytest.raises(StorageError, match="weights differ"):
-            McDropout.load(tmp_path, other)
 
 
 @pytest.mark.parametrize(

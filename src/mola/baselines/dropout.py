@@ -10,25 +10,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola.baselines.members import derived_seeds, homoscedastic, member_output, rebuilding
+from mola.baselines.members import derived_seeds, homoscedastic, member_output
 from mola.errors import OptionError, located
-from mola.likelihoods import LIKELIHOODS, Likelihood
+from mola.likelihoods import Likelihood
 from mola.mixture import Mixture
-from mola.network import Inputs, evaluating, state_checksum
+from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
-from mola.saving.files import read_folder, write_folder
-from mola.saving.posterior import check_networks, describe, rebuild
-
-KIND = "mc-dropout"
-SCHEMA: dict[str, Any] = {"samples": int, "seed": int, "network": str, "likelihood": {"name": str}}
 
 MASKS = 0  # purpose of the seeds of the draws
 
@@ -37,6 +31,8 @@ _lock = threading.RLock()  # masks are hooks on the user's layers for the durati
 
 class McDropout(Mixture):
     """A trained network averaged over draws of its dropout masks; all other layers are in eval mode.
+
+    The network, the number of draws and the seed determine the predictions: there is nothing else to save.
 
     Args:
         network: the trained network, never changed. Its dropout must be layers (`nn.Dropout` and its relatives): calls of
@@ -86,26 +82,6 @@ class McDropout(Mixture):
         own = derived_seeds(self.seed if seed is None else seed, MASKS, index + 1)[index]
         with _lock, evaluating(self.network), _masked(self.network, own), located("the network"):
             return member_output(self.network, inputs, self.likelihood)
-
-    def save(self, directory: str | Path) -> Path:
-        """Save the settings and a checksum of the network, for `McDropout.load(directory, network)`."""
-        document = {
-            "kind": KIND,
-            "samples": self.samples,
-            "seed": self.seed,
-            "network": state_checksum(self.network),
-            "likelihood": describe(self.likelihood, LIKELIHOODS, "likelihood"),
-        }
-        return write_folder(directory, document, {})
-
-    @classmethod
-    def load(cls, directory: str | Path, network: nn.Module) -> McDropout:
-        """Load what `save` wrote onto the same network; `StorageError` for another network or damaged files."""
-        document, _ = read_folder(directory, KIND, SCHEMA)
-        check_networks([network], [document["network"]])
-        with rebuilding(directory):
-            likelihood = rebuild(document["likelihood"], LIKELIHOODS, "likelihood")
-            return cls(network, document["samples"], seed=document["seed"], likelihood=likelihood)
 
 
 def _active(network: nn.Module) -> list[_DropoutNd]:

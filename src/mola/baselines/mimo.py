@@ -14,15 +14,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mola.baselines.members import all_tensors, shape_differences
-from mola.errors import DataError, HeadError, OptionError, StorageError
+from mola.errors import DataError, HeadError, OptionError
 from mola.fitting import fit
 from mola.likelihoods import CATEGORICAL
 from mola.mixture import Mixture
@@ -30,13 +28,14 @@ from mola.network import Captured, Head, Inputs, call, check_finite, evaluating,
 from mola.numerics import check_seed, to_float64
 from mola.options import whole_number
 from mola.posterior import MoLA
-from mola.saving.files import read_folder, write_folder
 
 FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Mimo(Mixture):
     """The multi-input multi-output form of an architecture: a new network, to be trained with `mola.lab.training.train_mimo`.
+
+    Save it as any module: `mimo.state_dict()`, and `Mimo(network, members, example=x).load_state_dict(...)`.
 
     Args:
         network: the architecture with fresh weights; it is copied, not modified.
@@ -80,29 +79,6 @@ class Mimo(Mixture):
 
     def _member(self, index: int, inputs: Inputs) -> Tensor:
         return self._member_outputs(inputs, None)[index]
-
-    def save(self, directory: str | Path) -> Path:
-        """Save all parameters and buffers, for `Mimo.load(directory, network, example=...)`."""
-        return write_folder(directory, {"kind": "mimo", "members": self.members}, all_tensors(self))
-
-    @classmethod
-    def load(cls, directory: str | Path, network: nn.Module, *, example: Tensor) -> Mimo:
-        """Load what `save` wrote; `network` is the architecture, whose weights do not matter, and `example` a batch of inputs."""
-        document, tensors = read_folder(directory, "mimo", {"members": int})
-        if document["members"] < 1:
-            raise StorageError(f"{directory} has no members: expected at least 1. Save the network again.")
-        mimo = cls(network, document["members"], example=example)
-        own = all_tensors(mimo)
-        wrong = shape_differences(tensors, {name: tuple(tensor.shape) for name, tensor in own.items()})
-        if wrong:
-            raise StorageError(
-                f"{directory} does not fit {type(network).__name__} with {mimo.members} members: {wrong[0]} and {len(wrong) - 1} "
-                f"more are missing, unknown, or of another shape. Pass the same architecture."
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-        return mimo
 
 
 class MimoMoLA(MoLA):

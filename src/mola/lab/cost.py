@@ -142,13 +142,13 @@ def _methods(
     # SWAGs of the real size from few tiny steps: their predictions take as long, and activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
-    work = [_swag_work(model, part, budget.swag) for model in models]
+    work = _swag_work(models[0], part, budget.swag)
     mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
     return [
         *methods,
-        _Method("SWAG", swags[0], (), short, work[0]),
-        _Method("MultiSWAG", MultiSwag(swags), (), short, [one for some in work for one in some]),
-        _Method("MIMO", mimo, (), testing),
+        _Method("SWAG", swags[0], (), short, work),
+        _Method("MultiSWAG", MultiSwag(swags), (), short, [(run, own, n * len(models)) for run, own, n in work]),
+        _Method("MIMO", mimo, [mimo], testing),
         fitted("MIMO-MoLA", mimo.networks, structure="full"),
     ]
 
@@ -202,7 +202,7 @@ def _bytes(method: _Method) -> int:
     # Heads may share a trunk, which is counted once.
     tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if isinstance(method.predictor, mola.MoLA) and method.predictor.structure is None:
+    if method.name in ("MAP", "DE", "MIMO"):  # networks alone
         return networks
     with tempfile.TemporaryDirectory() as folder:
         path = method.predictor.save(folder)
