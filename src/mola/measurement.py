@@ -1,13 +1,13 @@
 r"""Metrics with standard errors over data, and differences between predictors on the same data.
 
-Every metric is, to first order, a sum of means over data: over the test data, and for outlier scores also over the outliers. Datum i
-contributes :math:`m_i` to such a mean, and
+To first order, every metric is a sum of means over samples: the test data, and for outlier scores also the outliers. Datum i
+contributes :math:`m_i` to the mean of its sample, and
 
 .. math:: \mathrm{error}^2 = \sum_{\text{samples}} \frac{G}{(G - 1)\, n^2} \sum_g \Big(\sum_{i \in g} (m_i - \bar m)\Big)^2
 
-over the G groups of dependent data, such as the labels of one input or the pixels of one image. The error of a difference follows
-from the differences of the contributions: predictors vary together on the same data, so their difference is known better than
-either metric. Chance alone lifts every ECE above 0; the error does not include that.
+where g runs over the G groups of dependent data, such as the labels of one input or the pixels of one image. The error of a difference
+is computed from the differences of the contributions. Predictors vary together on the same data, so their difference has a smaller
+error than either metric. The error of an ECE does not include its bias: chance alone raises every ECE above 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from mola import metrics
 
 TPR = 0.95
-"""Share of the inliers that pass, for FPR95."""
+"""Share of the inliers that pass the threshold of FPR95."""
 
 WIDTH = 0.025
-"""Half-width, in shares of the inliers, of the step from which the slope of the ROC curve at `TPR` is estimated."""
+"""Half-width of the step, as a share of the inliers, for the slope of the ROC curve at `TPR`."""
 
 Groups = tuple[Tensor | None, Tensor | None]
 """Groups of the inliers and of the outliers."""
@@ -36,25 +36,25 @@ class Measurement:
 
     value: float
     contributions: tuple[Tensor, ...]
-    """Contributions (n,) of each sample, in float64, in the order of the data, up to a constant."""
+    """Contributions (n,) of the data of each sample in float64, up to a constant."""
     groups: tuple[Tensor | None, ...] = ()
-    """Group (n,) of each datum of each sample; None if data are independent."""
+    """Groups (n,) of the data of each sample, or None if the data are independent."""
 
     @property
     def error(self) -> float | None:
-        """Standard error; None if a sample is a single datum or a single group."""
+        """Standard error of the metric, or None if a sample has only one datum or one group."""
         groups = self.groups or (None,) * len(self.contributions)
         parts = [standard_error(own, group) for own, group in zip(self.contributions, groups, strict=True)]
         return None if any(math.isnan(one) for one in parts) else math.hypot(*parts)
 
     def minus(self, other: Measurement) -> Measurement:
-        """Return the difference from a metric on the same data."""
+        """Return the difference from another measurement of the metric on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
         return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
-    """Return the standard error of the mean of values (n,), independent between groups (n,) only; NaN for a single group."""
+    """Return the standard error of the mean of values (n,) that depend on each other within groups (n,); NaN for one group."""
     totals, count = values - values.mean(), len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
@@ -63,12 +63,12 @@ def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
 
 
 def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return a mean over data (n,)."""
+    """Return the mean of values (n,) as a measurement."""
     return Measurement(float(values.mean()), (values,), (groups,))
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the root of a mean of squares (n,)."""
+    """Return the root of the mean of squares (n,) as a measurement."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
@@ -84,19 +84,19 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, group
 def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None) -> Measurement:
     r"""Return the AURC; see `mola.metrics.area_under_risk_coverage`.
 
-    The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u the uncertainty
-    and t is distributed as u. Adding a datum changes the thresholds, the errors and the shares F: :math:`R(u_i) + e_i
-    E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
+    The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u is the uncertainty, F is the
+    distribution function of u, and t is distributed as u. A datum contributes through the thresholds, the errors and F:
+    :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
     """
     _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
-    def from_here(values: Tensor) -> Tensor:  # sums of this and all later values
+    def from_here(values: Tensor) -> Tensor:  # sum of each value and all later values
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
-    # Data of equal uncertainty share the mean of their places.
+    # Data of equal uncertainty share the mean of their contributions.
     order = torch.arange(len(counts)).repeat_interleave(counts)
     own, share, weighted = (curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts)[:, place]
     return Measurement(float(risk.mean()), (own + (1 - correct) * share - weighted,), (groups,))
@@ -105,8 +105,8 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`.
 
-    Contributions are the share of the outliers above each inlier and of the inliers below each outlier, ties counting half: the
-    variances of both means add up (DeLong et al., 1988; in groups, Obuchowski, 1997).
+    An inlier contributes the share of outliers above it, and an outlier contributes the share of inliers below it. A tie is half. The
+    variances of both means add up (DeLong et al., 1988; Obuchowski, 1997, for groups).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     placed = metrics.share_below(outliers, inliers)
@@ -114,9 +114,9 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass if 95 % of the inliers do; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers that pass a threshold which 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
 
-    Inliers contribute through the threshold.
+    Inliers contribute to the error through the threshold.
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     low, high = (metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1))
@@ -127,13 +127,13 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean over labels of each label's AUROC; None if no label has both a yes and a no.
+    """Return the mean of the labels' AUROCs, or None if no label has both a yes and a no.
 
     Args:
-        yes: probabilities of "yes" (n,) in float64, one row for each label of each input.
-        truth: 1 for yes, 0 for no (n,).
-        labels: label of each row (n,).
-        groups: input of each row (n,).
+        yes: probabilities (n,) of "yes" in float64, with a row for each label of each input.
+        truth: true answers (n,), 1 for yes and 0 for no.
+        labels: index (n,) of the label in each row.
+        groups: index (n,) of the input in each row.
     """
     areas, contributions = [], torch.zeros_like(yes)
     for label in torch.unique(labels).tolist():
@@ -142,7 +142,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
             area = area_between(yes[no_rows], yes[yes_rows])
             areas.append(area.value)
             for rows, placed in zip((no_rows, yes_rows), area.contributions, strict=True):
-                # Deviations of each part's mean, in units of a mean over all rows.
+                # Deviations from the area, scaled so that their mean over all rows is their mean over this part.
                 contributions[rows] = (placed - area.value) * len(yes) / len(placed)
     if not areas:
         return None

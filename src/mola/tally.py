@@ -1,7 +1,7 @@
-"""Predictions as rows of numbers, collected over batches and processes: a row for each input, label or position.
+"""Tables of predictions, collected over batches and processes, with a row for each input, label or position.
 
-Memory grows with the number of rows times a few columns, never with the features or the number of classes. Rows of one input are
-not independent, so each row of multi-label data and of dense outputs has the number of its input.
+Memory grows with the number of rows times a few columns, but not with the number of features or classes. Rows of one input are not
+independent, so each row of multi-label data and of dense outputs has the index of its input.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Column with the input of each row, if inputs have several rows."""
+"""Name of the column with the index of each row's input, if inputs have several rows."""
 
 
 @dataclass
 class Tally:
-    """Rows of numbers, a batch at a time."""
+    """A table of numbers that grows batch by batch."""
 
     columns: tuple[str, ...] = ()
     parts: list[Tensor] = field(default_factory=list)
     """Rows (n, columns) of each batch, in float64."""
     inputs: int = 0
-    """Number of inputs, if rows have the number of theirs."""
+    """Number of inputs, if rows have the index of their input."""
 
     @classmethod
     def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
@@ -42,7 +42,7 @@ class Tally:
         return tally
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
-        """Add the columns (n,) of a batch, whose column `INPUT` counts from 0."""
+        """Add the columns (n,) of a batch. Its column `INPUT` counts from 0."""
         row = dict(columns)
         if (own := row.get(INPUT)) is not None and len(own):
             row[INPUT] = own + self.inputs
@@ -51,10 +51,10 @@ class Tally:
         self.parts.append(torch.stack([column.detach().double().cpu() for column in row.values()], dim=1))
 
     def gather(self, team: Team) -> Tally:
-        """Return the rows of all processes, in each process."""
+        """Return the rows of all processes, on every process."""
         if team.size == 1:
             return self
-        # A process without data has no columns.
+        # A process without data has no columns, so it takes them from another process.
         columns = next((one for one in team.collect(list(self.columns)) if one), None)
         if columns is None:
             raise DataError("the data are empty in every process.")
@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def groups(self) -> Tensor | None:
-        """Input (n,) of each row; None if each row is an input."""
+        """Index (n,) of each row's input, or None if each row is an input."""
         return self[INPUT].long() if INPUT in self.columns else None
 
     @property
@@ -83,7 +83,7 @@ class Tally:
         return mean_of(self[column], self.groups)
 
     def classified(self) -> dict[str, Measurement]:
-        """Return metrics of labelled classes from the scores of a `Predictive`."""
+        """Return the metrics of a classification with labels, from the scores of a `Predictive`."""
         return {
             "accuracy": self.mean("correct"),
             "nll": self.mean("nll"),
@@ -102,17 +102,17 @@ def rows_of(
     positions: str | int = "all",
     first: int = 0,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Return dense predictions and labels as rows, one for each position that counts, and the input (m,) of each row.
+    """Return dense predictions and labels as rows, one for each position that is not ignored, and the input (m,) of each row.
 
     Predictions that are not dense are returned unchanged, with None for the inputs.
 
     Args:
         prediction: the predictions for a batch.
-        labels: their labels; positions without a label (NaN or `ignore_index`) do not count.
-        where: place of the batch, for messages.
+        labels: the labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
+        where: name of the batch in messages.
         ignore_index: label of ignored positions.
         positions: number of positions to draw from each input; "all" takes every position.
-        first: number of inputs before this batch: the draw depends on the index of an input alone.
+        first: number of inputs before this batch. The draw depends only on the index of an input.
     """
     regression = isinstance(prediction, RegressionPrediction)
     outputs = prediction.component_mean[0] if regression else prediction.probs
@@ -123,7 +123,7 @@ def rows_of(
     if labels is not None:
         labels = layout.labels(labels.cpu(), outputs.shape[prediction.axis], where)
         known = (labels != ignore_index) & ~labels.isnan()
-        if labels.dim() == 2:  # single labels of a position may be missing
+        if labels.dim() == 2:  # some labels of a position may be missing
             labels, known = torch.where(known, labels.double(), torch.nan), known.any(1)
     kept = [own.nonzero().flatten() for own in known.view(layout.inputs, layout.count)]
     if isinstance(positions, int):
@@ -134,7 +134,7 @@ def rows_of(
         if values is None:
             return None
         further = values.dim() - len(layout.sizes) - 1
-        if further == 2:  # of K networks
+        if further == 2:  # a field with an axis of K networks
             return torch.stack([layout.by_position(one).flatten(0, 1)[rows.to(one.device)] for one in values])
         return (layout.by_position(values).flatten(0, 1) if further else values.flatten())[rows.to(values.device)]
 

@@ -140,7 +140,7 @@ OPTIONS = {
     "precision of an ensemble": (lambda s: s.ensemble.with_prior_precision(2.0), r"needs.*mola\.fit"),
     "bridge on an ensemble": (lambda s: s.ensemble.with_link("bridge")(X), r"'bridge' needs a covariance.*'probit'"),
     "evidence without labels": (lambda s: s.unlabelled.log_evidence(), r"needs training labels.*\(inputs, labels\)"),
-    "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence()), r"training data alone"),
+    "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, rule=mola.rules.Evidence()), r"only the training data"),
     "tune without data": (lambda s: s.posterior.tune(), r"needs validation data.*val_loader"),
     "K-FAC": (lambda s: mola.fit(s.network, LOADER, structure="kfac"), r"structure must be one of.*Did you mean 'kron'"),
     "unknown rule": (lambda s: s.posterior.tune(LOADER, rule="accuracy"), r"rule must be one of threshold, nll.*'accuracy'"),

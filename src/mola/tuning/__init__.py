@@ -1,4 +1,4 @@
-"""Choose the prior precision and the scaling of logits on held-out data."""
+"""Tuning rules, which choose the prior precision and the scaling of logits on held-out data."""
 
 from mola.errors import OptionError
 from mola.likelihoods import Likelihood
@@ -25,11 +25,14 @@ __all__ = [
 ]
 
 RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Calibrated()}
-"""Rules by name."""
+"""Tuning rules by name."""
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
-    """Return the rule of that name, or the rule itself; None is the likelihood's default. Checks that it applies and has its data."""
+    """Return the rule with the given name, the given rule, or the likelihood's default rule for None.
+
+    Raise `OptionError` if the rule does not apply to the likelihood, or if its validation data are missing.
+    """
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):
         chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Outliers(ood_loader)")]
@@ -42,10 +45,12 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
     if not getattr(chosen, "applies_to", lambda _: True)(likelihood):
         known = ", ".join(repr(one) for one, kind in RULES.items() if kind.applies_to(likelihood))
-        raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}: use one of {known}.")
+        raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.")
     needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:
-        raise OptionError(f"rule {label} needs validation data: pass val_loader, or use 'evidence', which needs none.")
+        raise OptionError(
+            f"rule {label} needs validation data. Pass val_loader, or use rule 'evidence', which needs no validation data."
+        )
     if not needs_data and data is not None:
-        raise OptionError(f"rule {label} uses the training data alone: leave val_loader out, or choose another rule.")
+        raise OptionError(f"rule {label} uses only the training data. Leave out val_loader, or choose another rule.")
     return chosen

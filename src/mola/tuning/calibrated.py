@@ -1,18 +1,18 @@
-r"""The default rule: gain log loss in distribution, and spend part of the gain on caution far from the training data.
+r"""The default rule, which lowers the log loss in distribution and spends part of the gain on caution far from the training data.
 
-All losses are mean log losses on the validation data, each at the temperature T that is best for it under a weak prior against T < 1
-(`SHARPENING`).
+All losses are mean log losses on the validation data. Each loss is computed at its best temperature T, under a weak prior against
+T < 1 (`SHARPENING`).
 
-1. *Start.* The temperature-scaled ensemble: no covariance, pooling c = 1, distance exponent 0.
-2. *Gain.* The best pooling c, then the best prior precision. Each is kept only if its paired gain exceeds two standard errors.
-3. *Spend.* The largest distance exponent whose loss stays within a budget: the loss after step 2, plus half of the gain over the
-   temperature-scaled ensemble, or plus `price` times the loss if that is more. Distance counts from the 90 % quantile of the
-   validation data.
-4. *Add covariance at next to no cost.* Where the covariance did not gain, the smallest prior precision that costs at most 0.5 % of the
-   loss, with one standard error to spare and at the same T: it lowers confidence, and each network keeps an uncertainty of its own.
+1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling c = 1, distance exponent 0.
+2. *Gain.* Find the best pooling c, then the best prior precision. Each is kept only if its paired gain exceeds two standard errors.
+3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus half of
+   the gain over the temperature-scaled ensemble, or plus `price` times the loss if that is more. Logits shrink only beyond the 90 %
+   quantile of the validation data's distances.
+4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that raises the loss by at most 0.5 %, including
+   one standard error, at the same T. The covariance lowers confidence, and each network becomes uncertain about its weights.
 
-The temperature-scaled ensemble is among the candidates, so the rule never does worse than it on the validation data by more than the
-price and that 0.5 %.
+The temperature-scaled ensemble is among the candidates, so the rule's loss on the validation data exceeds the loss of that ensemble
+by at most the price plus 0.5 %.
 """
 
 from __future__ import annotations
@@ -37,59 +37,60 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
-"""Prior precisions of which the best may gain."""
+"""Prior precisions that are tried in step 2."""
 
 FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
-"""Prior precisions of which the smallest that costs next to nothing is kept."""
+"""Prior precisions that are tried in step 4, which keeps the smallest whose cost is negligible."""
 
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
-"""Poolings tried first; then the neighbours of the best."""
+"""Poolings that are tried first. The neighbours of the best pooling are tried next."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Distance exponents. Beyond 2 logits would fall faster with the distance than with the norm of the features, and inputs that differ a
-little from the validation data would lose more than the validation data can show."""
+"""Distance exponents that are tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features, and
+inputs slightly unlike the validation data would lose more confidence than the validation data can reveal."""
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures that are tried."""
+"""Smallest and largest temperature that is tried."""
 
 SHARPENING = 0.5
-"""Standard deviation of a Gaussian prior on `log T` below 0. Without it, logits would be sharpened without end on validation data that
-are all classified correctly, as a few hundred often are. The prior has no effect above T = 1, and little with thousands of data."""
+"""Standard deviation of a Gaussian prior on `log T` below 0. Without the prior, logits would be sharpened without limit if all
+validation data are classified correctly, which is common with a few hundred data. The prior has no effect above T = 1, and little
+effect with thousands of data."""
 
 ONSET = 0.9
-"""Quantile of the validation data's distances from which distance counts."""
+"""Quantile of the validation data's distances beyond which logits shrink."""
 
 SHARE = 0.5
-"""Share of the gain over the temperature-scaled ensemble that the distance may spend."""
+"""Share of the gain over the temperature-scaled ensemble that the distance exponent may cost."""
 
 FREE = 0.005
-"""Share of the log loss that covariance may cost where it does not gain, with one standard error to spare."""
+"""Share of the log loss that the covariance of step 4 may cost, including one standard error."""
 
 TOO_SMALL = 1e-4
-"""Share of the log loss below which the summary gives no number for a difference."""
+"""Share of the log loss below which the summary reports no number for a difference."""
 
 CLEAR = 2.0
-"""Standard errors by which pooling, and the covariance, must gain."""
+"""Number of standard errors that the gain of pooling, or of covariance, must exceed."""
 
 
 @dataclass(frozen=True)
 class Calibrated(Rule):
-    """The default: gain log loss by pooling, and spend part of the gain on caution far from the training data.
+    """The default rule, which lowers the log loss by pooling and spends part of the gain on caution far from the training data.
 
-    Chooses prior precision, temperature, pooling and distance exponent on one pass over the validation data.
+    It chooses prior precision, temperature, pooling and distance exponent in one pass over the validation data.
 
     Args:
-        price: share of the validation log loss that caution may cost where pooling gained less than twice as much.
+        price: share of the validation log loss that caution may always cost. It may cost more if half of the gain is more.
     """
 
     price: float = 0.01
     fixes_weights = True
-    """Weights by evidence depend on the prior precision, and would be those of one network without covariance."""
+    """True, because weights by evidence depend on the prior precision. Without covariance, a single network would have all weight."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
             raise OptionError(
-                f"price must be a number between 0 and 1, got {self.price!r}. At most 1 % more validation log loss is 0.01."
+                f"price must be a number between 0 and 1, got {self.price!r}. A price of 0.01 allows 1 % more validation log loss."
             )
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -137,7 +138,7 @@ class Setting:
 
 
 class Search:
-    """The steps of the rule on one mixture and its validation data, and all settings that they tried."""
+    """The steps of the rule for one mixture and its validation data, and all settings that were tried."""
 
     posterior: MoLA
     data: HeldOut
@@ -149,16 +150,16 @@ class Search:
         self.tried: list[Setting] = []
 
     def ensembles(self) -> tuple[Setting, Setting]:
-        """The plain ensemble, at T = 1, and the temperature-scaled ensemble."""
+        """Return the plain ensemble, at T = 1, and the temperature-scaled ensemble."""
         settings = [(NO_COVARIANCE, 1.0, 0.0)]
         plain = Setting(*settings[0], 1.0, self._losses(settings, np.ones((1, 1)))[0, 0])
         before, (rough,) = plain, self._at_best_temperature(settings, 1.0, 2.0)
-        while abs(math.log(rough.temperature / before.temperature)) > 2:  # until T is within the range searched
+        while abs(math.log(rough.temperature / before.temperature)) > 2:  # until T is within the search range
             before, (rough,) = rough, self._at_best_temperature(settings, rough.temperature, 2.0)
         return plain, self._at_best_temperature(settings, rough.temperature, 0.3)[0]
 
     def keep_gains(self, best: Setting) -> Setting:
-        """The best pooling, then the best prior precision, each kept if its gain is clear."""
+        """Return the setting with the best pooling, then the best prior precision, if their gains are clear."""
         if len(self.posterior.components) > 1:
             pooled = self._at_best_temperature([(best.precision, c, 0.0) for c in POOLINGS], best.temperature)
             middle = min(pooled, key=lambda one: one.loss).pooling
@@ -168,7 +169,7 @@ class Search:
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
     def most_cautious(self, best: Setting, most: float) -> Setting:
-        """The largest distance exponent up to which the loss stays below `most`: on a coarse grid, then on a finer one."""
+        """Return the largest distance exponent whose loss is at most `most`, from a coarse grid and then a finer grid."""
         chosen, exponents = best, list(EXPONENTS)
         for _ in range(2):
             settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
@@ -184,7 +185,7 @@ class Search:
         return chosen
 
     def free_covariance(self, chosen: Setting) -> Setting:
-        """The smallest prior precision that costs next to nothing at the same temperature."""
+        """Return the smallest prior precision whose cost at the same temperature is negligible."""
         settings = [(precision, chosen.pooling, chosen.exponent) for precision in FREE_PRECISIONS]
         losses = self._losses(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
         found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]
@@ -203,10 +204,14 @@ class Search:
     def _at_best_temperature(
         self, settings: Sequence[tuple[float, float, float]], around: float, width: float = 1.0
     ) -> list[Setting]:
-        # Each (precision, pooling, exponent) at its best temperature, searched first within a factor of e^width of `around`.
+        # Return each (precision, pooling, exponent) at its best temperature. The search starts within a factor of e^width of `around`.
         low, high = math.log(COLDEST), math.log(HOTTEST)
         centres, rows = np.full(len(settings), math.log(around)), np.arange(len(settings))
-        for step in (width / 2, width / 6, width / 18):  # five temperatures at a time, closer around the best
+        for step in (
+            width / 2,
+            width / 6,
+            width / 18,
+        ):  # five temperatures in each round, with smaller steps around the best
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
             losses = self._losses(settings, np.exp(logs))
             prior = (np.minimum(logs, 0) / SHARPENING) ** 2 / (2 * losses.shape[2])
@@ -221,7 +226,7 @@ class Search:
         return found
 
     def _losses(self, settings: Sequence[tuple[float, float, float]], temperatures: np.ndarray) -> Tensor:
-        # Log losses (S, t, n) of S settings (precision, pooling, exponent) at temperatures (S, t).
+        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent) at temperatures (S, t).
         precision, pooling, exponent = (np.repeat(one, temperatures.shape[1]) for one in zip(*settings, strict=True))
         found = scores(
             self.posterior,
@@ -236,21 +241,21 @@ class Search:
 
 
 def distance_onset(posterior: MoLA, data: HeldOut) -> float:
-    """The distance, relative to the median of the validation data, from which distance counts."""
+    """Return the distance, relative to the median of the validation data, beyond which logits shrink."""
     parts = [
         posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
         for rows, _ in data.chunks(4096)
     ]
     found = float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET))
-    return math.exp(max(0.0, found))  # below 0 where most features are all 0
+    return math.exp(max(0.0, found))  # the quantile is below 0 if the features of most inputs are all 0
 
 
 def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
-            f"The posterior equals the temperature-scaled {ensemble} here, up to a covariance that costs next to nothing: no more "
-            f"could be gained on the validation data (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
+            f"The posterior equals the temperature-scaled {ensemble}, up to a covariance of negligible cost, because nothing else "
+            f"clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
             f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (

@@ -1,6 +1,6 @@
-"""Detect labels in another class order than the outputs of the networks.
+"""Checks that labels have the same class order as the outputs of the networks.
 
-With the classes in another order, a network of 99 % accuracy looks like one of 5 %.
+If the orders differ, a network with an accuracy of 99 % may appear to have an accuracy of 5 %.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""Improvement by another order from which labels are refused."""
+"""Improvement of the accuracy, or of the correlation, above which a different order is clear and the labels are refused."""
 
 CHANCE = 1e-4
-"""Probability with which predictions that are independent of the labels may look like another order of them."""
+"""Largest probability that predictions independent of the labels look like a different order of the labels."""
 
 ENOUGH_DATA = 50
-"""Smallest number of data for comparing columns of labels with columns of predictions."""
+"""Smallest number of data for a comparison of the columns of labels and predictions."""
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
-    """Raise `DataError` with the order that is clearly meant, if it is another one.
+    """Raise a `DataError` that gives the correct order if the labels clearly have a different class order than the outputs.
 
-    Each label is matched with the class that is predicted for it most often. There are many orders, and for a few data one of them
-    always fits well: the order must fit better than chance would let the best of all orders fit.
+    Each label is matched with the class that is predicted for it most often. There are many orders, and with few data some order
+    always fits well. The order must therefore fit better than the best of all orders would fit by chance.
 
     Args:
         targets: labels (n,).
@@ -53,7 +53,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(
                 f"the {where}: the classes seem to be in another order than the outputs of networks[{index}]. {right:.1%} of the "
-                f"labels agree with this network, but {moved:.1%} would in this order: {order}"
+                f"labels agree with this network, but {moved:.1%} would agree in this order: {order}"
                 f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of its class's output."
             )
 
@@ -64,18 +64,18 @@ def _divergence(share: float, chance: float) -> float:
 
 
 def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
-    """Raise `DataError` if the columns of multi-label data correlate far better with other outputs.
+    """Raise `DataError` if the columns of multi-label data correlate far better with the outputs in a different order.
 
     Args:
-        labels: (n, C), 0 or 1, NaN where missing.
-        probs: (n, C), predicted probabilities of yes.
+        labels: labels (n, C): 0, 1, or NaN if a label is missing.
+        probs: predicted probabilities (n, C) of yes.
         where: name of the loader.
     """
     known = ~labels.isnan()
     if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
         return
     count, filled, mask = known.double().sum(0)[:, None], labels.nan_to_num(), known.double()
-    # Correlation of each column of labels with each of probabilities, over the data that have the label.
+    # Correlate each column of labels with each column of probabilities, over the data that have the label.
     label_mean, prob_mean = filled.sum(0)[:, None] / count, (mask.T @ probs) / count
     joint = (filled.T @ probs) / count - label_mean * prob_mean
     variance = ((mask.T @ probs.square()) / count - prob_mean.square()).clamp_min(0) * label_mean * (1 - label_mean)
@@ -84,6 +84,6 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     order = best.indices.tolist()
     if float((best.values - correlation.diagonal()).mean()) > CLEAR and len(set(order)) == labels.shape[1]:
         raise DataError(
-            f"the {where}: the labels seem to be in another order than the networks' outputs. Column by column they match outputs "
-            f"{order[:20]}{'...' if len(order) > 20 else ''}. Put the columns in the order of the outputs."
+            f"the {where}: the labels seem to be in another order than the networks' outputs. The columns match the outputs "
+            f"{order[:20]}{'...' if len(order) > 20 else ''}. Sort the columns in the order of the outputs."
         )

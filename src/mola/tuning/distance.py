@@ -1,4 +1,4 @@
-"""The rule that divides logits by the distance from the training classes, at a price on validation data."""
+"""The rule that divides logits by the distance from the training classes, at a limited cost on validation data."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Distance exponents tried first; then finer between the last that meets the limits and the first that does not."""
+"""Distance exponents that are tried first. The search then refines the interval in which the limits begin to
+fail."""
 
 GROWTHS = tuple(step / 16 for step in range(17))
-"""Distance exponents of a regression: up to 1, where the standard deviation grows in proportion to the distance, as
-the uncertainty about a function with bounded slope does."""
+"""Distance exponents that are tried for a regression. At 1, the standard deviation grows in proportion to the distance, like the
+uncertainty about a function with a bounded slope."""
 
 FINEST = 2.0**-11
-"""Distance exponents are multiples of this."""
+"""Smallest step between two distance exponents."""
 
 REGRESSION_PRICE = 0.01
-"""Log loss per output, in nats, that the distance may cost a regression by default."""
+"""Log loss per output, in nats, that the distance exponent of a regression may cost by default."""
 
 FAR = 3.0
-"""Ratio of the distances of validation and training data above which a note warns."""
+"""Ratio of the distances of validation and training data above which the rule warns."""
 
 
 @dataclass(frozen=True)
 class Distance(Rule):
-    """Divide logits by the distance from the training classes, at a price on validation data.
+    """The rule that divides logits by the distance from the training classes, at a limited cost on validation data.
 
-    The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule
-    takes the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same
-    threshold: the same price inside the data, spent on inputs that are farther away than usual.
+    The paper's rule lowers confidence everywhere until the mean confidence on validation data meets a threshold. This rule chooses the
+    prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold. The
+    cost on validation data is the same, but confidence falls mostly on inputs that are unusually far away.
 
     Args:
-        price: what the distance may cost on validation data. None is the paper's price: the mean confidence falls to its threshold.
-            "loss" stops before that where the log loss reaches that of the paper's rule. 0.02 lets the log loss rise by at most 2 %.
-            For regression, in nats of log loss per output; None is 0.01.
-        rule: chooses prior precision and temperature first: a name, or an object.
+        price: cost that the distance may have on validation data. None lets the mean confidence fall to the paper's threshold. "loss"
+            stops earlier if the log loss reaches the log loss of the paper's rule. 0.02 lets the log loss rise by at most 2 %. For
+            regression, the price is in nats of log loss per output, and None is 0.01.
+        rule: the rule that first chooses prior precision and temperature, by name or as an object.
     """
 
     price: float | Literal["loss"] | None = None
@@ -58,8 +59,8 @@ class Distance(Rule):
         named = self.price is None or self.price == "loss"
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             raise OptionError(
-                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more "
-                "validation log loss is 0.02."
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. A price of 0.02 allows 2 % more "
+                "validation log loss."
             )
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
@@ -67,7 +68,7 @@ class Distance(Rule):
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True: the rule divides logits and multiplies standard deviations of a regression."""
+        """Return True for every likelihood. A regression multiplies its standard deviations instead of dividing logits."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -92,7 +93,7 @@ class Distance(Rule):
         else:
             if isinstance(self.price, str):
                 raise OptionError(
-                    f"price {self.price!r} is for classes: for regression, pass nats per output, such as 0.01."
+                    f"price {self.price!r} is for classification. For regression, pass nats of log loss per output, such as 0.01."
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
@@ -115,7 +116,7 @@ class Distance(Rule):
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
-        # A condition on the scores at an exponent, the condition in words, and notes.
+        # Return a condition on the scores at an exponent, the condition in words, and notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
@@ -136,7 +137,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
+    """Return the largest exponent up to which all tried exponents meet the limits, or 0, and the scores of all tried exponents."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:
@@ -160,26 +161,27 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect: nothing is left to spend ({limit}). Without it the mean confidence on the validation data "
-            f"is {plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
+            f"The distance has no effect, because every exponent exceeds the limit ({limit}). Without distance, the mean confidence "
+            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, such as "
+            f"mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
-        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} ({100 * change:+.1f} %) "
-        f"and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs twice as "
-        f"far from the training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
+        f"The distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
+        f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
+        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four times it."
     )
 
 
 def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> str:
     if chosen == 0:
         return (
-            "The distance has no effect: the smallest exponent costs more than the price. Raise it: "
+            "The distance has no effect, because even the smallest exponent costs more than the price. Raise the price: "
             "mola.rules.Distance(price=0.05)."
         )
     return (
-        f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. For it, the "
-        f"standard deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
+        f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. Standard "
+        f"deviations are multiplied by {2**chosen:.3g} at twice the usual distance from the training data."
     )
 
 
@@ -191,7 +193,7 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
     if not all(one.known for one in distances):
         notes.append(
             warned(
-                "all training features of a network are identical, so its distances carry no information and count as 1."
+                "all training features of a network are identical, so its distances contain no information and are set to 1."
             )
         )
     else:
@@ -201,12 +203,12 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
         if ratio > FAR:
             notes.append(
                 warned(
-                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training "
-                    f"data for that many features, or data unlike those that the networks were trained on."
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data. Either the "
+                    f"training data are too few for the number of features, or the validation data differ from them."
                 )
             )
     if any(one.num_predicted for one in distances):
         notes.append(
-            "the training data had no labels: distances are from the classes that the networks predict for them."
+            "the training data had no labels, so distances are measured from the classes that the networks predict."
         )
     return tuple(notes)

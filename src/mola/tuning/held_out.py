@@ -1,4 +1,4 @@
-"""Held-out features and outputs: read once, checked, and scored for every candidate of a search."""
+"""Held-out features and outputs, which are read once, checked, and scored for every candidate of a search."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
 POSITIONS_KEPT = 256
-"""Positions of each input that are kept of dense outputs, drawn at random: neighbours are similar, and more positions would add
-little."""
+"""Number of positions that are drawn from each input with dense outputs. Neighbouring positions are similar, so more positions would
+add little."""
 
 LONG = 0.99
-"""Share of the validation data whose features are not long."""
+"""Quantile of the validation data's feature norms up to which a norm is typical."""
 
 COPIES = 0.1
-"""Smallest median distance, relative to the training data's own. Below, most validation data are copies of training
-data, and the median is uninformative about the other data."""
+"""Smallest median distance, relative to the training data's distance. A smaller median means that most validation data are copies of
+training data, and it would not be typical of the other data."""
 
 NO_SPREAD = 1e-6
-"""Relative spread below which outlier scores count as identical."""
+"""Relative spread below which outlier scores are treated as identical."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class HeldOut:
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
-    """Share of the rows that counts in a standard error: the positions of one input are correlated."""
+    """Effective share of the rows in a standard error, because the positions of one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
-    """Processes that hold the shards; results are those of all of them."""
+    """Processes that hold the shards. Results are computed from the data of all processes."""
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -62,17 +62,17 @@ class HeldOut:
             yield Rows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Return the rows of all processes, in the order of their ranks."""
+        """Return the rows of all processes, sorted by rank."""
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
-        """Refuse labels in another class order than the outputs; warn of labels that fit no better than guesses."""
+        """Raise `DataError` if labels have a different order than the outputs, and warn if they agree no better than chance."""
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
             return
         targets = self.gather(self.likelihood.targets(self.labels))
         predicted = [self.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
         if not bool((targets >= 0).any()):
-            raise DataError(f"the {self.where}: every label is missing. Yield some labels.")
+            raise DataError(f"the {self.where}: every label is missing. At least one label is needed.")
         if self.likelihood.mutually_exclusive:
             check_class_order(targets, predicted, self.where)
         else:
@@ -83,17 +83,17 @@ class HeldOut:
         error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
         if chance + 2 * error >= 1:
             warn(
-                f"the {self.where} has too few labels ({int(known.sum())}) to tell the networks from guesses: tune on more "
-                "data, or use rule='evidence', which needs none."
+                f"the {self.where} has too few labels ({int(known.sum())}) to distinguish the networks from guessing. Tune on more "
+                "data, or use rule='evidence', which needs no validation data."
             )
         elif accuracy < chance + 2 * error:
             warn(
-                f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, hardly more than chance "
-                f"({chance:.1%}): are the labels those of these inputs, and are the inputs preprocessed as in training?"
+                f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, and chance alone would give "
+                f"{chance:.1%}. Check that the labels belong to these inputs, and that the inputs are preprocessed as in training."
             )
 
     def score_groups(self) -> Tensor:
-        """Return the index (m,) of the input that each score belongs to: multi-label data have a score for each known question."""
+        """Return the index (m,) of the input that each score belongs to. Multi-label data have a score for each known label."""
         own = torch.arange(len(self), device="cpu")
         if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
@@ -103,11 +103,11 @@ class HeldOut:
         return found
 
     def accuracy(self) -> tuple[float, float]:
-        """Return the mean accuracy of the single networks, and its standard error over the data, which the networks share."""
+        """Return the mean accuracy of the networks, and its standard error over the data, which all networks share."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
-            raise DataError("this rule needs labels: yield (inputs, labels).")
+            raise DataError("this rule needs labels. Pass batches of (inputs, labels).")
         targets = likelihood.targets(self.labels)
         known = targets >= 0
         right = torch.stack([(likelihood.predicted(one) == targets) & known for one in self.outputs]).double().mean(0)
@@ -116,9 +116,9 @@ class HeldOut:
         )
         total = float(counted.sum())
         accuracy = float(right.sum()) / total
-        # By datum: the labels of one input are not independent, and its errors come together.
+        # Errors are summed over each input first, because the labels of one input are not independent.
         spread = float((right - accuracy * counted).square().sum()) / self.independent
-        # At least 1 / (count + 2): where all are right the spread is 0, and a few data are still a few.
+        # The error is at least 1 / (count + 2), because the spread is 0 if all predictions are correct, however few the data are.
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
@@ -134,7 +134,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Return the reference with mean and spread of the terms of the outlier score, and the mean energies, from rows (n, 3 + K)."""
+        """Return the reference with mean and spread of the outlier score's terms and the mean energies, from rows (n, 3 + K)."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
@@ -157,13 +157,13 @@ def read_held_out(
 
     Args:
         networks: the trained networks.
-        heads: their last layers; None if only outputs are needed.
+        heads: the networks' last layers; None if only outputs are needed.
         loader: any iterable of batches.
-        likelihood: what the outputs mean.
+        likelihood: likelihood of the outputs.
         where: name of the loader in messages.
-        labelled: True demands labels in every batch, False ignores them, None reads them if present.
+        labelled: True requires labels in every batch, False ignores labels, and None reads labels if they are present.
         progress: show a progress bar.
-        team: processes whose shards make up the data.
+        team: processes whose shards form the data.
     """
     check_loader(loader, where)
     team = Team.single() if team is None else team
@@ -189,12 +189,12 @@ def read_held_out(
             inputs += batch.used_inputs
             for rows in batch.chunks():
                 for index in range(len(networks)):
-                    # Copies: a network may reuse its memory for the next batch.
+                    # Copy the tensors, because a network may reuse its memory for the next batch.
                     phi[index].append(rows.phi[index].cpu().clone())
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())
-    # A rank without data has tensors of the same shapes, without rows.
+    # A rank without data stores tensors without rows, but with the shapes of the other ranks.
     mine = bool(outputs[0])
     if not any(team.collect(mine)):
         raise DataError(f"the {where} is empty on every rank.")

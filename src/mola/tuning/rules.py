@@ -1,7 +1,7 @@
 """Rules that choose the prior precision on validation data, or by the evidence of the training data.
 
-A rule is an object that is called with a posterior and held-out data and returns a `Tuning`. The networks have run once by then; a
-candidate costs what its predictive distribution costs.
+A rule is called with a posterior and held-out data, and returns a `Tuning`. The networks have already run once, so evaluating a
+candidate only computes its predictive distribution.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
 TEMPERATURES = (*(0.1 * 9.5 ** (step / 31) for step in range(32)), 1.0)
-"""Temperatures to try if networks may be underconfident; the search then refines the best."""
+"""Temperatures that are tried if the networks are underconfident. The search then refines the best temperature."""
 
 DOUBTLESS = 2.0
-"""Standard errors by which accuracy must exceed confidence before logits are sharpened."""
+"""Number of standard errors by which accuracy must exceed confidence before logits are sharpened."""
 
 ALIKE = 1e-3
-"""Log loss per output, in nats, up to which the prior precisions of a regression score alike; of other scores, the same share."""
+"""Difference in log loss per output, in nats, below which prior precisions of a regression are equally good. For other scores, it is
+a relative difference."""
 
 NEAR = 0.005
-"""Mean confidence above the target up to which it counts as met closely."""
+"""Largest excess of the mean confidence over the target that the summary does not mention."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Factors of a regression's noise that are tried around the current noise; then finer ones."""
+"""Factors that are tried around the current noise of a regression. Finer factors are tried next."""
 
 
 # --- the paper's rule ----------------------------------------------------------------------------------------------------
@@ -55,14 +56,14 @@ NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """The paper's rule: the smallest prior precision whose mean confidence on validation data meets a threshold.
+    """The paper's rule, which chooses the smallest prior precision whose mean confidence on validation data meets a threshold.
 
     Args:
-        confidence: threshold on the mean confidence; None sets it `margin` below the networks' own mean accuracy on the validation
-            data, as the paper does (0.98 for a network of 99.2 %, 0.94 for one of 94.8 %).
-        brier: threshold on the Brier score, to be met as well.
-        margin: distance of the default threshold below the accuracy.
-        grid: prior precisions to choose from; None is the paper's, 100 values from 1e-4 to 1e3, which grows past an end that wins.
+        confidence: threshold on the mean confidence. None sets it `margin` below the networks' mean accuracy on the validation data,
+            as the paper does (0.98 for an accuracy of 99.2 %, 0.94 for an accuracy of 94.8 %).
+        brier: optional threshold on the Brier score, which must also be met.
+        margin: difference between the accuracy and the default threshold.
+        grid: prior precisions to choose from. None is the paper's grid of 100 values from 1e-4 to 1e3, which grows if an end is best.
     """
 
     confidence: float | None = None
@@ -80,11 +81,11 @@ class Threshold(Rule):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """False for a given confidence."""
+        """False if a confidence is given and no Brier score."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """Return the mean confidence to meet, where it comes from, and notes."""
+        """Return the target for the mean confidence, its explanation, and notes."""
         if self.confidence is not None:
             return self.confidence, f"{self.confidence:.2%} as given", ()
         accuracy, error = data.accuracy()
@@ -93,12 +94,12 @@ class Threshold(Rule):
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
-                f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of "
-                f"{points(error, '.2g')}, and so has the target confidence.",
+                f"there are few validation data: the networks' mean accuracy of {accuracy:.1%} and the target confidence have a "
+                f"standard error of {points(error, '.2g')}.",
             )
         origin = f"the networks' mean accuracy {accuracy:.2%} less {points(self.margin)}"
         if target > accuracy - self.margin:
-            origin = f"which is chance: {origin} would be even lower"
+            origin = f"which is chance, because {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -117,12 +118,12 @@ class Threshold(Rule):
                 f"The threshold rule has no effect: without any covariance the mean confidence is "
                 f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
                 f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set to "
-                f"{search.value(index):.3g}, nearly the plain ensemble. Use the default rule, 'calibrated'."
+                f"{search.value(index):.3g}, which is nearly the plain ensemble. Use the default rule, 'calibrated'."
             )
         else:
             notes = (*notes, *search.note(index))
             lowest = min(row["confidence"] for row in search.tried.values())
-            above = "; no prior precision tried lowers it to the target" if lowest > target + NEAR else ""
+            above = "; no tried prior precision lowers the confidence to the target" if lowest > target + NEAR else ""
             summary = (
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
                 f"{search.value(index):.3g} (target: {origin}){above}."
@@ -136,14 +137,14 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Score(Rule):
-    """The prior precision with the best score on validation data.
+    """The rule that chooses the prior precision with the best score on validation data.
 
-    Where the data show beyond doubt that the networks are underconfident, logits are also sharpened by a temperature below 1. For a
-    regression the noise is chosen with it, unless it was given.
+    If the networks are clearly underconfident on the data, a temperature below 1 also sharpens the logits. For a regression, the rule
+    also chooses the noise unless it was given.
 
     Args:
-        score: "nll", "brier" or "ece"; for regression "nll" or "crps".
-        grid: prior precisions to choose from; None is the paper's, which grows past an end that wins.
+        score: "nll", "brier" or "ece" for classification, "nll" or "crps" for regression.
+        grid: prior precisions to choose from; None is the paper's grid, which grows if an end is best.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
@@ -153,7 +154,7 @@ class Score(Rule):
         one_of(self.score, tuple(SCORE_NAMES), "score")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Test whether the rule is defined for a likelihood."""
+        """Return True if the rule is defined for a likelihood."""
         return {"nll": True, "crps": not likelihood.classification}.get(self.score, likelihood.classification)
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -171,8 +172,7 @@ class Score(Rule):
         at = f" and temperature {temperature:.3g}" if temperature != 1 else ""
         summary = (
             f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision "
-            f"{search.value(index):.3g}{at}, the best "
-            f"of those tried."
+            f"{search.value(index):.3g}{at}, the best value found."
         )
         chosen = (search.value(index),) * len(posterior.components)
         return Tuning(f"Score({score!r})", chosen, summary, (*notes, *search.note(index)), search.curve(), temperature)
@@ -180,18 +180,18 @@ class Score(Rule):
     def _sharpened(
         self, posterior: MoLA, data: HeldOut, search: PrecisionSearch, index: int
     ) -> tuple[float, PrecisionSearch, int, tuple[str, ...]] | None:
-        # A temperature below 1, if accuracy exceeds confidence by more than two standard errors. Covariance only lowers confidence;
-        # networks trained with label smoothing or mixup need the opposite.
+        # Return a temperature below 1 if accuracy exceeds confidence by more than two standard errors. Covariance only lowers
+        # confidence, but networks trained with label smoothing or mixup need the opposite.
         score = self.score
         each = scores(posterior, data, precision=[search.value(index)])
         gap, error = paired(each["correct"][0], each["confidence"][0], data, least=share_error(data))
         if gap <= DOUBTLESS * error:
             return None
         before, temperature, tried = search.tried[index][score], 1.0, TEMPERATURES
-        for _ in range(3):  # in turn: one makes up for the other along a valley, and further rounds gain little
+        for _ in range(3):  # alternate, because each setting compensates for the other; more rounds gain little
             values = mean_scores(posterior, data, precision=[search.value(index)], temperature=tried)[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
-                return None  # also where a link does not depend on the temperature
+                return None  # also if the link does not depend on the temperature
             temperature = tried[int(values.argmin())]
             step = 9.5 ** (1 / 31)
             low, high = max(TEMPERATURES[0], temperature / step), min(1.0, temperature * step)
@@ -201,7 +201,7 @@ class Score(Rule):
         note = (
             f"the networks are underconfident, as after label smoothing or mixup: on the validation data the mean confidence is "
             f"{float(each['confidence'].mean()):.2%} and the accuracy {float(each['correct'].mean()):.2%}, {gap / error:.1f} standard "
-            f"errors apart. A temperature of {temperature:.3g} takes the {SCORE_NAMES[score]} from {before:.4g} to "
+            f"errors apart. A temperature of {temperature:.3g} changes the {SCORE_NAMES[score]} from {before:.4g} to "
             f"{search.tried[index][score]:.4g}."
         )
         return temperature, search, index, (note,)
@@ -209,12 +209,14 @@ class Score(Rule):
 
 @dataclass(frozen=True)
 class Outliers(Rule):
-    """Validation log loss plus a penalty for confidence on outliers: their cross-entropy to the uniform distribution.
+    """The rule that minimises the validation log loss plus a penalty for confidence on outliers.
+
+    The penalty is the cross-entropy of the uniform distribution to the predictions for the outliers.
 
     Args:
-        loader: batches of outliers; labels are not read.
+        loader: batches of outliers, whose labels are ignored.
         weight: weight of the penalty.
-        grid: prior precisions to choose from; None is the paper's, which grows past an end that wins.
+        grid: prior precisions to choose from; None is the paper's grid, which grows if an end is best.
     """
 
     loader: Iterable[Any] = field(repr=False)
@@ -240,8 +242,7 @@ class Outliers(Rule):
         row = search.tried[index]
         summary = (
             f"At prior precision {search.value(index):.3g} the validation log loss is {row['nll']:.4g} and the mean "
-            "confidence on outliers "
-            f"{row['outlier_confidence']:.1%}."
+            f"confidence on outliers is {row['outlier_confidence']:.1%}."
         )
         chosen = (search.value(index),) * len(posterior.components)
         return Tuning(f"Outliers(weight={self.weight})", chosen, summary, search.note(index), search.curve())
@@ -252,21 +253,22 @@ class Outliers(Rule):
 
 @dataclass(frozen=True)
 class Evidence(Rule):
-    """The prior precision that maximises the log marginal likelihood of the training labels: no validation data needed.
+    """The rule that maximises the log marginal likelihood of the training labels, without any validation data.
 
     Args:
-        shared: one prior precision for all components, which maximises the sum of their log evidences; False gives each its own.
+        shared: True chooses one prior precision for all components, which maximises the sum of their log evidences. False chooses a
+            prior precision for each component.
     """
 
     shared: bool = True
     needs_data = False
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Test whether the rule is defined for a likelihood."""
+        """Return True if the rule is defined for a likelihood."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
-        """Choose the prior precision, and for a regression the noise unless it was given."""
+        """Choose the prior precision, and the noise of a regression unless it was given."""
         count = len(posterior.components)
         free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count
@@ -299,8 +301,8 @@ class Evidence(Rule):
 
 
 def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
-    # Prior precision and, unless it was given, noise, in turn. With many data the score hardly depends on the prior precision and its
-    # smallest value is chance: among equally good values, the one nearest to 1 is chosen.
+    # Alternately choose the prior precision and, unless it was given, the noise. With many data, the score barely depends on the prior
+    # precision, and its minimum is arbitrary. Among equally good prior precisions, the value nearest to 1 is chosen.
     count, factor = len(posterior.components), 1.0
     free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
 
@@ -338,4 +340,4 @@ PLAIN_RULES: dict[str, Rule] = {
     "crps": Score("crps"),
     "evidence": Evidence(),
 }
-"""Rules by name, without those that build on another rule."""
+"""Tuning rules by name, without the rules that build on another rule."""

@@ -1,4 +1,4 @@
-"""Scores of candidates on held-out data: one loop over chunks of rows, with many candidates at once where the link allows it."""
+"""Scores of candidates on held-out data. Chunks of rows are scored in one loop, with many candidates at once if the link allows it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
-"""Candidates times rows times outputs that are held at once: 16 MB in float64."""
+"""Largest number of candidates times rows times outputs that are held at once: 16 MB in float64."""
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
-"""From the predictive distribution of L candidates and labels to scores (L, m) by name."""
+"""A function from the predictive distribution of L candidates and the labels to scores (L, m) by name."""
 
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
-    """Return scores of predictions with labels: log loss, and more by likelihood."""
+    """Return scores of predictions with labels by name: the log loss, and other scores that depend on the likelihood."""
     assert labels is not None
     return predictive.scores(labels)
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return scores that need no labels: confidence, and the cross-entropy of the uniform distribution to the prediction."""
+    """Return a function for scores without labels: confidence, and the cross-entropy of the uniform distribution to a prediction."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
-        choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for labels
+        choices = likelihood.choices(predictive.point())  # (L, n, C), or (L, n, C, 2) for multi-label data
         uniformity = -choices.clamp_min(torch.finfo(torch.float64).tiny).log().mean(-1)
         return {"confidence": choices.amax(-1).flatten(1), "uniformity": uniformity.flatten(1)}
 
@@ -53,19 +53,19 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return scores (L, m) of L candidates for each datum, or for each known question of multi-label data, over all processes.
+    """Return scores (L, m) of L candidates for each datum, or for each known label of multi-label data, over all processes.
 
-    Settings are broadcast against each other.
+    The settings of the candidates are broadcast against each other.
 
     Args:
-        posterior: the mixture; its own scaling is not used.
-        data: to score on.
-        score: from a predictive distribution and labels to scores (L, m) by name.
-        precision: prior precisions, each one number, or one for each component; None is the posterior's.
-        temperature: temperature of each candidate, like all arguments below.
-        pooling: c.
-        exponent: distance exponent gamma.
-        onset: distance from which it counts.
+        posterior: the mixture, whose scaling is ignored.
+        data: the held-out data.
+        score: function from a predictive distribution and labels to scores (L, m) by name.
+        precision: prior precisions, with one number or one for each component in each candidate; None is the posterior's.
+        temperature: temperatures of the candidates.
+        pooling: poolings of the candidates.
+        exponent: distance exponents of the candidates.
+        onset: distance beyond which logits shrink.
     """
     count = len(posterior.components)
     given = [posterior.prior_precision] if precision is None else precision
@@ -82,7 +82,7 @@ def scores(
     for rows, labels in data.chunks(NUMBERS_AT_ONCE // max(at_once * posterior.link.row_size(outputs), features)):
         found = [score(posterior.predictive(rows, candidates=some), labels) for some in tried.split(at_once)]
         parts.append({name: torch.cat([one[name] for one in found]) for name in found[0]})
-    # A rank without data has no names.
+    # A rank without data has no names, so it takes them from another rank.
     names = next(names for names in data.team.collect(list(parts[0]) if parts else None) if names)
     return {
         name: data.gather(torch.cat([part[name] for part in parts], 1).T.contiguous() if parts else None).T
@@ -93,7 +93,7 @@ def scores(
 def mean_scores(
     posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" of confidences with labels."""
+    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" if there are labels of a classification."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
     if "correct" in scored:
@@ -105,14 +105,14 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     """Return the mean difference of two scores (m,) of the same data, and its standard error over inputs, at least `least`."""
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
-    # The questions of one input are not independent: their differences are added up first.
+    # The labels of one input are not independent, so their differences are added up first.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
     if len(total) == 1:
-        return float(mean), math.inf  # one input has no spread
+        return float(mean), math.inf  # a single input has no standard error
     error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
     return float(mean), max(error, least)
 
 
 def share_error(data: HeldOut) -> float:
-    """Return the smallest standard error of a share, which is not 0 even if a few data all agree."""
+    """Return the smallest standard error of a share, which is positive even if all data agree."""
     return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)

@@ -1,6 +1,6 @@
-"""The search over the prior precision.
+"""The search for the best prior precision.
 
-Every ninth value of the paper's grid is tried first, then finer steps around the best; the grid grows beyond an end that wins.
+Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid grows if an end is best.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 Scored = dict[str, Tensor]
 Evaluate: TypeAlias = "Callable[[Sequence[float]], Scored]"
-"""From prior precisions to the scores (L,) of each."""
+"""A function from L prior precisions to scores (L,) by name."""
 
 LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
-"""Indices of the paper's grid, 100 values from 1e-4 to 1e3, and the steps of the search."""
+"""First and last index of the paper's grid, which has 100 values from 1e-4 to 1e3, and the steps of the search."""
 
 LOWEST, HIGHEST = -279, 225
-"""Indices up to which the grid may grow: 2e-24 and 8e11. Below, the prior has no influence; above, no covariance is left."""
+"""Indices up to which the grid may grow: 2e-24 and 8e11. Below, the prior has no influence, and above, no covariance remains."""
 
 SAME = 1e-9
-"""Relative difference of scores that are equal but for rounding."""
+"""Largest relative difference of scores that are equal up to rounding."""
 
 
 def warned(note: str) -> str:
@@ -52,7 +52,7 @@ def grid_value(index: int) -> float:
 
 
 class PrecisionSearch:
-    """Prior precisions that were tried, by index of the grid, and their scores."""
+    """A search over prior precisions, which stores the scores of all tried values by their index in the grid."""
 
     evaluate: Evaluate
     given: tuple[float, ...] | None
@@ -68,7 +68,7 @@ class PrecisionSearch:
         return grid_value(index) if self.given is None else self.given[index]
 
     def try_at(self, indices: Iterable[int]) -> None:
-        """Score the prior precisions at these indices that were not tried before."""
+        """Score the prior precisions at these indices, except those that were already tried."""
         new = sorted(set(indices) - self.tried.keys())
         if new:
             found = self.evaluate([self.value(index) for index in new])
@@ -76,7 +76,7 @@ class PrecisionSearch:
                 self.tried[index] = {name: float(values[place]) for name, values in found.items()}
 
     def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Return the index of the smallest score; without `smooth`, every value of the grid is tried."""
+        """Return the index of the smallest score. Without `smooth`, every value of the grid is tried."""
 
         def best() -> int:
             return min(sorted(self.tried), key=lambda index: self.tried[index][score])
@@ -92,7 +92,7 @@ class PrecisionSearch:
         return best()
 
     def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
-        """Return the index of the smallest prior precision that meets a condition, which all larger values meet, or None."""
+        """Return the index of the smallest prior precision that meets a monotone condition, or None if no value meets it."""
 
         def first() -> int | None:
             return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
@@ -111,7 +111,7 @@ class PrecisionSearch:
         return first()
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
-        # Try values beyond one end of the grid while it is open and the score still changes.
+        # Try values beyond one end of the grid while the end is open and the score still changes.
         end, sign = (min, -1) if down else (max, 1)
         while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
             before, last = self.tried[end(self.tried)][score], end(self.tried)
@@ -120,20 +120,20 @@ class PrecisionSearch:
                 break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
-        """Return all values tried, by increasing prior precision."""
+        """Return the scores of all tried values, sorted by increasing prior precision."""
         order = sorted(self.tried)
         names = self.tried[order[0]]
         table = {name: tuple(self.tried[index][name] for index in order) for name in names}
         return {"prior_precision": tuple(self.value(index) for index in order)} | table
 
     def note(self, index: int) -> tuple[str, ...]:
-        """Return a warning if the chosen value is outside the paper's grid."""
+        """Issue and return a warning if the chosen value is outside the paper's grid."""
         if self.given is not None or LOW <= index <= HIGH:
             return ()
         meaning = (
-            "the prior has next to no influence, and the training data alone set the covariance"
+            "the prior has almost no influence, and the training data alone determine the covariance"
             if index < LOW
-            else "next to no covariance is left, and predictions are close to the plain ensemble's"
+            else "almost no covariance is left, and predictions are close to the plain ensemble's predictions"
         )
         return (
             warned(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),
@@ -151,7 +151,7 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 
 
 def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
-    """Maximise a function of one number: a coarse grid, then a golden-section search around its best point."""
+    """Maximise a function of one number on a coarse grid, and then by golden-section search around the best point."""
     places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
     best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
     left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]
@@ -171,5 +171,5 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 
 
 def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
-    """Return the mean scores of a mixture on held-out data, as a function of the prior precision."""
+    """Return a function from prior precisions to the mean scores of a mixture on held-out data."""
     return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Result of tuning a posterior."""
+    """The result of tuning a posterior."""
 
     rule: str
     prior_precision: tuple[float, ...]
-    """One for each component."""
+    """Prior precision of each component."""
     summary: str = ""
-    """The choice in one sentence."""
+    """Short description of the choice."""
     notes: tuple[str, ...] = ()
-    """Warnings and remarks."""
+    """Warnings and remarks about the choice."""
     curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     """Scores of each candidate on the validation data, by name."""
     temperature: float = 1.0
@@ -29,18 +29,18 @@ class Tuning:
     distance_exponent: float = 0.0
     onset: float = 1.0
     noise_factors: tuple[float, ...] = ()
-    """Factor of each component's noise, where a rule chose the noise of a regression."""
+    """Factor of each component's noise, if the rule chose the noise of a regression."""
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tuning as JSON."""
+        """Return the tuning as a dictionary for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """Return the inverse of `as_json`."""
+        """Return the tuning that `as_json` described."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))
@@ -49,7 +49,7 @@ class Tuning:
 class Rule:
     """A way to choose the prior precision and the scaling of logits.
 
-    A plain function `(posterior, data) -> Tuning` works, too.
+    A plain function `(posterior, data) -> Tuning` also works.
     """
 
     needs_data = True
@@ -57,17 +57,17 @@ class Rule:
     needs_labels = True
     """True if the validation data must have labels."""
     fixes_weights = False
-    """True if weights by evidence stay those of the first prior precision."""
+    """True if weights by evidence are kept from before tuning, although the rule changes the prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Test whether the rule is defined for a likelihood: by default for every classification."""
+        """Return True if the rule is defined for a likelihood. By default, it is defined for every classification."""
         return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
-        """Choose.
+        """Choose the prior precision and the scaling of logits.
 
         Args:
-            posterior: at its first prior precision, with temperature 1, pooling 1 and distance exponent 0.
+            posterior: the posterior at its initial prior precision, with temperature 1, pooling 1 and distance exponent 0.
             data: features and outputs of the validation data; None for a rule without `needs_data`.
         """
         raise NotImplementedError
