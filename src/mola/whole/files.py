@@ -15,13 +15,14 @@ from mola.errors import OptionError, StorageError
 from mola.fitting import as_networks
 from mola.laplace import Sums
 from mola.likelihoods import CATEGORICAL
+from mola.options import one_of
 from mola.saving.files import read_folder, write_folder
 from mola.saving.fit_checkpoint import SUMS, unpack_sums
 from mola.saving.posterior import MIXTURE, check_networks, pack_components, unpack_mixture
 from mola.saving.schema import Optional
 from mola.whole.jacobians import Block, WeightLayout
 from mola.whole.posterior import WholeMoLA, make_component, structure_of
-from mola.whole.structures import STRUCTURES
+from mola.whole.structures import NAMES, WholeStructure
 
 KIND = "whole-posterior"
 CHOSEN = "chosen"  # name of the tensor with the places of a subnetwork's weights; all others are sums
@@ -77,7 +78,7 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
     layout = WeightLayout(tuple(Block(**block | {"names": tuple(block["names"])}) for block in part["blocks"]))
     if name == "subnetwork":
         layout = replace(layout, chosen=_checked_places(tensors.pop(CHOSEN), layout.total))
-    structure = STRUCTURES[name](layout, part["outputs"])
+    structure = WholeStructure(layout, part["outputs"], one_of(name, NAMES, "structure"))
     damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
     if damaged or part["count"] < 1:
         raise StorageError(

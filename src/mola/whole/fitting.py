@@ -34,7 +34,7 @@ from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 from mola.whole.jacobians import WeightLayout, curvature_roots, find_layout, size_of, some_of
 from mola.whole.posterior import WholeMoLA, make_component
-from mola.whole.structures import STRUCTURES, WholeDiag, WholeFull, WholeStructure
+from mola.whole.structures import WholeStructure
 
 
 def fit(
@@ -99,14 +99,16 @@ def fit(
         layouts, classes = _layouts(models, inputs, factored=name == "kron")
         identity = {"networks": [state_checksum(one) for one in models] if team.size > 1 else []}
         team.agree({**identity, "layouts": [asdict(one) for one in layouts], "structure": [name, subnetwork]}, "fit")
-        structures = [STRUCTURES[name](layout, classes) for layout in layouts]
+        structures = [WholeStructure(layout, classes, name) for layout in layouts]
         sizes = [one.total if subnetwork is None else _subnetwork_size(one.total, subnetwork) for one in layouts]
         check_size(structures[0], sizes, classes)
         if subnetwork is not None:
-            diagonals = [WholeDiag(layout, classes) for layout in layouts]
+            diagonals = [WholeStructure(layout, classes, "diag") for layout in layouts]
             before = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
             structures = [
-                WholeFull(replace(layout, chosen=_largest_variances(sums.tensors["diagonal"], size)), classes)
+                WholeStructure(
+                    replace(layout, chosen=_largest_variances(sums.tensors["rest"], size)), classes, "subnetwork"
+                )
                 for layout, sums, size in zip(layouts, before, sizes, strict=True)
             ]
             batches = iter(train_loader)

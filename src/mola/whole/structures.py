@@ -6,19 +6,19 @@ layer with inputs a and gradients g at T positions by
 
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
-For one datum and T = 1 it is exact. A `WholeCurvature` is an orthogonal basis of weight space with one eigenvalue for each
-direction. With the coordinates z (n, C, D) of the Jacobians in this basis, every formula is a sum over :math:`1 / (h + \lambda)`.
+For one datum and T = 1 it is exact. The exact matrix of all weights is the case of one layer whose gradients are the Jacobian rows
+and whose input is the constant 1; the diagonal is the case of no layer. A `WholeCurvature` is an orthogonal basis of weight space
+with one eigenvalue for each direction. With the coordinates z (n, C, D) of the Jacobians in this basis, every formula is a sum over
+:math:`1 / (h + \lambda)`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError
 from mola.laplace import Curvature, Structure, Sums
@@ -27,84 +27,50 @@ from mola.network import Inputs
 from mola.numerics import Generator, standard_normals
 from mola.whole.jacobians import Directions, Factors, WeightLayout, jacobians, layer_factors
 
+NAMES = ("kron", "diag", "full", "subnetwork")
+
 JITTER = 1e-9
 """Added to the diagonal of the centred covariance before its root is taken, relative to its mean: a few uncertain weights give a
 covariance of low rank."""
 
 
-@dataclass(frozen=True)
-class WholeStructure(Structure):
-    """A way to approximate the Gauss-Newton matrix of the weights in a layout."""
-
-    layout: WeightLayout
-    outputs: int
-
-    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, Any]:
-        """Return logits (n, C), and the Jacobian rows of a few data along some directions (n, R, D)."""
-        names = [name for block in self.layout.blocks for name in block.names]
-        outputs, found = jacobians(network, names, inputs, directions)
-        return outputs, self.layout.flat(found, 2)
-
-    @abstractmethod
-    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Sum over the Jacobian rows of a few data along the roots of their output curvature."""
-
-
-class WholeDiag(WholeStructure):
-    """The exact diagonal."""
-
-    name = "diag"
-
-    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Sum the squares (D,)."""
-        return {"diagonal": phi.square().sum((0, 1))}
-
-    def solve(self, sums: Sums) -> WholeCurvature:
-        """Take the diagonal, which is its own eigenbasis."""
-        return DenseCurvature(self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), None)
-
-    def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of sums and eigenvalues."""
-        return 8 * 4 * features
-
-
-class WholeFull(WholeStructure):
-    """The exact matrix of all weights, or of a subnetwork."""
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """Name of the structure."""
-        return "full" if self.layout.chosen is None else "subnetwork"
-
-    def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Sum the outer products (D, D)."""
-        flat = phi.flatten(0, 1)
-        return {"matrix": flat.T @ flat}
-
-    def solve(self, sums: Sums) -> WholeCurvature:
-        """Solve for the eigenvectors."""
-        return DenseCurvature(self.outputs, self.layout.size, *eigensystem(sums.tensors["matrix"]))
-
-    def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of the sum, its eigenvectors and the eigensolver."""
-        return 8 * 4 * features**2
-
-
-class KronRows(NamedTuple):
-    """Jacobian rows: factors of each layer, and (n, R, S) of all other parameters."""
+class JacobianRows(NamedTuple):
+    """Jacobian rows along R directions: factors of each layer, and (n, R, S) of the weights with a diagonal alone."""
 
     layers: list[Factors]
     rest: Tensor
 
 
-class WholeKron(WholeStructure):
-    """K-FAC of every linear and convolutional layer, and the diagonal for all other parameters."""
+@dataclass(frozen=True)
+class WholeStructure(Structure):
+    """A way to approximate the Gauss-Newton matrix of the weights in a layout.
 
-    name = "kron"
+    Args:
+        layout: the weights.
+        outputs: number of classes.
+        name: "kron" (K-FAC of the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
+            exact matrix) or "subnetwork" (the exact matrix of some weights).
+    """
 
-    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, KronRows]:
+    layout: WeightLayout
+    outputs: int
+    name: str
+
+    def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, JacobianRows]:
         """Return logits (n, C), and the Jacobian rows of a few data along some directions."""
         layers = [block.layer for block in self.layout.blocks if block.layer is not None]
+        if layers:
+            return self._factored_rows(network, layers, inputs, directions)
+        names = [name for block in self.layout.blocks for name in block.names]
+        outputs, found = jacobians(network, names, inputs, directions)
+        flat = self.layout.flat(found, 2)
+        if self.name in ("kron", "diag"):
+            return outputs, JacobianRows([], flat)
+        return outputs, JacobianRows([Factors(flat[..., None], flat.new_ones(len(flat), 1, 1))], flat[..., :0])
+
+    def _factored_rows(
+        self, network: nn.Module, layers: list[str], inputs: Inputs, directions: Directions
+    ) -> tuple[Tensor, JacobianRows]:
         others = WeightLayout(self.layout.blocks[len(layers) :])
         outputs, factors = layer_factors(network, layers, inputs, directions)
         rest = outputs.new_zeros(len(outputs), outputs.shape[1], 0)
@@ -116,10 +82,10 @@ class WholeKron(WholeStructure):
             raise DataError(
                 f"layer {layers[factors.index(None)]!r} was called once in the fit, and not once in this pass."
             )
-        return outputs, KronRows(known, rest)
+        return outputs, JacobianRows(known, rest)
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Return B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest."""
+        """Return B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest, for rows along the roots of the curvature."""
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
             by_output, by_input = gradients.transpose(0, 2).flatten(1), inputs.transpose(0, 1).flatten(1)
@@ -130,48 +96,48 @@ class WholeKron(WholeStructure):
     def solve(self, sums: Sums) -> WholeCurvature:
         """Solve for the eigenbases of both factors of each layer."""
         bases, values = [], []
-        for index in range(sum(block.layer is not None for block in self.layout.blocks)):
+        for index in range(len(sums.tensors) // 2):
             above, left = eigensystem(sums.tensors[f"gradients.{index}"])
             across, right = eigensystem(sums.tensors[f"inputs.{index}"] / sums.count)
             bases.append((left, right))
             values.append(torch.outer(above, across).flatten())
-        return KronCurvature(
-            self.outputs, self.layout.size, torch.cat([*values, sums.tensors["rest"].cpu()]), tuple(bases)
-        )
+        every = torch.cat([*values, sums.tensors["rest"].cpu()])
+        return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
         """Return the memory of sums and eigenbases."""
-        sizes = (one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
-        return 8 * 4 * (features + sum(sizes))
-
-
-STRUCTURES: dict[str, type[WholeStructure]] = {
-    "kron": WholeKron,
-    "diag": WholeDiag,
-    "full": WholeFull,
-    "subnetwork": WholeFull,
-}
-"""Structures by their names in files."""
+        squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
+        return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
 
 @dataclass(frozen=True)
 class WholeCurvature(Curvature):
-    """Eigenvalues (D,) of the Gauss-Newton matrix. In its methods phi are coordinates (n, C, D)."""
+    """Eigenvalues (D,) of the Gauss-Newton matrix, and the eigenbases (O, O) and (I, I) of the factors of each layer.
+
+    All other weights are their own eigenbasis. In the methods, phi are coordinates (n, C, D).
+    """
 
     values: Tensor
+    bases: tuple[tuple[Tensor, Tensor], ...]
 
-    @abstractmethod
-    def coordinates(self, rows: Any) -> Tensor:
-        """Return Jacobian rows (n, R, D) in the eigenbasis."""
+    def coordinates(self, rows: JacobianRows) -> Tensor:
+        """Return Jacobian rows (n, R, D) in the eigenbasis: rotate the factors, then multiply them."""
+        pairs = zip(rows.layers, self.bases, strict=True)
+        return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
 
-    @abstractmethod
     def rotated_back(self, coordinates: Tensor) -> Tensor:
         """Return the deviation (D,) of the uncertain weights with these coordinates (D,) in the eigenbasis."""
+        sizes = [len(left) * len(right) for left, right in self.bases]
+        *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
+        pairs = zip(self.bases, parts, strict=True)
+        return torch.cat(
+            [*((left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs), rest]
+        )
 
     def to(self, device: torch.device) -> Self:
         """Return the same curvature on another device."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, parts))
+        bases = tuple((left.to(device), right.to(device)) for left, right in self.bases)
+        return replace(self, values=self.values.to(device), bases=bases)
 
     @staticmethod
     def _centred(phi: Tensor, *, centred: bool) -> Tensor:
@@ -237,39 +203,3 @@ class WholeCurvature(Curvature):
 
 def _refuse(what: str) -> NoReturn:
     raise OptionError(f"{what} belongs to a last layer, and this posterior is over whole networks. Use mola.fit.")
-
-
-@dataclass(frozen=True)
-class DenseCurvature(WholeCurvature):
-    """Eigenvectors (D, D); None for a diagonal matrix."""
-
-    vectors: Tensor | None
-
-    def coordinates(self, rows: Tensor) -> Tensor:
-        """Return rows times eigenvectors."""
-        return rows if self.vectors is None else rows @ self.vectors
-
-    def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Return eigenvectors times coordinates."""
-        return coordinates if self.vectors is None else self.vectors @ coordinates
-
-
-@dataclass(frozen=True)
-class KronCurvature(WholeCurvature):
-    """Layers in the eigenbases (O, O) and (I, I) of their factors; all other weights in their own."""
-
-    bases: tuple[tuple[Tensor, Tensor], ...]
-
-    def coordinates(self, rows: KronRows) -> Tensor:
-        """Rotate the factors, then multiply them."""
-        pairs = zip(rows.layers, self.bases, strict=True)
-        return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
-
-    def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Rotate each layer's matrix from both sides."""
-        sizes = [len(left) * len(right) for left, right in self.bases]
-        *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
-        pairs = zip(self.bases, parts, strict=True)
-        return torch.cat(
-            [*((left @ part.view(len(left), -1) @ right.T).flatten() for (left, right), part in pairs), rest]
-        )
