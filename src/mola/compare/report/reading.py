@@ -64,7 +64,7 @@ SUITE_SCHEMA: dict[str, Any] = {
     "network": str,
     "components": int,
     "threshold": Optional(float),
-    "shift": Optional({"name": str, "title": str, "axis": str}),
+    "shift": Optional({"title": str, "axis": str}),
     "sets": {str: {"title": str, "role": str}},
     "examples": {str: {"shape": [int], "pixels": str}},
     "classes": [str],
