@@ -260,7 +260,7 @@ def test_the_page_is_well_formed_loads_nothing_and_has_every_figure(written, sui
     assert "frost is synthetic &amp; &lt;so&gt; labelled" in text
     assert "Compare with care" not in text
     names = list(suite_figures(suite))
-    assert names == ["histograms", "shift", "reliability", "examples", "variants", "components", "rules", "weights"]
+    assert names == ["histograms", "shift", "reliability", "examples", "variants", "components", "rules"]
     for name in names:
         picture = written / "figures" / f"mnist-{name}"
         assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

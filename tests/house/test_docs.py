@@ -39,16 +39,18 @@ def name_of(page):
 
 
 def run_command(line, monkeypatch):
-    """Run a command line in this process."""
+    """Run a command line in this process; return its words."""
     words = shlex.split(line, comments=True)
+    words = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     monkeypatch.setattr("sys.argv", words)
     if words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
-        return
+        return words
     assert words[0] == "mola", line
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code, line
+    return words
 
 
 @pytest.mark.usefixtures("_blank_figures")
@@ -100,22 +102,18 @@ def test_the_files_for_adding_things_exist():
             )
 
 
-COMMANDS = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
-
-
 def commands():
     """Every `mola` command of README and of the page on the commands, in order."""
-    for block in COMMANDS.findall(
-        "".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "commands.md"))
-    ):
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.M | re.S):
         yield from (line for line in block.splitlines() if line.startswith("mola "))
 
 
 def write_idx(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    heading = struct.pack(">4I", 0x803, *pixels.shape)
-    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(heading + pixels.tobytes())
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, len(labels)) + labels.tobytes())
+    for name, array in ((f"{prefix}-images-idx3-ubyte", pixels), (f"{prefix}-labels-idx1-ubyte", labels)):
+        heading = struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape)
+        (folder / name).write_bytes(heading + array.tobytes())
 
 
 def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -150,14 +148,9 @@ def prepare(folder: Path) -> None:
     for name, network in zip("ab", desk.networks(2), strict=True):
         torch.save(network.state_dict(), folder / f"{name}.pt")
     (folder / "images").mkdir()
-    for name, part in (
-        ("train", "train"),
-        ("val", "val"),
-        ("test", "test"),
-        ("strange", "strange"),
-        ("new", "strange"),
-    ):
-        shutil.copytree(folder / part, folder / "images" / name)
+    for part in ("train", "val", "test", "strange"):
+        shutil.copytree(folder / part, folder / "images" / part)
+    shutil.copytree(folder / "strange", folder / "images" / "new")
 
 
 @pytest.mark.slow
@@ -168,17 +161,9 @@ def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ran = []
-    for line in commands():
-        words = shlex.split(line, comments=True)
-        expanded = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
-        monkeypatch.setattr("sys.argv", expanded)
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code, line
-        ran.append(words[1])
+    ran = [run_command(line, monkeypatch)[1] for line in commands()]
     assert {"fit", "evaluate", "predict", "info"} <= set(ran)
-    assert "MoLA" in (tmp_path / "report" / "index.html").read_text()
+    assert "MoLA" in (tmp_path / "evaluation" / "index.html").read_text()
     assert (tmp_path / "predictions.csv").read_text().count("\n") == 101
     assert (tmp_path / "predictions.jsonl").read_text().count("prob_cat") == 12
     assert (tmp_path / "posterior-nll" / "job.toml").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -23,21 +22,17 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "
 """Elements that load a resource, and the attribute with its address."""
 
 
-def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", folder],
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    done = build(folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -47,23 +42,12 @@ def pages(site):
     return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
 
 
-class Elements(HTMLParser):
-    """All opening tags of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.found = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-
-
-def hook(name):
-    found = importlib.util.spec_from_file_location(f"hook_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+def elements(text):
+    """All opening tags of a page, with their attributes."""
+    parser, found = HTMLParser(), []
+    parser.handle_starttag = lambda tag, attrs: found.append((tag, dict(attrs)))
+    parser.feed(text)
+    return found
 
 
 def test_every_page_of_docs_is_on_the_site(pages):
@@ -102,7 +86,7 @@ def test_every_public_name_is_in_the_reference(pages):
 
 def test_nothing_is_loaded_from_another_host(site, pages):
     for name, text in pages.items():
-        for tag, attributes in Elements(text).found:
+        for tag, attributes in elements(text):
             aim = attributes.get(LOADING.get(tag, "")) or (attributes.get("href") if tag == "link" else None)
             if aim is not None and (tag != "link" or attributes.get("rel") not in ("canonical", "next", "prev")):
                 assert not re.match(r"(https?:)?//", aim), (name, tag, aim)
@@ -120,7 +104,7 @@ def test_what_pages_point_to_is_there(site, pages):
     for name, text in pages.items():
         if name == "404.html":
             continue
-        for tag, attributes in Elements(text).found:
+        for tag, attributes in elements(text):
             aim = attributes.get(LOADING.get(tag, "")) or (attributes.get("href") if tag in ("a", "link") else None)
             if not aim or urlsplit(aim).scheme or aim.startswith("#"):
                 continue

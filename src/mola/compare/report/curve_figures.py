@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,10 +63,18 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
     return figure
 
 
-def _line(label: str, points: Mapping[float, Estimate | None], stroke: Mapping[str, Any]) -> list[Line]:
-    known = {x: one for x, one in points.items() if one is not None}
-    means, errors = [one.mean for one in known.values()], [one.error or 0.0 for one in known.values()]
-    return [Line(list(known), means, label, {"marker": "o", "markersize": 2.6, **stroke}, errors)] if known else []
+Estimates = Mapping[float, Mapping[str, Estimate | None]]
+"""By place on the axis and label."""
+
+
+def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
+    # Means over runs as lines, with bands of one standard error.
+    lines = []
+    for label, stroke in strokes(labels).items():
+        known = {x: one for x, values in found.items() if (one := values.get(label)) is not None}
+        means, errors = [one.mean for one in known.values()], [one.error or 0.0 for one in known.values()]
+        lines.append(Line(list(known), means, label, {"marker": "o", "markersize": 2.6, **stroke}, errors))
+    return Panel(title, [line for line in lines if line.x], {"xticks": list(found), **settings})
 
 
 # --- suites ----------------------------------------------------------------------------------------------------------
@@ -77,34 +84,25 @@ def draw_against_level(
     comparison: Comparison, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], axis: str
 ) -> Figure:
     """Draw metrics of some methods against the level of shift."""
-    levels, drawn, numbers = levels_of(comparison), strokes(methods), Numbers(methods)
+    levels, numbers = levels_of(comparison), Numbers(methods)
+    ticks = levels if len(levels) <= 10 else levels[::3]
     panels = []
     for metric in metrics:
         found = {level: numbers(numbers.at_level(level, metric)) for level in levels}
-        lines = [
-            line
-            for method in methods
-            for line in _line(method, {level: found[level][method] for level in levels}, drawn[method])
-        ]
-        low = {"ylim": (0, None)} if metric in ("brier", "ece") else {}
-        ticks = levels if len(levels) <= 10 else levels[::3]
-        panels.append(Panel(SHIFT_METRICS[metric].name, lines, {"xlabel": axis, "xticks": ticks, **low}))
+        settings = {"xlabel": axis, "xticks": ticks} | ({"ylim": (0, None)} if metric in ("brier", "ece") else {})
+        panels.append(_estimates(SHIFT_METRICS[metric].name, found, list(methods), settings))
     return draw_panels(panels, 2.4)
-
-
-def component_sweep(suite: SuiteResults) -> dict[str, dict[int, str]]:
-    """Return methods by family ("DE", "MoLA") and number of components."""
-    families: dict[str, dict[int, str]] = {}
-    for method, records in suite.groups.get("components", {}).items():
-        family = re.sub(r"\s*\bK\s*=\s*\d+", "", method).strip() or method
-        families.setdefault(family, {})[int(records[0].settings.get("components", 1))] = method
-    return {family: dict(sorted(counts.items())) for family, counts in families.items()}
 
 
 def suite_components(suite: SuiteResults) -> Figure:
     """Draw metrics of each family against the number of components: on test data, shifted data and outliers."""
     methods = suite.groups["components"]
-    numbers, sweep = Numbers(methods), component_sweep(suite)
+    numbers = Numbers(methods)
+    sweep: dict[float, dict[str, str]] = {}  # methods by number of components and family, such as "DE" of "DE K=2"
+    for method, records in methods.items():
+        sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
+    sweep = dict(sorted(sweep.items()))
+    families = list(dict.fromkeys(family for members in sweep.values() for family in members))
     quantities: dict[str, On] = {}
     for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
         name = "ECE" if metric == "ece" else SHIFT_METRICS[metric].name
@@ -112,17 +110,12 @@ def suite_components(suite: SuiteResults) -> Figure:
     outliers = tuple(one.name for one in shared_outliers(suite, methods))
     quantities["mean confidence, outliers"] = On(outliers, "confidence")
     quantities["AUROC, outliers"] = On(outliers, "auroc", BY_CONFIDENCE)
-    drawn, counts = strokes(sweep), sorted({count for found in sweep.values() for count in found})
     panels = []
     for title, quantity in quantities.items():
         found = numbers(quantity)
-        lines = [
-            line
-            for family, members in sweep.items()
-            for line in _line(family, {count: found[method] for count, method in members.items()}, drawn[family])
-        ]
-        panels += [Panel(title, lines, {"xlabel": "components", "xticks": counts})] if lines else []
-    return draw_panels(panels, 2.4)
+        by_count = {count: {family: found[one] for family, one in members.items()} for count, members in sweep.items()}
+        panels.append(_estimates(title, by_count, families, {"xlabel": "components"}))
+    return draw_panels([panel for panel in panels if panel.lines], 2.4)
 
 
 # --- calibration and decisions ---------------------------------------------------------------------------------------

@@ -27,36 +27,23 @@ ABLATED = ("log_likelihood", "ece", "confidence")
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
     """Return the figures of the demo by name, in the order of the page."""
     comparison = result.comparison
-    shown = {0: "test digits", 15: "rotated by 15°", 30: "rotated by 30°"}
-    panels = {title: (float(angle), list(comparison.methods)) for angle, title in shown.items()}
+    outliers, names = comparison.of_role("outlier")[:3], list(comparison.methods)
+    panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
+    turning = partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)")
+    inputs = "The first inputs of each kind: patches and noise have the size and the value range of the digits."
+    rotation = "Beyond 45° every method is overconfident; the methods differ in the log-likelihood that this costs."
+    distance = (
+        "Inputs multiplied by δ: a single network becomes certain, and MoLA approaches the dotted limits, below the bound of the "
+        "Theorem; the last panel has limit and bound at other prior precisions."
+    )
+    plane = "Two moons, in a window six times wider than the data."
     return {
-        "examples": Planned(
-            "The inputs",
-            "The first inputs of each kind: patches and noise have the size and the value range of the digits.",
-            partial(draw_examples, comparison),
-        ),
-        "histograms": Planned(
-            "Confidence in inputs that are not digits",
-            SHARES,
-            partial(draw_histograms, comparison, comparison.of_role("outlier")[:3]),
-        ),
+        "examples": Planned("The inputs", inputs, partial(draw_examples, comparison)),
+        "histograms": Planned("Confidence in outliers", SHARES, partial(draw_histograms, comparison, outliers)),
         "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
-        "rotation": Planned(
-            "As the digits turn",
-            "Beyond 45° every method is overconfident; the methods differ in the log-likelihood that this costs.",
-            partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)"),
-        ),
-        "distance": Planned(
-            "Far away from the data",
-            "Inputs multiplied by δ: a single network becomes certain, and MoLA approaches the dotted limits, below the bound of "
-            "the Theorem; the last panel has limit and bound at other prior precisions.",
-            partial(curves.demo_distance, result),
-        ),
-        "moons": Planned(
-            "Confidence over the plane",
-            "Two moons, in a window six times wider than the data.",
-            partial(demo_moons, result),
-        ),
+        "rotation": Planned("As the digits turn", rotation, turning),
+        "distance": Planned("Far away from the data", distance, partial(curves.demo_distance, result)),
+        "moons": Planned("Confidence over the plane", plane, partial(demo_moons, result)),
     }
 
 
@@ -65,39 +52,28 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
+        panels = {"networks alone": alone, "with Laplace": beside}
+        held = "Share of the test targets in central intervals: overconfident intervals are below the dashed line."
+        spread = "Test data in groups of equal size by predicted standard deviation; a constant standard deviation is a cross."
+        some = "Means and 90 % intervals for some of the test data."
         return {
-            "coverage": Planned(
-                "Coverage of intervals",
-                "Share of the test targets in central intervals: overconfident intervals are below the dashed line.",
-                partial(curves.draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
-            ),
-            "spread": Planned(
-                "Predicted standard deviation and error",
-                "Test data in groups of equal size by predicted standard deviation; a method with a constant one is a cross.",
-                partial(curves.draw_spread, comparison),
-            ),
-            "predicted": Planned(
-                "Predicted and true",
-                "Means and 90 % intervals for some of the test data.",
-                partial(curves.draw_predicted, comparison),
-            ),
+            "coverage": Planned("Coverage of intervals", held, partial(curves.draw_coverage, comparison, panels)),
+            "spread": Planned("Standard deviation and error", spread, partial(curves.draw_spread, comparison)),
+            "predicted": Planned("Predicted and true", some, partial(curves.draw_predicted, comparison)),
         }
-    panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
+    outliers = comparison.of_role("outlier")[:MOST_SETS]
+    at_zero = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
     figures = {
-        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
-        "confidence": Planned(
-            "Distribution of confidence",
-            SHARES,
-            partial(draw_histograms, comparison, comparison.of_role("outlier")[:MOST_SETS]),
-        ),
+        "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, at_zero)),
+        "confidence": Planned("Distribution of confidence", SHARES, partial(draw_histograms, comparison, outliers)),
     }
     if comparison.decisions is not None:
-        figures["decisions"] = Planned(
-            "Fewer answers, fewer errors",
+        risk = (
             "Error rate of the most confident predictions by coverage; crosses are answers chosen on the validation data to keep, "
-            "with 95 % certainty, below the dotted line.",
-            partial(curves.evaluation_decisions, comparison),
+            "with 95 % certainty, below the dotted line."
         )
+        make = partial(curves.evaluation_decisions, comparison)
+        figures["decisions"] = Planned("Fewer answers, fewer errors", risk, make)
     return figures
 
 

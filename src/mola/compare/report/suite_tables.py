@@ -188,32 +188,28 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
 """Metrics by type of shift: name, digits, and the factor to their unit."""
 
-PAPERS_RULE = "MoLA"
-COMPARED = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
-"""Methods compared with the paper's rule by type of shift: the first with results by type."""
+BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
+"""Methods compared by type of shift."""
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
-    typed = {
-        method: [one for record in suite.runs.get(method, ()) for one in record.labelled.values() if one.types]
-        for method in (*COMPARED, PAPERS_RULE)
-    }
-    other = next((method for method in COMPARED if typed[method]), None)
-    if other is None or not typed[PAPERS_RULE]:
+    methods = {method: suite.runs[method] for method in (BY_DISTANCE, PAPERS_RULE) if method in suite.runs}
+    typed = [one for record in methods.get(PAPERS_RULE, ()) for one in record.labelled.values() if one.types]
+    if len(methods) < 2 or not typed:
         return None
-    methods = {method: suite.runs[method] for method in (other, PAPERS_RULE)}
     numbers, (title, digits, factor) = Numbers(methods), BY_TYPE[metric]
-    levels = sorted({one.level for one in typed[PAPERS_RULE]})
+    levels = sorted({one.level for one in typed})
     values: dict[str, list[Number]] = {}
-    for kind in dict.fromkeys(kind for one in typed[PAPERS_RULE] for kind in one.types):
+    for kind in dict.fromkeys(kind for one in typed for kind in one.types):
         pairs = [numbers(numbers.at_level(level, metric, kind), factor).values() for level in levels]
         values[kind.replace("_", " ")] = [mine.minus(theirs) if mine and theirs else None for mine, theirs in pairs]
+    difference = f"{BY_DISTANCE} minus {PAPERS_RULE}"
     caption = (
-        f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(methods)} "
-        f"Each row has its own test images: types were dealt over them."
+        f"{title[0].upper()}{title[1:]} of {BY_DISTANCE} minus that of {PAPERS_RULE}: below 0, {BY_DISTANCE} is better. "
+        f"{runs_words(methods)} Each row has its own test images: types were dealt over them."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
-    return make_table(f"{suite.shift_title} by type: {title}, {other} minus {PAPERS_RULE}", caption, columns, values)
+    return make_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
 
 
 # --- outlier scores --------------------------------------------------------------------------------------------------

@@ -208,24 +208,17 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """The small print: data, remarks of tuning, environments, time."""
+    """The small print: data, remarks of tuning, time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     about: dict[str, dict[str, None]] = {}  # methods by remark, each once
     for record in records:
         for note in record.chosen.get("notes", []):
             about.setdefault(str(note), {})[record.method] = None
-    found: dict[str, dict[str, None]] = {}  # versions and machines, each once
-    for record in records:
-        for key, value in record.environment.items():
-            text = ", ".join(f"{one} {two}" for one, two in value.items()) if isinstance(value, dict) else str(value)
-            found.setdefault(key, {})[text] = None
-    environment = "; ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
     seconds = sum(sum(record.seconds.values()) for record in records)
     return [
         f"Data: {sets}.",
         *suite.notes,
         *[f"{listed(list(methods))}: {note}" for note, methods in about.items()],
-        f"Environment: {environment}.",
         f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of given networks.",
     ]
