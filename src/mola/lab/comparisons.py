@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mola.compare.methods import RULES, WEIGHTS, LastLayer, Method
 from mola.lab.context import Context
+from mola.lab.long_methods import MimoHeads, SwagMixture, WholeNetworks
 from mola.lab.suite import Budget
-from mola.lab.swag_mimo import MimoHeads, SwagMixture
-from mola.lab.whole import WholeNetworks
 
 SuiteMethod = Method[Context]
 

@@ -1,4 +1,4 @@
-"""Methods that train: SWAG and MultiSWAG from a suite's networks, MIMO and MIMO-MoLA from its architecture. Trainings resume."""
+"""Methods that take long, and resume: SWAG, MultiSWAG, Laplace approximations of whole networks, MIMO and MIMO-MoLA."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mola.whole
 from mola.baselines.mimo import Mimo
 from mola.baselines.swag import Swag
 from mola.compare.activations_file import Stored
-from mola.compare.methods import Fitted, LastLayer
+from mola.compare.methods import RULES, Fitted, LastLayer, noting
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
 from mola.lab.context import Context, StoredPrediction
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
@@ -162,3 +163,51 @@ class MimoHeads:
         fitted = self.method.fit(replace(context, read=read))
         notes = [*fitted.chosen.get("notes", []), RESUMED]
         return replace(fitted, chosen={**fitted.chosen, "notes": notes}, seconds=seconds + fitted.seconds)
+
+
+@dataclass(frozen=True)
+class WholeNetworks:
+    """Mixture of Laplace approximations of the run's networks, over all weights or some, with linearised predictions."""
+
+    name: str
+    structure: str | None = None
+    subnetwork: int | None = None
+    """Number of weights, or all weights of a smaller network."""
+    components: int | None = None
+    group: str = "main"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        covered = "all layers" if self.subnetwork is None else f"{self.subnetwork} weights"
+        structure = self.structure or ("kron" if self.subnetwork is None else "full")
+        return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
+
+    def fit(self, context: Context) -> Fitted:
+        """Fit on all training images and tune on the validation images, or load the stored posterior."""
+        start, networks = time.perf_counter(), context.networks[: self.components]
+        models = [network.load().to(context.device) for network in networks]
+        held_out = context.sources["validation"].checksum
+        identity = ([network.checksum for network in networks], self.settings(), held_out, context.threshold)
+        folder = context.folder("whole", *identity)
+        with noting() as notes:
+            if (folder / DOCUMENT).exists():
+                posterior = mola.whole.load(folder, models)
+            else:
+                sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
+                posterior = mola.whole.fit(
+                    models,
+                    context.sources["train"],
+                    context.sources["validation"],
+                    rule=RULES["threshold"](context.threshold),
+                    structure=self.structure,
+                    subnetwork=None if self.subnetwork is None else min(self.subnetwork, *sizes),
+                    progress=False,
+                )
+                posterior.save(folder)
+        chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, RESUMED]}
+        return Fitted(
+            lambda name: context.predictions(name, {folder.name: lambda: [posterior]}),
+            lambda found, scores: found[0].answer(predictors=1),
+            chosen,
+            time.perf_counter() - start,
+        )

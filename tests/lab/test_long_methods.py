@@ -11,10 +11,10 @@ from mola.compare.store import Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, open_networks
 from mola.lab.cost import measure_cost
+from mola.lab.long_methods import fit_mimo, fit_swag
 from mola.lab.networks import Training, find_networks, train_networks
 from mola.lab.runner import Plan, run_suite
 from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
-from mola.lab.swag_mimo import fit_mimo, fit_swag
 from mola.lab.training import member_seeds
 from mola.metrics import auroc, negative_log_likelihood
 from tests.closeness import assert_close
