@@ -27,9 +27,7 @@ def said(count, outputs=2, components=3, seed=0, wide=1.0):
 
 
 def tally_of(prediction, targets=None):
-    tally = Tally()
-    tally.add(RegressionAnswer(prediction, prediction.ood_score).columns(targets))
-    return tally
+    return Tally.of([RegressionAnswer(prediction, prediction.ood_score).columns(targets)])
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -63,26 +61,18 @@ def test_rows_of_numbers_are_what_the_prediction_says(outputs):
     )
 
 
-def test_inputs_are_counted_over_batches():
+def test_rows_belong_to_inputs():
+    """Positions are counted over batches, and the known labels of an input are its rows."""
     prediction, targets = said(12)
     inputs = torch.tensor([0, 0, 1, 1, 1, 2])
-    whole = Tally()
-    for part in (slice(0, 6), slice(6, 12)):
-        whole.add(RegressionAnswer(prediction[part], inputs=inputs).columns(targets[part]))
+    parts = (slice(0, 6), slice(6, 12))
+    whole = Tally.of(RegressionAnswer(prediction[part], inputs=inputs).columns(targets[part]) for part in parts)
     assert whole.groups.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
-    assert whole.inputs == 6
-
-
-def test_labels_of_one_input_belong_together():
-    probs = torch.rand(5, 3, dtype=torch.float64)
     labels = (torch.rand(5, 3) > 0.5).double()
     labels[1, 2] = math.nan
-    tally = Tally()
-    tally.add(Answer(probs, likelihood=BERNOULLI).columns(labels))
-    known = ~labels.isnan()
-    assert tally.count == int(known.sum())
-    assert tally.inputs == 5
-    assert torch.bincount(tally.groups).tolist() == known.sum(1).tolist()
+    several = Tally.of([Answer(torch.rand(5, 3), likelihood=BERNOULLI).columns(labels)])
+    assert torch.bincount(several.groups).tolist() == [3, 2, 3, 3, 3]
+    assert (whole.inputs, several.inputs) == (6, 5)
 
 
 def test_differences_are_taken_datum_by_datum():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,13 @@ class TensorFile:
             first += count
         return torch.cat(found)
 
-    def rows(self, name: str, places: Tensor) -> Tensor:
+    def rows(self, name: str, places: Sequence[int]) -> Tensor:
         """Return some rows of a tensor, in the given order; neighbouring rows are read at once."""
         if len(places) == 0:
             return self.read(name, 0, 0)
-        breaks = torch.nonzero(places[1:] != places[:-1] + 1).flatten().add(1).tolist()
+        breaks = [index for index, (one, after) in enumerate(pairwise(places), 1) if after != one + 1]
         runs = zip([0, *breaks], [*breaks, len(places)], strict=True)
-        return torch.cat([self.read(name, int(places[one]), int(places[end - 1]) + 1) for one, end in runs])
+        return torch.cat([self.read(name, places[one], places[end - 1] + 1) for one, end in runs])
 
 
 class HeadOnly(nn.Module):
@@ -143,8 +144,8 @@ class Stored:
     """Features and logits of K networks for a set; a loader of (features, labels) for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
-    places: tuple[int, ...] | None = None
-    """Places of the data in the files, in order; None for all data."""
+    places: Sequence[int]
+    """Rows of the data in the files, in order."""
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
@@ -155,15 +156,11 @@ class Stored:
             raise OptionError(
                 f"the networks of a mixture need the same classes, got {outputs} outputs: leave out networks that differ."
             )
-        return cls(files)
+        return cls(files, range(files[0].shape("labels")[0]))
 
-    def first(self, count: int | None) -> Stored:
-        """Return the first `count` networks alone; None is all of them."""
-        return Stored(self.files[:count], self.places)
-
-    def only(self, network: int) -> Stored:
-        """Return a single network; its features still have shape (n, 1, P)."""
-        return Stored(self.files[network : network + 1], self.places)
+    def only(self, networks: slice) -> Stored:
+        """Return some of the networks."""
+        return Stored(self.files[networks], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
         """Return some of the data, in this order."""
@@ -180,26 +177,20 @@ class Stored:
     @cached_property
     def labels(self) -> Tensor:
         """Class of each datum (n,)."""
-        return self._read(self.files[0], "labels", 0, self.count)
+        return self.files[0].rows("labels", self.places)
 
     @property
     def count(self) -> int:
         """Number of data."""
-        return self.files[0].shape("labels")[0] if self.places is None else len(self.places)
-
-    def _read(self, file: TensorFile, name: str, start: int, stop: int) -> Tensor:
-        if self.places is None:
-            return file.read(name, start, stop)
-        return file.rows(name, torch.tensor(self.places[start:stop], dtype=torch.int64))
+        return len(self.places)
 
     def slices(self) -> Iterator[Seen]:
         """Yield all data, in slices of bounded size; all but the last are whole batches."""
         widths = tuple(file.shape("features")[1] for file in self.files)
         rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
         for start in range(0, self.count, rows):
-            features, logits = (
-                [self._read(file, name, start, start + rows) for file in self.files] for name in ("features", "logits")
-            )
+            places = self.places[start : start + rows]
+            features, logits = ([file.rows(name, places) for file in self.files] for name in ("features", "logits"))
             padded = [functional.pad(one, (0, max(widths) - one.shape[1])) for one in features]
             labels = self.labels[start : start + rows]
             yield Seen(torch.stack(padded, dim=1), torch.stack(logits, dim=1), labels, widths)
@@ -210,4 +201,4 @@ class Stored:
 
     def logits(self) -> Tensor:
         """Return the logits (K, n, C) of all data, for small sets such as validation data."""
-        return torch.stack([self._read(file, "logits", 0, self.count) for file in self.files])
+        return torch.stack([file.rows("logits", self.places) for file in self.files])

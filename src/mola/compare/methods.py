@@ -68,7 +68,7 @@ class Method(Protocol[MaterialT]):
 
     @property
     def name(self) -> str:
-        """Shown in tables; unique within a comparison."""
+        """Name shown in tables; unique within a comparison."""
 
     @property
     def group(self) -> str:
@@ -122,7 +122,7 @@ class LastLayer:
     group: str = "main"
     components: int | None = None
     structure: str | None = None
-    """None: no Laplace approximation."""
+    """Structure of the Laplace approximation; None for none."""
     link: str = "probit"
     rule: str = "threshold"
     weights: str = "uniform"
@@ -204,7 +204,7 @@ class LastLayer:
         return Fitted(batches, answer, chosen, seconds)
 
     def _read(self, material: Material, name: str) -> Stored:
-        return material.read(name).first(self.components)
+        return material.read(name).only(slice(self.components))
 
     def _posterior(
         self, networks: Sequence[nn.Module], train: Iterable[Any], validation: Stored, material: Material

@@ -182,7 +182,7 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
     stride = max(1, train.count // BANK)
 
     def parts(network: int) -> Iterator[Tensor]:
-        return (seen.features[:, 0] for seen in train.only(network).slices())
+        return (seen.features[:, 0] for seen in train.only(slice(network, network + 1)).slices())
 
     def bank(network: int) -> Tensor:
         start, found = 0, []
