@@ -80,21 +80,9 @@ def mappings():
     return [{"input": inputs, "labels": labels} for inputs, labels in batches("train")]
 
 
-def sentences():
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 20, (12, 5), generator=draw)
-    labels = ids[:, 0] % 2
-    parts = zip(ids.split(5), torch.ones_like(ids).split(5), labels.split(5))
-    return [{"input_ids": some, "attention_mask": mask, "labels": ones} for some, mask, ones in parts]
-
-
 def failing():
     yield batches("train")[0]
     raise RuntimeError("the disk is gone")
-
-
-def uneven():
-    return [(torch.zeros(4, 3, 6, 6), torch.zeros(3, dtype=torch.int64))]
 
 
 number = 7

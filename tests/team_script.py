@@ -61,110 +61,96 @@ def labelled(rows):
 
 def divisions(rows, team):
     """Ways to divide the data: evenly, very unevenly, and with a rank that has none."""
-    start = [0, 3, 38, 41] if team is None or team.size == 3 else [0, 3, 41]
+    size = 1 if team is None else team.size
     bounds = {
-        "even": [len(rows) * k // (team.size if team else 1) for k in range((team.size if team else 1) + 1)],
-        "uneven": start,
-        "empty rank": [0, 0, 41] if team is not None and team.size == 2 else [0, 20, 20, 41],
+        "even": [len(rows) * k // size for k in range(size + 1)],
+        "uneven": [0, 3, 38, 41] if size == 3 else [0, 3, 41],
+        "empty rank": [0, 0, 41] if size == 2 else [0, 20, 20, 41],
     }
     return {name: rows if team is None else rows[b[team.rank] : b[team.rank + 1]] for name, b in bounds.items()}
 
 
-def positions(team):
-    """What must not depend on the number of processes where networks have outputs at many positions."""
-    found = {}
+class Found(dict):
+    """Tensors by name."""
+
+    def note(self, key, thing=None, *fields, **values):
+        """Keep fields of a posterior or a prediction, and other values."""
+        for name, value in {**{name: getattr(thing, name) for name in fields}, **values}.items():
+            value = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+            self[f"{key}/{name}"] = torch.as_tensor(value, dtype=torch.float64).contiguous()
+
+
+def positions(found, team):
+    """What must not depend on the number of processes if networks have outputs at many positions."""
     generator = torch.Generator().manual_seed(6)
     torch.manual_seed(6)
     network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
     images, maps = torch.randn(9, 2, 5, 6, generator=generator), torch.randint(3, (9, 5, 6), generator=generator)
     maps[1], maps[7, :3] = -100, -100
-    own = (
-        slice(None)
-        if team is None
-        else slice([0, 2, 5][team.rank], [2, 5, 9][team.rank] if team.rank < team.size - 1 else 9)
-    )
-    train = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]]
+    own = slice(None)
+    if team is not None:
+        own = slice([0, 2, 5][team.rank], [2, 5, 9][team.rank] if team.rank < team.size - 1 else 9)
+    train, val = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]], [(images[own], maps[own])]
     for used in ("all", "average"):
-        posterior = mola.fit(
-            network, train, [(images[own], maps[own])], positions=used, rule=RULE, team=team, progress=False
-        )
-        said = posterior.predict([images[own]], team=team)
-        found[f"positions {used} lambda"] = torch.tensor(posterior.prior_precision)
-        found[f"positions {used} evidence"] = posterior.log_evidence()
-        found[f"positions {used} probs"] = said.probs.contiguous()
-        found[f"positions {used} distance"] = said.distance.contiguous()
-        found[f"positions {used} label"] = said.label.double()
-    return found
+        posterior = mola.fit(network, train, val, positions=used, rule=RULE, team=team, progress=False)
+        found.note(f"positions {used}", posterior, "log_evidence", **{"lambda": posterior.prior_precision})
+        found.note(f"positions {used}", posterior.predict([images[own]], team=team), "probs", "distance", "label")
 
 
 def laws(team):
     """Everything that must not depend on the number of processes; None for one process alone."""
-    found = positions(team)
-    train, val, outliers = data(3), data(4, 41), data(5, 41)
-    held, strange = divisions(val, team), divisions(outliers, team)
-    for division, shard in divisions(train, team).items():
+    found, shared = Found(), {"progress": False, "team": team}
+    positions(found, team)
+    held, strange = divisions(data(4), team), divisions(data(5), team)
+    for division, shard in divisions(data(3), team).items():
+        val = held[division]
         for structure in STRUCTURES:
-            posterior = mola.fit(networks(2), batches(shard), structure=structure, progress=False, team=team)
             key = f"{division}/{structure}"
+            posterior = mola.fit(networks(2), batches(shard), structure=structure, **shared)
             for index, component in enumerate(posterior.components):
-                sums = component.layer.sums
-                found[f"{key}/{index}/count"] = torch.tensor(float(sums.count))
-                found |= {f"{key}/{index}/{name}": one for name, one in sums.tensors.items()}
-            found[f"{key}/evidence"] = posterior.log_evidence()
-            tuned = posterior.tune(batches(held[division]), rule=RULE, progress=False, team=team)
-            found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
-            found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
-            found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
-            found |= {f"{key}/probs/{link}": tuned.with_link(link)(inputs()) for link in LINKS}
-            prediction = tuned.predict(batches(held[division]), team=team)
-            for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
-                found[f"{key}/predict/{name}"] = getattr(prediction, name)
+                found.note(f"{key}/{index}", **component.layer.sums.tensors, count=component.layer.sums.count)
+            tuned = posterior.tune(batches(val), rule=RULE, **shared)
+            curve = tuned.tuning.curve
+            found.note(key, posterior, "log_evidence", nll=curve["nll"], ece=curve["ece"])
+            found.note(
+                key, **{"lambda": tuned.prior_precision}, **{link: tuned.with_link(link)(inputs()) for link in LINKS}
+            )
+            fields = ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance")
+            found.note(f"{key}/predict", tuned.predict(batches(val), team=team), *fields)
         exposure = mola.rules.Outliers(list(batches(strange[division])), grid=RULE.grid)
-        chosen = posterior.tune(batches(held[division]), rule=exposure, progress=False, team=team)
-        found[f"{division}/outliers"] = torch.tensor(chosen.tuning.curve["objective"])
-        careful = posterior.tune(batches(held[division]), rule=CAREFUL, progress=False, team=team)
-        found[f"{division}/distance/exponent"] = torch.tensor(careful.distance_exponent)
-        found[f"{division}/distance/scales"] = torch.tensor([list(scale) for scale in careful.scaling.reference.scales])
+        chosen = posterior.tune(batches(val), rule=exposure, **shared)
+        found.note(division, outliers=chosen.tuning.curve["objective"])
+        careful = posterior.tune(batches(val), rule=CAREFUL, **shared)
+        scales = [list(scale) for scale in careful.scaling.reference.scales]
+        found.note(f"{division}/distance", careful, "distance_exponent", scales=scales)
         careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
-        prediction = careful.predict(batches(held[division]), team=team)
-        for name in ("probs", "mutual_information", "ood_score", "far_field", "distance"):
-            found[f"{division}/distance/{name}"] = getattr(prediction, name)
-        threshold = posterior.tune(batches(held[division]), rule="threshold", progress=False, team=team)
-        found[f"{division}/threshold"] = torch.tensor(threshold.prior_precision)
-        default = posterior.tune(batches(held[division]), progress=False, team=team)
-        found[f"{division}/calibrated"] = torch.tensor(default.tuning.curve["nll"])
-        found[f"{division}/calibrated/probs"] = default(inputs())
-        found[f"{division}/by evidence"] = torch.tensor(
-            posterior.tune(rule=mola.rules.Evidence(), progress=False, team=team).prior_precision
-        )
-        stacked = posterior.reweight(batches(held[division]), progress=False, team=team)
-        found[f"{division}/stacking"] = stacked.weights
-        plain = mola.ensemble(networks(2))
-        found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
-        found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
-        several = mola.fit(networks(2), labelled(shard), likelihood="bernoulli", progress=False, team=team)
+        fields = ("probs", "mutual_information", "ood_score", "far_field", "distance")
+        found.note(f"{division}/distance", careful.predict(batches(val), team=team), *fields)
+        found.note(division, threshold=posterior.tune(batches(val), rule="threshold", **shared).prior_precision)
+        default = posterior.tune(batches(val), **shared)
+        found.note(f"{division}/calibrated", nll=default.tuning.curve["nll"], probs=default(inputs()))
+        evidence = posterior.tune(rule=mola.rules.Evidence(), **shared).prior_precision
+        stacked, plain = posterior.reweight(batches(val), **shared).weights, mola.ensemble(networks(2))
+        ensemble = plain.reweight(batches(val), **shared).weights
+        found.note(division, **{"by evidence": evidence}, stacking=stacked, ensemble=ensemble)
+        found.note(f"{division}/plain", plain.predict(batches(val), team=team), "probs")
+
+        several = mola.fit(networks(2), labelled(shard), likelihood="bernoulli", **shared)
         key = f"{division}/bernoulli"
-        found[f"{key}/evidence"] = several.log_evidence()
-        found |= {f"{key}/{name}": one for name, one in several.components[0].layer.sums.tensors.items()}
-        several = several.tune(labelled(held[division]), rule=CAREFUL, progress=False, team=team)
-        found[f"{key}/lambda"] = torch.tensor(several.prior_precision)
-        found[f"{key}/exponent"] = torch.tensor(several.distance_exponent)
-        found[f"{key}/stacking"] = several.reweight(labelled(held[division]), progress=False, team=team).weights
-        prediction = several.predict(labelled(held[division]), team=team)
-        for name in ("probs", "label", "mutual_information", "ood_score", "distance"):
-            found[f"{key}/{name}"] = getattr(prediction, name)
-        options = {"structure": "kron-exact", "likelihood": "gaussian", "progress": False, "team": team}
-        numbers = mola.fit(networks(2), targets(shard), **options)
-        found[f"{division}/gaussian/noise"] = numbers.noise
-        found[f"{division}/gaussian/evidence"] = numbers.log_evidence()
-        numbers = numbers.tune(targets(held[division]), rule="distance", progress=False, team=team)
-        found[f"{division}/gaussian/lambda"] = torch.tensor(numbers.prior_precision)
-        found[f"{division}/gaussian/exponent"] = torch.tensor(numbers.distance_exponent)
-        found[f"{division}/gaussian/chosen"] = numbers.noise
-        said = numbers.predict(targets(held[division]), team=team)
-        for name in ("mean", "variance", "ood_score", "distance"):
-            found[f"{division}/gaussian/{name}"] = getattr(said, name)
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        found.note(key, several, "log_evidence", **several.components[0].layer.sums.tensors)
+        several = several.tune(labelled(val), rule=CAREFUL, **shared)
+        stacked = several.reweight(labelled(val), **shared).weights
+        found.note(key, several, "distance_exponent", **{"lambda": several.prior_precision}, stacking=stacked)
+        fields = ("probs", "label", "mutual_information", "ood_score", "distance")
+        found.note(key, several.predict(labelled(val), team=team), *fields)
+
+        key = f"{division}/gaussian"
+        numbers = mola.fit(networks(2), targets(shard), structure="kron-exact", likelihood="gaussian", **shared)
+        found.note(key, numbers, "noise", "log_evidence")
+        numbers = numbers.tune(targets(val), rule="distance", **shared)
+        found.note(f"{key}/tuned", numbers, "noise", "distance_exponent", **{"lambda": numbers.prior_precision})
+        found.note(key, numbers.predict(targets(val), team=team), "mean", "variance", "ood_score", "distance")
+    return dict(found)
 
 
 class Counted(nn.Sequential):

@@ -15,7 +15,7 @@ from mola.app.jobs.arrays import open_arrays
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import open_set
+from mola.app.jobs.sets import Own, open_set
 from mola.errors import DataError, OptionError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
@@ -81,39 +81,62 @@ def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
     assert result.document["result"]["left_out"] == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda root: (root / "empty").mkdir(), "empty holds no images"),
-        (lambda root: (root / "empty").touch(), "empty is of an unknown kind"),
-        (lambda root: None, "unknown data '.*empty': there is no such file or folder"),
-        (lambda root: shutil.copytree("strange", root / "empty"), "has no subfolders, so its images have no labels"),
-        (
-            lambda root: shutil.copytree("train", root / "empty" / "sets"),
-            "has the subfolder 'sets', which is not one of the 3 classes",
-        ),
-    ],
-)
-def test_folders_that_are_no_training_data(tmp_path, make, words):
+def archive(**arrays):
+    return lambda root: np.savez(root / "set.npz", **arrays)
+
+
+def text(name, content):
+    return lambda root: (root / name).write_bytes(content.encode(errors="surrogateescape"))
+
+
+def cut_array(root):
+    np.save(root / "set.npy", np.zeros((10, 3)))
+    (root / "set.npy").write_bytes((root / "set.npy").read_bytes()[:-20])
+
+
+def odd_archive(root):
+    with zipfile.ZipFile(root / "set.npz", "w") as archive:
+        archive.writestr("x.npy", b"nothing like an array")
+
+
+ROWS, LABELS = np.zeros((2, 2)), np.zeros(2)
+NO_DATA = {
+    # what is made in a folder, the data that are named there, and words of the error
+    "an empty folder": (lambda root: (root / "set").mkdir(), "set", "set holds no images"),
+    "an unknown kind": (lambda root: (root / "set").touch(), "set", "set is of an unknown kind"),
+    "nothing": (lambda root: None, "set", "unknown data '.*set': there is no such file or folder"),
+    "no subfolders": (lambda root: shutil.copytree("strange", root / "set"), "set", "its images have no labels"),
+    "a subfolder too deep": (
+        lambda root: shutil.copytree("train", root / "set" / "sets"),
+        "set",
+        "the subfolder 'sets'",
+    ),
+    "no column of labels": (text("set.csv", "image,kind\na.png,1\n"), "set.csv", "no column of labels"),
+    "no column of paths": (text("set.csv", "place,label\na.png,1\n"), "set.csv", "no column of paths"),
+    "an empty table": (text("set.csv", ""), "set.csv", "no column of paths.*found nothing"),
+    "no rows": (text("set.csv", "path,label\n"), "set.csv", "no rows"),
+    "no text": (text("set.csv", "path,label\nx\x00,1\n\udcff"), "set.csv", "cannot be read as CSV"),
+    "no inputs": (archive(a=ROWS), "set.npz", "holds no inputs: expected an array called x, inputs"),
+    "no labels": (archive(x=ROWS), "set.npz", "holds no labels"),
+    "one number for each": (archive(x=LABELS, y=LABELS), "set.npz", "a row for each"),
+    "empty inputs": (archive(x=ROWS[:0], y=LABELS[:0]), "set.npz", r"empty: shape \(0, 2\)"),
+    "words": (archive(x=np.array([["a"], ["b"]]), y=LABELS), "set.npz", "a row for each"),
+    "long doubles": (archive(x=ROWS.astype(np.longdouble), y=LABELS), "set.npz", "at most 64 bits"),
+    "a label too many": (archive(x=ROWS, y=np.zeros(3)), "set.npz", "expected 2 rows"),
+    "objects": (archive(x=ROWS, y=np.array([{}, []], dtype=object)), "set.npz", "objects that are not numbers"),
+    "no archive": (text("set.npz", "no archive"), "set.npz", "not an array"),
+    "an odd archive": (odd_archive, "set.npz", "damaged"),
+    "a cut array": (cut_array, "set.npy", "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", NO_DATA)
+def test_data_that_are_none_are_refused_in_words(tmp_path, case):
+    make, name, words = NO_DATA[case]
     make(tmp_path)
-    with pytest.raises((DataError, OptionError), match=words):
-        open_set(str(tmp_path / "empty"), INTAKE, labelled=True, classes=CLASSES)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("image,kind\na.png,1\n", "no column of labels: expected one called label"),
-        ("place,label\na.png,1\n", "no column of paths"),
-        ("path,label\n", "a heading but no rows"),
-        ("", "no column of paths.*found nothing"),
-        ("path,label\nx\x00,1\n\udcff", "cannot be read as CSV"),
-    ],
-)
-def test_csv_files_that_name_nothing(tmp_path, text, words):
-    (tmp_path / "list.csv").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=words):
-        open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True)
+    with pytest.raises((DataError, OptionError), match=words) as caught:
+        open_set(str(tmp_path / name), INTAKE, labelled=True, classes=CLASSES)
+    assert name in str(caught.value)
 
 
 def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
@@ -133,19 +156,10 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
         "row 6 has no file name",
     ]
     unlabelled = Account()
-    assert (
-        sum(
-            len(batch[0])
-            for batch in Loader(
-                open_set(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False
-            )
-        )
-        == 4
-    )
-    assert unlabelled.left_out[str(tmp_path / "list.csv")] == {
-        "": "row 6 has no file name",
-        "gone.png": "does not exist",
-    }
+    (batch,) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False)
+    assert len(batch[0]) == 4
+    expected = {"": "row 6 has no file name", "gone.png": "does not exist"}
+    assert unlabelled.left_out[str(tmp_path / "list.csv")] == expected
 
 
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
@@ -193,45 +207,6 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
     assert_close(rows.inputs, expected[:, :1])
 
 
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        ({"a": np.zeros((2, 2))}, "holds no inputs: expected an array called x, inputs"),
-        ({"x": np.zeros((2, 2))}, "holds no labels"),
-        ({"x": np.zeros(2), "y": np.zeros(2)}, "a row for each"),
-        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, r"empty: shape \(0, 2\)"),
-        ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "a row for each"),
-        ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "at most 64 bits"),
-        ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 rows"),
-        ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 rows"),
-        ({"x": np.zeros((2, 2)), "y": np.array([{}, []], dtype=object)}, "objects that are not numbers"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_arrays_that_are_no_data(tmp_path, arrays, words):
-    np.savez(tmp_path / "set.npz", **arrays)
-    with pytest.raises(DataError, match=words) as caught:
-        open_arrays(tmp_path / "set.npz", Intake(), labelled=True)
-    assert "set.npz" in str(caught.value)
-
-
-def test_damaged_arrays_are_named(tmp_path):
-    (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"text\.npz is not an array"):
-        open_arrays(tmp_path / "text.npz", Intake(), labelled=False)
-    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
-        archive.writestr("x.npy", b"nothing like an array")
-    with pytest.raises(DataError, match=r"odd\.npz is damaged"):
-        open_arrays(tmp_path / "odd.npz", Intake(), labelled=False)
-    np.save(tmp_path / "cut.npy", np.zeros((10, 3)))
-    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut\.npy is damaged"):
-        list(open_arrays(tmp_path / "cut.npy", Intake(batch_size=4), labelled=False).batches())
-    np.save(tmp_path / "other.npy", np.zeros((10, 3)))
-    with pytest.raises(DataError, match=r"other\.npy holds inputs of shape \(3,\), expected \(4,\)"):
-        list(open_arrays(tmp_path / "other.npy", Intake(shape=(4,)), labelled=False).batches())
-
-
 def test_built_in_sets_by_name(monkeypatch):
     digits = open_set("digits:val", Intake(batch_size=100), labelled=True)
     assert digits.count == 297
@@ -253,31 +228,27 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
         ("gone", "cannot import"),
         ("number", "is a int; expected a function"),
         ("failing", "failed .RuntimeError: the disk is gone"),
-        ("uneven", "3 labels for 4 inputs"),
     ):
         with pytest.raises((OptionError, DataError), match=words):
             list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3).batches())
 
 
+X = torch.ones(2, 4)
 ODD = {
-    "words": ("{'input': x, 'text': ['a', 'b']}", r"the input\['text'\] is a list"),
-    "none": ("{'input': x, 'extra': None}", "is a NoneType"),
-    "scalar": ("(torch.tensor(1.0),)", "is a tensor of one number"),
-    "lists": ("([1, 2], y)", "is a list"),
-    "lengths": ("{'input': x, 'places': torch.arange(3)}", "different lengths"),
+    r"the input\['text'\] is a list": {"input": X, "text": ["a", "b"]},
+    "is a NoneType": {"input": X, "extra": None},
+    "is a tensor of one number": (torch.tensor(1.0),),
+    "is a list": ([1, 2], torch.tensor([0, 1])),
+    "different lengths": {"input": X, "places": torch.arange(3)},
+    "3 labels for 2 inputs": (X, torch.zeros(3, dtype=torch.int64)),
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_batches_that_are_none_are_refused_with_the_place(tmp_path, monkeypatch, name):
-    batch, words = ODD[name]
-    module = f"odd_batches_{name}"
-    text = f"import torch\nx, y = torch.ones(2, 4), torch.tensor([0, 1])\ndef batches():\n    return [{batch}]\n"
-    (tmp_path / f"{module}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(DataError, match=words) as caught:
-        list(open_set(f"{module}:batches", Intake(), labelled=True, outputs=3).batches())
-    assert f"batch 0 of {module}:batches" in str(caught.value)
+@pytest.mark.parametrize("words", ODD)
+def test_batches_that_are_none_are_refused_with_the_place(words):
+    source = Own(name="mine:batches", intake=Intake(), function=lambda: [ODD[words]], labelled=True)
+    with pytest.raises(DataError, match=rf"batch 0 of mine:batches.*{words}"):
+        list(source.batches())
 
 
 def test_grey_of_16_bits_is_not_white(tmp_path):

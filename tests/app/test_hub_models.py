@@ -70,17 +70,11 @@ class Kind:
         return network
 
 
-def roberta_features(network, batch):
-    first = network.roberta(**batch).last_hidden_state[:, 0]
-    return torch.tanh(network.classifier.dense(first))
-
-
 KINDS = {
     "bert": Kind(
         "BertForSequenceClassification", "BertConfig", SMALL | WORDS, "classifier",
         lambda network, batch: network.bert(**batch).pooler_output,
     ),
-    "roberta": Kind("RobertaForSequenceClassification", "RobertaConfig", SMALL | WORDS, "classifier.out_proj", roberta_features),
     "gpt2": Kind(
         "GPT2ForSequenceClassification",
         "GPT2Config",
@@ -94,16 +88,7 @@ KINDS = {
         lambda network, batch: network.vit(**batch).last_hidden_state[:, 0],
         images=True,
     ),
-    "resnet": Kind(
-        "ResNetForImageClassification",
-        "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "num_labels": CLASSES},
-        "classifier.1",
-        lambda network, batch: network.resnet(**batch).pooler_output.flatten(1),
-        images=True,
-    ),
 }  # fmt: skip
-TEXT = [name for name, kind in KINDS.items() if not kind.images]
 
 
 @cache
@@ -127,14 +112,9 @@ def data(name, count=30, seed=0):
     return {"input_ids": torch.where(mask, words, PAD), "attention_mask": mask.long(), "labels": labels}
 
 
-def batches(whole, size, *, trimmed=False):
-    """Batches of a size; `trimmed` to their own longest text, as collators pad."""
+def batches(whole, size):
     for start in range(0, len(whole["labels"]), size):
-        batch = {key: value[start : start + size] for key, value in whole.items()}
-        if trimmed and "attention_mask" in batch:
-            longest = int(batch["attention_mask"].sum(1).max())
-            batch = {key: value if key == "labels" else value[:, :longest] for key, value in batch.items()}
-        yield batch
+        yield {key: value[start : start + size] for key, value in whole.items()}
 
 
 def without_labels(whole):
@@ -169,21 +149,6 @@ def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(na
         # By draws, along eigenvectors that are free to turn where features are 0 for all data.
         torch.testing.assert_close(ours.mutual_information, theirs.mutual_information, rtol=0.2, atol=1e-2)
         assert network.training
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_neither_padding_nor_batches_matter(name):
-    """Batches trimmed to their own longest text, as collators make them, against one batch with all the padding."""
-    train, new = data(name), data(name, 12, seed=2)
-    some = mola.fit(networks(name), batches(train, 4, trimmed=True))
-    whole = mola.fit(networks(name), [train])
-    for one, other in zip(some.components, whole.components, strict=True):
-        for key, tensor in one.layer.sums.tensors.items():
-            torch.testing.assert_close(tensor, other.layer.sums.tensors[key], rtol=1e-9, atol=1e-12)
-    alone = some.predict(batches(new, 1, trimmed=True))
-    together = whole.predict(without_labels(new))
-    torch.testing.assert_close(alone.probs, together.probs, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(alone.ood_score, together.ood_score, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])

@@ -15,18 +15,12 @@ from PIL import Image
 import mola
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import (
-    open_posterior,
-    read_information,
-)
+from mola.app.jobs.folder import open_posterior, read_information
 from mola.errors import DataError, OptionError, StorageError
 from tests.closeness import assert_close
 from tests.own_work import CLASSES, job_for, to_evaluate, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
-
-
-# --- fitting ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_is_what_a_program_would_have_done(desk, fitted):
@@ -103,23 +97,18 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"train": None}, "no training data"),
         ({"network": ()}, "no network"),
         ({"structure": "cron"}, "Did you mean 'kron'"),
-        ({"link": "probt"}, "Did you mean 'probit'"),
-        ({"rule": "best"}, "rule must be one of"),
-        ({"mixing": "even"}, "mixing must be one of"),
+        ({"rule": "best"}, "--rule must be one of"),
         ({"val": None}, "needs validation data"),
         ({"val": None, "rule": "none", "mixing": "stacking"}, "--mixing stacking needs validation data"),
         ({"rule": "nll", "threshold": 0.9}, "--threshold is for --rule threshold"),
         ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision is for --rule none"),
-        ({"rule": "nll", "price": 0.02}, "--price"),
-        ({"rule": "distance", "price": 2.0}, "price must be a number between 0 and 1, 'loss' or None, got 2.0"),
+        ({"rule": "distance", "price": 2.0}, "price must be a number"),
         ({"rule": "distance", "val": None}, "--rule distance needs validation data"),
-        ({"rule": "distance", "distances": False}, "needs the distances that --no-distances leaves out"),
+        ({"rule": "distance", "distances": False}, "--no-distances"),
         ({"rule": "outliers"}, "go together"),
-        ({"outliers": "strange"}, "go together"),
-        ({"mode": "CMYK"}, "mode must be one of RGB, L"),
+        ({"mode": "CMYK"}, "--mode must be one of RGB, L"),
         ({"normalise": "cifar"}, "Did you mean 'cifar10'"),
         ({"mean": (0.5,)}, "both --mean and --std"),
-        ({"mean": (0.5,), "std": (0.0,)}, "positive standard deviations"),
         ({"mean": (0.5,), "std": (1.0,), "normalise": "none"}, "both --mean and --std"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
     ],
@@ -129,9 +118,6 @@ def test_a_job_that_cannot_be_done_says_so(desk, tmp_path, changes, words):
     with pytest.raises(OptionError, match=words):
         run_fit(job_for(desk, **changes), tmp_path / "posterior")
     assert not (tmp_path / "posterior").exists()
-
-
-# --- opening again ------------------------------------------------------------------------------------------------------
 
 
 def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
@@ -208,9 +194,6 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         read_information(tmp_path)
 
 
-# --- the order of the classes -------------------------------------------------------------------------------------------
-
-
 def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_path):
     """Folders named so that their alphabetical order is not the networks'."""
     new = {"cat": "zebra", "dog": "ant", "fox": "mole"}
@@ -222,9 +205,6 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
         run_fit(job, tmp_path / "posterior")
     result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
     assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
-
-
-# --- the validation data: read once, and what is kept of them ----------------------------------------------------------
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):

@@ -157,9 +157,6 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     (tmp_path / "vit" / "model.safetensors").write_bytes(b"")
     with pytest.raises(StorageError, match=r"config\.json is not JSON"):
         build_networks([str(tmp_path / "vit")])
-    (tmp_path / "vit" / "config.json").write_text("[]")
-    with pytest.raises(StorageError, match=r"config\.json holds a list"):
-        build_networks([str(tmp_path / "vit")])
 
 
 @pytest.mark.parametrize(
@@ -167,8 +164,6 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     [
         ({}, lambda pixels: (pixels / 255 - 0.4) / 0.2),
         ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda pixels: (pixels / 127.5 - 1 - 0.4) / 0.2),
-        ({"rescale_factor": 1 / 127.5, "do_normalize": False}, lambda pixels: pixels / 127.5),
-        ({"do_rescale": False}, lambda pixels: (pixels - 0.4) / 0.2),
         ({"do_rescale": False, "do_normalize": False}, lambda pixels: pixels),
     ],
 )

@@ -60,7 +60,10 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         *[("note", in_flags(note)) for note in notes],
         ("folder", found["folder"]),
         ("networks", str(found["components"])),
-        ("last layer", f"{found['heads'][0]}: {counted(found['features'][0], 'weight')} for each of {_outputs(found)}"),
+        (
+            "last layer",
+            f"{found['heads'][0]!r}, {counted(found['features'][0], 'weight')} for each of {_outputs(found)}",
+        ),
         ("structure", f"{found['structure']}, link {found['link']}, weights {weights}"),
         ("prior precision", f"{precisions}, {rule}"),
         ("scaling", f"{scaling}; {distances}"),
