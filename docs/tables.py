@@ -28,7 +28,7 @@ RESULTS, BENCHMARKS = ROOT / "results", ROOT / "benchmarks" / "results"
 
 
 def table(place: str) -> str:
-    """The table that a page names, as Markdown."""
+    """Return the table that a page names, as Markdown."""
     name, *selection = [part.strip() for part in place.split(";")]
     source, _, rest = name.partition(" ")
     if source in SOURCES:
@@ -54,7 +54,7 @@ def _suite_tables(name: str) -> dict[str, Table]:
 
 
 def suite_table(name: str) -> Table:
-    """A table of a suite, by the suite's name and its own."""
+    """Return a table of a suite, by the suite's name and its own."""
     suite, _, rest = name.partition(" ")
     if rest not in (known := _suite_tables(suite)):
         raise KeyError(f"{suite} has no table {rest!r}; it has {', '.join(known)}.")
@@ -62,7 +62,7 @@ def suite_table(name: str) -> Table:
 
 
 def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
-    """Texts of some columns of a row."""
+    """Return the texts of some columns of a row."""
     texts = found.texts.set_axis([_column_name(column) for column in found.columns], axis=1)
     if missing := [*({row} - set(texts.index)), *(name for name in columns if name not in texts)]:
         raise KeyError(f"{found.title}: no {missing}. Rows: {', '.join(texts.index)}. Columns: {', '.join(texts)}.")
@@ -80,7 +80,7 @@ def _names(listed: str) -> dict[str, str]:
 
 @cache
 def record(name: str) -> Any:
-    """A record of a benchmark."""
+    """Read a record of a benchmark."""
     return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -88,7 +88,7 @@ class Cells(string.Formatter):
     """Texts by templates: `{ece:* 100 .1f}` writes a hundred times the entry, and None is a dash."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """The text of a value."""
+        """Return the text of a value."""
         if value is None:
             return MISSING
         if not format_spec.startswith("* "):
@@ -98,7 +98,7 @@ class Cells(string.Formatter):
 
 
 def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]], left: int = 1) -> str:
-    """Rows of a record as a Markdown table; a column is a heading and a template of its cells."""
+    """Return rows of a record as a Markdown table; a column is a heading and a template of its cells."""
     write = Cells().vformat
     return markdown_rows(
         [head for head, _ in columns], [[write(one, (), row) for _, one in columns] for row in rows], left
@@ -279,7 +279,7 @@ def _seconds(value: float) -> str:
 
 
 def verdict(row: dict[str, Any], bar: str) -> list[str]:
-    """The bar of a measurement, and whether it was met."""
+    """Return the bar of a measurement, and "met" or "missed"."""
     return [bar, ("**missed**" if row["missed"] else "met") if bar else ""]
 
 

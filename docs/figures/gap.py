@@ -22,12 +22,12 @@ INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"
 
 
 def curve(x: Tensor) -> Tensor:
-    """What is to be learnt."""
+    """Return the function that the networks learn."""
     return torch.sin(2 * x) + 0.3 * x
 
 
 def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs between -3 and -1 and between 1 and 3, and noisy targets."""
+    """Return inputs between -3 and -1 and between 1 and 3, and noisy targets."""
     generator = torch.Generator().manual_seed(seed)
     side = torch.where(torch.rand(count, 1, generator=generator) < 0.5, -1.0, 1.0)
     x = side * (1 + 2 * torch.rand(count, 1, generator=generator))
@@ -35,7 +35,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(said: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[Tensor, Tensor], wide: bool) -> Figure:
-    """A panel for each method."""
+    """Draw a panel for each method."""
     figure = Figure(figsize=(9.0, 2.9) if wide else (4.4, 6.6), facecolor="white", layout="constrained")
     rows, columns = (1, len(said)) if wide else (len(said), 1)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True)

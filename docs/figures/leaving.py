@@ -30,7 +30,7 @@ INK = "#25303b"
 
 
 def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
-    """A small network, trained as anybody would."""
+    """Train a small network in the usual way."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
@@ -43,7 +43,7 @@ def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
 
 
 def photographs(count: int) -> Tensor:
-    """Grey pieces (count, 64) of the two photographs that come with scikit-learn, at a quarter of their size."""
+    """Return grey pieces (count, 64) of the two photographs that come with scikit-learn, at a quarter of their size."""
     generator = torch.Generator().manual_seed(1)
     pieces = []
     for name in ("china.jpg", "flower.jpg"):
@@ -56,7 +56,7 @@ def photographs(count: int) -> Tensor:
 
 
 def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Sequence[Tensor], wide: bool) -> Figure:
-    """A row of pictures of one digit as it fades, and the curves below it."""
+    """Draw a row of pictures of one digit as it fades, and the curves below it."""
     width, height, top = (8.0, 3.7, 0.82) if wide else (4.4, 4.3, 0.83)
     figure = Figure(figsize=(width, height), facecolor="white")
     left, right, bottom = (0.1, 0.8, 0.08) if wide else (0.13, 0.72, 0.1)

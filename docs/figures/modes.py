@@ -26,21 +26,21 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1
 EPOCHS = 4000
 STEPS = 41
-"""Along each line between two modes."""
+"""Steps along each line between two modes."""
 SCALES = (0.3, 1.9)
-"""Of the last layer's weights, around each mode."""
+"""Smallest and largest factor on the last layer's weights around each mode."""
 REACH, SIZE, FAR = 8.0, 161, 6.0
-"""Half the side of the map, its points along a side, and from where on a point is far from the data."""
+"""Half the side of the map, its points along a side, and the distance from which a point is far from the data."""
 
 
 def log_posterior(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Of all weights, up to a constant: log likelihood of the data plus log of the Gaussian prior."""
+    """Return the log posterior of all weights, up to a constant: log likelihood of the data plus log of the Gaussian prior."""
     squares = sum((weight.square().sum() for weight in network.parameters()), torch.zeros(()))
     return -nn.functional.cross_entropy(network(inputs), labels, reduction="sum") - PRECISION / 2 * squares
 
 
 def train(seed: int, inputs: Tensor, labels: Tensor) -> nn.Sequential:
-    """A network at a mode of the posterior."""
+    """Train a network to a mode of the posterior."""
     torch.manual_seed(seed)
     network = mlp(2, (16, 16), 2).double()
     optimiser = torch.optim.Adam(network.parameters(), lr=0.02)
@@ -54,7 +54,7 @@ def train(seed: int, inputs: Tensor, labels: Tensor) -> nn.Sequential:
 
 
 def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> np.ndarray:
-    """Log posterior (modes - 1, STEPS) on the straight lines between one mode and the next."""
+    """Return the log posterior (modes - 1, STEPS) on the straight lines between one mode and the next."""
     walker = mlp(2, (16, 16), 2).double()
     ends = [parameters_to_vector(network.parameters()).detach() for network in networks]
     values = []
@@ -66,7 +66,7 @@ def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -
 
 
 def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
-    """The last layer's posterior and its Laplace approximation, over the scale of the weights: 1 is the mode."""
+    """Return the last layer's posterior and its Laplace approximation, over the scale of the weights: 1 is the mode."""
     with torch.no_grad():
         features = torch.cat([network[:-1](inputs), torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
         weights = torch.cat([network[-1].weight, network[-1].bias[:, None]], dim=1)
@@ -91,7 +91,7 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
 
 
 def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]) -> Figure:
-    """Above, the posterior between the modes; below, around each."""
+    """Draw the posterior between the modes above, and around each mode below."""
     figure = Figure(figsize=(10.4, 4.6) if wide else (4.4, 4.9), layout="constrained")
     shown = local if wide else local[:3]
     grid = figure.add_gridspec(2, len(shown), height_ratios=(1.25, 1))
@@ -123,7 +123,7 @@ def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarr
 
 
 def draw_maps(wide: bool, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
-    """How sure each predictor is, everywhere in the plane."""
+    """Draw the confidence of each predictor over the plane."""
     figure, panels = canvas(1, 4, 2.5, 10.4) if wide else canvas(2, 2, 2.0, 4.4)
     for panel, (name, values) in zip(panels, maps.items(), strict=True):
         image = panel.imshow(

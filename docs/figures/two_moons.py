@@ -24,7 +24,7 @@ from mola.metrics import mean_confidence, negative_log_likelihood
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150
 REACH, SIZE, FAR = 8.0, 241, 6.0
-"""Half the side of the map, its points along a side, and from where on a point is far from the data."""
+"""Half the side of the map, its points along a side, and the distance from which a point is far from the data."""
 
 TITLES = {
     "MAP": "one network",
@@ -35,12 +35,12 @@ TITLES = {
 
 
 def build() -> nn.Sequential:
-    """One of the networks."""
+    """Return a network."""
     return mlp(2, (64, 64), 2)
 
 
 def draw(wide: bool, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
-    """How sure each predictor is, everywhere in the plane, on one scale."""
+    """Draw the confidence of each predictor over the plane, on one scale."""
     figure, panels = canvas(1, 4, 2.75, 10.4) if wide else canvas(2, 2, 2.35, 4.4)
     figure.set_layout_engine("compressed")  # keeps the colour bar as tall as square panels
     for panel, (name, values) in zip(panels, maps.items(), strict=True):

@@ -100,7 +100,7 @@ def made_again(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
     try:
         with warnings.catch_warnings():
-            # The search leaves its grid here, as it did for the record, and says so.
+            # The search leaves its grid here, as it did for the record, and warns.
             warnings.simplefilter("ignore", MolaWarning)
             run_fit(job, root / "posterior")
             return run_evaluate(open_posterior(root / "posterior"), to_evaluate("mnist:report", "fashion-mnist:test"))

@@ -64,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
 
 
 Estimates = Mapping[float, Mapping[str, Estimate | None]]
-"""By place on the axis and label."""
+"""Estimates by place on the axis and label."""
 
 
 def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:

@@ -36,7 +36,7 @@ class On:
 
 
 def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None]]:
-    # Every number with its standard error over data, where that is known.
+    # Every number, and its standard error over data if it is known.
     for name, found in record.labelled.items():
         for metric, value in {**found.metrics, **_excess(found)}.items():
             yield On(name, metric), value, found.errors.get(metric)
@@ -112,7 +112,7 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
 
 
 LEADS = "Bold: leads every other method, run by run, by more than chance (Student's t, 95 %)."
-"""How to read bold numbers in the tables of suites."""
+"""Caption of bold numbers in the tables of suites."""
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:

@@ -44,7 +44,7 @@ OUTLIERS: dict[str, dict[str, dict[str, Estimate]]] = {
         "MoLA": _row("98.3 0.0  44.0 0.5 99.5 0.0  67.4 0.2 95.7 0.1  56.8 0.4 98.5 0.0", _MNIST),
     },
 }
-"""By suite, method and "<title of the set> MMC" or "... AUROC"."""
+"""Numbers by suite, method and "<title of the set> MMC" or "... AUROC"."""
 
 VARIANTS: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
     "cifar10": {
@@ -74,7 +74,7 @@ CURVES: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
         },
     }
 }
-"""By suite, metric and method, at severities 0 to 5. The other figures of the paper give no numbers."""
+"""Curves by suite, metric and method, at severities 0 to 5. The other figures of the paper give no numbers."""
 
 COST_SETTING = "WRN-16-4, five components, CIFAR-10 test set, one RTX 2080 Ti"
 

@@ -91,7 +91,7 @@ class SuiteResults(Comparison):
     shift_title: str
     axis: str
     groups: dict[str, dict[str, tuple[Record, ...]]]
-    """By group and method, in order; records by run. The methods compared are the group `MAIN`."""
+    """Records in the order of the runs, by group and method. The methods compared are the group `MAIN`."""
     cost: dict[str, Any]
     """Content of `cost.json`: "rows" by method in order, "settings" and "environment"."""
     warnings: tuple[str, ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mola.compare.record import Record, SetInfo
+from mola.compare.record import SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.numbers import (
     BY_CONFIDENCE,
@@ -271,7 +271,7 @@ def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
-"""By suite: near and far sets of OpenOOD's benchmark that may be among ours."""
+"""Near and far sets of OpenOOD's benchmark, by suite."""
 
 OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in", "aupr_out": "AUPR out"}
 
@@ -313,12 +313,9 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     return _every_score(f"{suite.title}: requests out of scope, rejected", caption, suite, numbers, columns)
 
 
-def _measured(suite: SuiteResults, measure: str) -> dict[str, tuple[Record, ...]]:
-    return {name: records for name, records in suite.runs.items() if any(measure in one.measures for one in records)}
-
-
 def _people(suite: SuiteResults) -> Table | None:
-    if not (methods := _measured(suite, "people")):
+    methods = {name: found for name, found in suite.runs.items() if any("people" in one.measures for one in found)}
+    if not methods:
         return None
     columns = [
         Column("NLL", "test", "low", 4, On("test", "nll")),

@@ -46,7 +46,7 @@ class Headline:
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
-    """The findings at the top of the page and in the terminal."""
+    """Return the cards at the top of the page, which the terminal shows as well."""
     comparison = result.comparison
     numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
@@ -70,7 +70,7 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
 
 
 def tuning_remarks(result: DemoResult) -> list[str]:
-    """Tuned values, and remarks of tuning."""
+    """Return tuned values, and remarks of tuning."""
     chosen = [
         f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, by {record.chosen['rule']}."
         for name, record in result.comparison.methods.items()
@@ -80,7 +80,7 @@ def tuning_remarks(result: DemoResult) -> list[str]:
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
-    """The small print."""
+    """Return the small print."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
         f"Data: scikit-learn's 1797 handwritten digits, 8 by 8 pixels, split at random into {sizes['train']} for training, "
@@ -96,7 +96,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
-    """Findings on the test data and on outliers."""
+    """Return the findings on the test data and on outliers."""
     own, base, test = comparison.own, comparison.baseline, comparison.test.name
     mine, plain = (comparison.methods[name].labelled[test].metrics for name in (own, base))
     metrics = ("rmse", "nll", "crps") if comparison.regression else ("accuracy", "nll", "brier", "ece")
@@ -169,7 +169,7 @@ COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Clear differences between MoLA and ensembles."""
+    """Return clear differences between MoLA and ensembles."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
@@ -208,7 +208,7 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """The small print: data, remarks of tuning, time."""
+    """Return the small print: data, remarks of tuning, time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     about: dict[str, dict[str, None]] = {}  # methods by remark, each once
