@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,24 @@ def test_the_same_seed_gives_the_same_bits_interrupted_or_not(kind, tmp_path):
     assert any(not torch.equal(tensor, other[name]) for name, tensor in whole.items())
     with pytest.raises(StorageError, match="another training"):
         _trained(kind, Noisy(), seed=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["swag", "mimo"])
+def test_the_users_network_is_untouched(kind):
+    network, loader = _noisy_network().train(), Shuffled(DATA, 16)
+    network[3].eval()
+    before, modes = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    options = {"epochs": 2, "progress": False}
+    if kind == "swag":
+        predictor = fit_swag(network, loader, samples=2, **options)
+    else:
+        predictor = train_mimo(Mimo(network, 2, example=DATA.inputs), loader, **options)
+    expected = predictor.eval().predict(DATA.inputs).probs
+    assert modes == [module.training for module in network.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in network.parameters())
+    network[0].weight.data.zero_()  # and the copy is not the user's
+    assert torch.equal(predictor.predict(DATA.inputs).probs, expected)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "foreign", "cut off"])

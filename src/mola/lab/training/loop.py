@@ -206,19 +206,11 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network and train it on the cross-entropy; torch's global random state is restored.
+    """Build a network and train it on the cross-entropy; return it in eval mode. Torch's global random state is restored.
 
-    Args:
-        build: makes a network with fresh weights; called once, after seeding.
-        data: training data, reshuffled every epoch.
-        recipe: optimiser and schedule.
-        seed: seed of the initial weights, the order of the data, dropout and augmentation.
-        prepare: turns a batch of stored inputs into network inputs; it may draw from torch's random state.
-        on_epoch: called after every epoch with the number of epochs done.
-        checkpoint: folder to save the training to after every epoch, and to resume it from.
-
-    Returns:
-        The network in eval mode, on the device and in the precision of the prepared inputs.
+    The seed is of the initial weights, the order of the data, dropout and augmentation. `prepare` turns a batch of stored inputs into
+    network inputs, whose device and precision the network gets, and may draw from torch's random state. `on_epoch` is called after
+    every epoch with the number of epochs done.
     """
     if not len(data):
         raise DataError("there are no training data: expected at least one row.")

@@ -78,16 +78,10 @@ def run_uci(
     fresh: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Train and compare; each record is written as soon as it is complete, and existing records are kept.
+    """Train and compare on published splits (at most `splits` of each set), and with `gaps` on splits without the middle of a feature.
 
-    Args:
-        data: folder with a subfolder for each set.
-        results: folder for the records, in a subfolder `uci`, which is returned.
-        sets: names of sets.
-        splits: largest number of published splits of each set; None is all.
-        gaps: also run the splits that hold out the middle of each feature.
-        fresh: whether to replace records.
-        progress: called with the set, the splits done, and their number.
+    Each record is written to the subfolder `uci` of `results`, which is returned, as soon as it is complete; existing records are kept
+    unless `fresh`. `progress` is called with the set, the splits done, and their number.
     """
     for name in sets:
         found = read_uci(data, name)
