@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError, StorageError
+from mola.errors import OptionError
 from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood, as_likelihood
 from mola.network import Inputs, call, check_finite, check_logits
 from mola.numerics import check_seed, to_float64
@@ -45,17 +43,6 @@ def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
             f"{method} averages means: pass networks that also predict variances to mola.fit or mola.ensemble."
         )
     return meaning
-
-
-@contextmanager
-def rebuilding(directory: str | Path) -> Iterator[None]:
-    """Turn the refusal of a saved value into `StorageError`."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (OptionError, TypeError, ValueError) as error:
-        raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:

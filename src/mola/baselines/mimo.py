@@ -94,7 +94,7 @@ class MimoMoLA(MoLA):
 
 
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
-    """MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", unless another is given.
+    """Fit MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", unless another is given.
 
     Training inputs are repeated K times, as at test time. Fitting and tuning take K passes of the trunk, a prediction takes one.
 

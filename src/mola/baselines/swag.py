@@ -30,7 +30,6 @@ from mola.baselines.members import (
     derived_seeds,
     homoscedastic,
     member_output,
-    rebuilding,
     shape_differences,
 )
 from mola.errors import OptionError, StorageError, located
@@ -222,7 +221,7 @@ class Swag(Mixture):
         with torch.no_grad():
             for name, tensor in rest.items():
                 tensor.copy_(tensors[f"network.{name}"])
-        with rebuilding(directory):
+        try:
             return cls(
                 own,
                 Moments.from_tensors(document["snapshots"], below(tensors, "moments.")),
@@ -230,6 +229,8 @@ class Swag(Mixture):
                 likelihood=rebuild(document["likelihood"], LIKELIHOODS, "likelihood"),
                 **{name: document[name] for name in OPTIONS},
             )
+        except (OptionError, TypeError, ValueError) as error:
+            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mola.decisions.ranks import as_numbers, check_share, conformal_rank, data_needed
+from mola.decisions.ranks import as_numbers, check_share, conformal_quantiles, data_needed
 from mola.errors import DataError
 from mola.options import counted
 from mola.prediction import Prediction, RegressionPrediction
@@ -42,17 +42,11 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
             f"scores: expected one number for each validation datum, without nan; got shape {tuple(values.shape)} with "
             f"{int(values.isnan().sum())} nan."
         )
-    return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
-
-
-def alarm_rank(count: int, false_alarm_rate: float) -> int:
-    """Return the rank, from 1, of the alarm threshold among the sorted scores of `count` validation data; see `alarm_threshold`."""
-    rate = check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
-    rank = conformal_rank(count, rate)
-    if rank > count:
+    count, rate = len(values), check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
+    if count < data_needed(rate):
         raise DataError(
             f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: one "
             f"further datum in {count + 1} exceeds the largest. Pass at least {data_needed(rate)} scores, or allow a rate of at least "
             f"1/{count + 1}."
         )
-    return rank
+    return float(conformal_quantiles(values, rate))

@@ -8,8 +8,8 @@ which for exchangeable data has probability at least :math:`1 - \alpha`, and wit
 probabilities, and U uniform between 0 and 1 (1 without randomisation), the scores are
 
 - "lac": :math:`-p_c`, all classes above one probability. The smallest sets on average (Sadinle et al., 2019).
-- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, classes in order of probability: sets grow if inputs are
-  hard (Romano et al., 2020).
+- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, classes in order of probability: sets are larger for hard
+  inputs (Romano et al., 2020).
 - "raps": the same plus :math:`\lambda \max(0, \text{rank}_c - k)`: fewer very large sets (Angelopoulos et al., 2021).
 
 *By class*, each class has its own q, from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`: the
