@@ -132,14 +132,14 @@ def fit(
     Args:
         networks: one trained network, or K networks. Their architectures may differ, but all must have the same number of outputs.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels".
-        val_loader: validation data. If given, the posterior is tuned on them.
+        val_loader: validation data on which the posterior is tuned, or None.
         rule: the tuning rule, by name or as an object of `mola.rules`; None is the likelihood's default rule. Without validation
             data, None keeps `prior_precision`.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
             `mola.likelihoods`.
-        prior_precision: the prior precision lambda if no rule chooses it: one number, or K numbers.
+        prior_precision: prior precision lambda that is used if no rule chooses it: one number, or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, or one name for each network; None finds the layer.
         logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
@@ -150,8 +150,8 @@ def fit(
         ignore_index: label of positions to leave out.
         team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and every process
             returns the posterior of all data.
-        checkpoint: folder for intermediate sums. An interrupted fit that is called again continues from them. The folder is removed
-            at the end.
+        checkpoint: folder for intermediate sums. After an interruption, the same call continues from these sums. The folder is
+            removed at the end.
         checkpoint_every: number of batches between two checkpoints.
         progress: show a progress bar if stderr is a terminal.
 
@@ -289,7 +289,7 @@ def _find_heads(
     own = None if heads is None else [(one.name, one.every_position, one.dense_axes) for one in heads]
     known = next((one for one in team.collect(own) if one is not None), None)
     if known is None:
-        raise DataError("the training loader is empty on every rank.")
+        raise DataError("the training loader is empty on every rank. Pass at least one batch.")
     if heads is None:
         heads = [
             replace(head_by_name(network, name), every_position=every_position, dense_axes=dense_axes)

@@ -74,7 +74,7 @@ def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
-    """Return the expected calibration error from confidences (n,) in float64 and correctness (n,), 1 or 0."""
+    """Return the expected calibration error from confidences (n,) in float64 and from correctness (n,), which is 1 or 0."""
     sums = metrics.bin_sums(confidence, correct, bins)
     # Each datum has the sign of its bin's gap, so that the mean is the calibration error.
     signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
@@ -105,8 +105,8 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`.
 
-    An inlier contributes the share of outliers above it, and an outlier contributes the share of inliers below it. A tie is half. The
-    variances of both means add up (DeLong et al., 1988; Obuchowski, 1997, for groups).
+    An inlier contributes the share of outliers above it, and an outlier contributes the share of inliers below it. A tie contributes
+    one half. The variances of both means add up (DeLong et al., 1988; Obuchowski, 1997, for groups).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     placed = metrics.share_below(outliers, inliers)
@@ -114,7 +114,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass a threshold which 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers that pass a threshold that 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
 
     Inliers contribute to the error through the threshold.
     """

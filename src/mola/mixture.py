@@ -23,7 +23,7 @@ from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
 KEPT_BYTES = 2**28
-"""Number of bytes that the unread fields of a prediction may hold. Beyond it, the fields of a batch are computed immediately."""
+"""Number of bytes that the unread fields of a prediction may hold. Beyond this limit, fields are computed immediately."""
 
 
 class Predictor(Protocol):
@@ -126,7 +126,7 @@ class Mixture(nn.Module):
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
     ) -> Iterator[Any]:
-        """Predict batch by batch in bounded memory. The arguments are those of `predict`."""
+        """Predict batch by batch in bounded memory. The arguments have the same meaning as for `predict`."""
         seed = seed_from(generator)
         for place, batch in _batches(inputs, progress=progress):
             yield self.predict_batch(batch, seed, place).cpu()

@@ -19,7 +19,7 @@ Generator = torch.Generator | np.random.Generator | None
 """A source of random numbers; None is torch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
-"""Number of dimensions that come from a Sobol sequence. In further dimensions the gain vanishes and the table is slow to build."""
+"""Number of dimensions that come from a Sobol sequence. In more dimensions, the gain vanishes and the table is slow to build."""
 
 
 def float64_device(device: torch.device) -> torch.device:

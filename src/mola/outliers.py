@@ -85,8 +85,8 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
 
     The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by far field and energy
-    alone. Among 16 sums of this kind, this sum and the sum with `max(0, z_distance)` were best. That holds both for the networks on
-    which the sum was chosen and for the networks on which it was confirmed (docs/outliers.md).
+    alone. Among 16 sums of this kind, this sum and the sum with `max(0, z_distance)` were best. They were best on the networks used
+    to choose a sum, and also on the networks used to confirm the choice (docs/outliers.md).
 
     Args:
         terms: the three terms (n,).

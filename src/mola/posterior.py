@@ -55,7 +55,7 @@ class WeightSamples(NamedTuple):
     weights: Tensor | list[Tensor]
     """Weights (S, C, P) with the bias as the last column, or a list of S tensors (C, P) if the networks' widths differ."""
     component: Tensor
-    """Component (S,) that each draw belongs to, and whose network computes the features for it."""
+    """Index (S,) of the component that each draw comes from."""
 
 
 class MoLA(Mixture):
@@ -126,7 +126,7 @@ class MoLA(Mixture):
 
     @property
     def distance_exponent(self) -> float:
-        """Distance exponent gamma, by which logits shrink with the distance from the training classes; 0 disables this."""
+        """Distance exponent gamma. Larger values shrink logits more with the distance from the training classes; 0 has no effect."""
         return self.scaling.exponent
 
     @property
@@ -147,7 +147,7 @@ class MoLA(Mixture):
         for component in self.components:
             likelihood = component.likelihood
             if not isinstance(likelihood, Gaussian):
-                raise OptionError(f"likelihood {likelihood.name!r} has no noise.")
+                raise OptionError(f"likelihood {likelihood.name!r} has no noise. Only a Gaussian regression has noise.")
             given: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
             width = len(given) if component.layer is None else len(component.layer.weights)
             rows.append(torch.tensor(given, dtype=torch.float64, device="cpu").expand(width).clone())
@@ -236,14 +236,14 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """Return the divisors of each network's logits from temperature and distance, for this posterior or for candidates."""
+        """Return the divisors of each network's logits, for the settings of this posterior or for candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the members of the mixture at rows that the networks have already computed, at its own settings or at candidates."""
+        """Return the members of the mixture at given rows, for the settings of this posterior or for candidates."""
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:
@@ -260,7 +260,7 @@ class MoLA(Mixture):
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """Return the predictive distribution at rows that the networks have already computed."""
+        """Return the predictive distribution at given rows, for the settings of this posterior or for candidates."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
@@ -277,7 +277,7 @@ class MoLA(Mixture):
         return self.make_prediction(kept, seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Predict from features and outputs that the networks have already computed, as `predict` does.
+        """Return the same prediction as `predict`, from features and outputs that the networks have already computed.
 
         Args:
             features: inputs (n, P) of each network's last layer, with the constant 1 if the layer has a bias.
@@ -289,7 +289,7 @@ class MoLA(Mixture):
             return self.make_prediction(kept)
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
-        """Predict from captured passes. They are kept, because all fields but probabilities or means are computed when first read."""
+        """Predict from captured passes. The passes are kept, because most fields are computed only when they are first read."""
 
         def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
             return lambda: self._by_rows(captured, compute, dtype)
@@ -325,7 +325,7 @@ class MoLA(Mixture):
         return Prediction(fields, **shared)
 
     def logit_variance(self, rows: Rows) -> Tensor:
-        """Return the variances (K, n, C) of the logits, unscaled."""
+        """Return the variances (K, n, C) of the unscaled logits."""
         spreads = [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
         pairs = zip(spreads, rows.outputs, strict=True)
         return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
@@ -341,7 +341,7 @@ class MoLA(Mixture):
 
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
         # Return the aleatoric entropy without distance. The entropy that distance adds is epistemic: nearby data would remove it.
-        near = copy(self)  # the constructor would check values, which fails in a trace
+        near = copy(self)  # the constructor checks values, which is impossible in a trace
         near.scaling = replace(self.scaling, exponent=0.0)
         return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
 
@@ -357,7 +357,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score, which is the best available score."""
+        """Name of the outlier score of predictions, which is the best score available."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -452,7 +452,9 @@ class MoLA(Mixture):
                 heteroscedastic networks it is a factor.
         """
         if not isinstance(self.likelihood, Gaussian):
-            raise OptionError(f"likelihood {self.likelihood.name!r} has no noise.")
+            raise OptionError(
+                f"likelihood {self.likelihood.name!r} has no noise. Only a Gaussian regression has noise."
+            )
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
             raise OptionError(
@@ -482,7 +484,7 @@ class MoLA(Mixture):
         """Run the networks once over a loader and keep the data that tuning needs. A `HeldOut` is returned unchanged."""
         if isinstance(loader, HeldOut):
             if labelled and loader.labels is None:
-                raise DataError(f"the {where} was read without labels. Read batches of (inputs, labels).")
+                raise DataError(f"the {where} was read without labels. Pass batches of (inputs, labels).")
             return loader
         team = Team.single() if team is None else team
         heads = [component.head for component in self.components]
@@ -664,9 +666,8 @@ class MoLA(Mixture):
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        The limit is exact for bias-free ReLU networks, whose features scale with the input, and other networks are refused. With a
-        distance exponent the limit is 1/C, except for a network whose features are all 0 at an input, and so at every multiple of
-        the input.
+        The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With a
+        distance exponent, the limit is 1/C, unless all features of a network are 0 at an input, and therefore at its multiples.
         """
         self._require_bounds()
         once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)

@@ -29,7 +29,7 @@ from mola.options import counted, is_real
 from mola.uncertainty import entropy
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
-"""A tensor, a function that computes it when it is first read, or None if it is unknown."""
+"""A field of a prediction: a tensor, a function that computes the tensor when it is first read, or None if it is unknown."""
 
 
 class _Fields:
@@ -47,12 +47,12 @@ class _Fields:
         vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a {type(self).__name__} cannot be changed: {name}.")
+        raise AttributeError(f"a {type(self).__name__} cannot be changed, but {name} was assigned.")
 
     def _read(self, name: str) -> Any:
         value = self._fields[name]
         if callable(value):
-            # inference_mode(False) enables gradients, which a trace would record, so it is used only if it is needed.
+            # inference_mode(False) enables gradients, which a trace would record, so it is used only in inference mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value
@@ -118,7 +118,7 @@ class _Fields:
         )
         kind = next((one for one in kinds if one is not None), None)
         if kind is None:
-            raise DataError("the prediction loader is empty on every rank.")
+            raise DataError("the prediction loader is empty on every rank. Pass at least one batch.")
         present, shared = kind
         fields: dict[str, Field] = {}
         for name, axis in cls.axes.items():
@@ -252,7 +252,7 @@ class Prediction(_Fields):
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,). For multi-label data (n, C), 1 if the probability of yes is above one half and 0 otherwise."""
+        """Most probable class (n,), or the most probable label (n, C) of multi-label data: 1 for yes, 0 for no."""
         return self._placed(self._choices.argmax(-1))
 
     @property
@@ -294,7 +294,10 @@ class Prediction(_Fields):
 
 
 class RegressionPrediction(_Fields):
-    """A mixture of K distributions for each of n inputs and D outputs, in the targets' units. They are normal for `Gaussian`."""
+    """A mixture of K distributions for each of n inputs and D outputs, in the targets' units.
+
+    The distributions are normal for a Gaussian likelihood.
+    """
 
     axes: ClassVar[dict[str, int]] = {
         "component_mean": 1,
@@ -401,7 +404,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks besides the noise, from uncertain weights and from distance."""
+        """Variance (n, D) within the networks, without the noise. It comes from uncertain weights and from distance."""
         return self._returned(self._within())
 
     @property
@@ -440,7 +443,7 @@ class RegressionPrediction(_Fields):
             given = given.expand(shape)
         if given.shape != shape:
             raise DataError(
-                f"expected targets of shape {tuple(shape)}, one for each input and output; got {tuple(read.shape)}."
+                f"expected targets of shape {tuple(shape)}, one for each input and output; got shape {tuple(read.shape)}."
             )
         return given
 
@@ -457,7 +460,7 @@ class RegressionPrediction(_Fields):
         return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
 
     def cdf(self, values: Any) -> Tensor:
-        """Return the probability (n, D) that a target is at most `values`, which are one number or (n, D)."""
+        """Return the probability (n, D) that a target is at most `values`, a number or a tensor (n, D)."""
         return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
 
     def crps(self, targets: Any) -> Tensor:
@@ -467,13 +470,13 @@ class RegressionPrediction(_Fields):
     def quantile(self, level: float) -> Tensor:
         """Return the quantile (n, D) that targets fall below with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
-            raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
+            raise OptionError(f"level must lie between 0 and 1, got {level!r}. For the median, pass 0.5.")
         return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D) of the central prediction interval, which contains targets with this probability."""
         if not (is_real(probability) and 0 < probability < 1):
-            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9.")
+            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
 
     def _derived(self) -> tuple[str, ...]:
@@ -498,7 +501,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of a regression's members relative to the noise, the outlier score without features.
+    """Return the disagreement (n,) of a regression's members relative to the noise, which is the outlier score without features.
 
     Args:
         weights: mixture weights (K,).

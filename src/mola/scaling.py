@@ -9,7 +9,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
-T is the temperature, c the pooling and :math:`\gamma` the distance exponent; **T = 1, c = 1, gamma = 0 is the paper's MoLA, exactly**.
+T is the temperature, c is the pooling and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give exactly the
+paper's MoLA.**
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median
 on validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
 features, :math:`q_k` is the 99 % quantile of the norms on validation data, and :math:`\pi_k` are the mixture's weights. At
@@ -72,7 +73,7 @@ class Reference:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """Return the reference that `as_json` described."""
+        """Return the reference from the dictionary that `as_json` returned."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
@@ -87,7 +88,7 @@ NO_COVARIANCE = 1e12
 
 @dataclass(frozen=True)
 class Candidates:
-    """L settings of a mixture of K networks that a search compares, in float64."""
+    """Candidates of a search: L settings of a mixture of K networks, in float64."""
 
     precision: Tensor
     """Prior precisions (L, K)."""
@@ -116,11 +117,11 @@ class LogitScaling:
     """Temperature, pooling and distance exponent of a mixture, and the reference for its distances."""
 
     temperature: float = 1.0
-    """Temperature T, which sharpens below 1."""
+    """Temperature T. Values below 1 sharpen."""
     pooling: float = 1.0
     """Pooling c: 1 mixes probabilities, 0 averages logits."""
     exponent: float = 0.0
-    """Distance exponent gamma, by which logits shrink with distance."""
+    """Distance exponent gamma. Larger values shrink logits more with distance."""
     onset: float = 1.0
     """Onset o: the distance, relative to the median, beyond which logits shrink."""
     reference: Reference | None = None

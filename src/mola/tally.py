@@ -57,7 +57,7 @@ class Tally:
         # A process without data has no columns, so it takes them from another process.
         columns = next((one for one in team.collect(list(self.columns)) if one), None)
         if columns is None:
-            raise DataError("the data are empty in every process.")
+            raise DataError("the data are empty in every process. Pass at least one batch.")
         own = torch.cat(self.parts) if self.parts else None
         if own is not None and INPUT in columns:  # no two processes have the same input
             place = columns.index(INPUT)

@@ -20,7 +20,7 @@ MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest number of draws for the epistemic share: powers of two, with at least two draws in each quarter."""
 
 DRAWN_LOGITS = 2**13
-"""Largest number of draws times classes. With many classes, fewer draws are needed, and fewer are affordable."""
+"""Largest product of the numbers of draws and classes. With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
 """Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio is 1/2 with many draws, and
@@ -38,7 +38,7 @@ def entropy(probs: Tensor) -> Tensor:
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
-    # The logarithm of a probability near 1 loses the digits of its distance from 1, so that term is computed from the rest. Above
+    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the rest. Above
     # one half, no second probability can be as large.
     largest = top[..., 0]
     return torch.where(largest > 0.5, plain + largest * (largest.log() - _log1p(-rest)), plain)

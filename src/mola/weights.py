@@ -40,7 +40,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
-    """Return "uniform" or "evidence", or the given weights after `check_weights`."""
+    """Return "uniform" or "evidence", or the given weights, checked by `check_weights`."""
     if not isinstance(weights, str):
         return check_weights(weights, count)
     if weights == "stacking":
@@ -85,7 +85,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Return stacking weights for components whose predictions depend on the weights, by alternating updates of both.
+    """Return stacking weights for components whose predictions depend on the weights, by updating predictions and weights alternately.
 
     An update does not follow the gradient of the log-likelihood and may lower it, so updates from each start stop when the
     log-likelihood no longer rises. The result is at least as good as every start.

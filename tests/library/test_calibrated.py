@@ -48,7 +48,7 @@ def test_validation_loss_stays_within_the_budget(problem):
     assert own <= scaled * 1.01 + 1e-9
     assert tuned.distance_exponent > 0
     assert own <= min(tuned.tuning.curve["nll"]) + max(0.5 * (scaled - min(tuned.tuning.curve["nll"])), 0.011 * own)
-    assert tuned.tuning.summary.startswith("Validation log loss")
+    assert tuned.tuning.summary.startswith("The validation log loss is")
 
 
 def test_it_gains_on_test_data_of_overconfident_networks(problem):

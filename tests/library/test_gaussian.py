@@ -368,7 +368,7 @@ def test_wrong_questions_to_a_prediction():
         (OptionError, "level must lie", lambda: found.quantile(1.0)),
         (OptionError, "level must lie", lambda: found.quantile("half")),
         (OptionError, "probability must lie", lambda: found.interval(90)),
-        (DataError, r"shape \(60, 2\).*got \(60,\)", lambda: found.log_prob(y[:, 0])),
+        (DataError, r"shape \(60, 2\).*got shape \(60,\)", lambda: found.log_prob(y[:, 0])),
         (DataError, "got str", lambda: found.log_prob("targets")),
         (DataError, "real targets", lambda: found.crps(torch.zeros(60, 2, dtype=torch.complex64))),
     ):

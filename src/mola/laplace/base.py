@@ -4,10 +4,11 @@ A `Structure` turns batches into sums and solves the eigenproblem of the sums on
 Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value or for many
 values at once.
 
-There are n data, P features (including the constant 1) and C outputs. For one datum, the curvature of the negative log-likelihood
+In all shapes, n is the number of data, P is the number of features (including the constant 1), and C is the number of outputs. For
+one datum, the curvature of the negative log-likelihood
 with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d,
 as for a softmax, a shift common to all outputs has no effect, and its direction is *hidden*. The hidden direction is treated exactly,
-instead of relying on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
+and does not depend on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
 describe the logits minus their mean.
 """
 
@@ -57,7 +58,7 @@ def check_precision(value: float) -> float:
 
 
 class Structure(ABC):
-    """A way to approximate the Hessian of the last layer."""
+    """An approximation of the Hessian of the last layer."""
 
     name: str
     smaller: str | None = None
@@ -69,9 +70,10 @@ class Structure(ABC):
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
         """Return the sums in float64 over one batch of features (n, P), including the constant 1, and their output curvature.
 
-        The names of the sums are free, except "separate". This tensor holds the sums over the outputs' separate curvature
-        (`OutputCurvature`), with the outputs as first axis. It is present only if the likelihood has separate curvature. Its absence
-        marks a softmax (`hides_shift`), and a regression divides it by the variance of the noise.
+        The names of the sums are arbitrary, except for "separate". This tensor holds the sums over the outputs' separate curvature
+        (`OutputCurvature`), with the outputs as the first axis. It is present only if the likelihood has separate curvature. Without
+        it, a shift common to all outputs is hidden, as for a softmax (`hides_shift`). A regression divides it by the variance of the
+        noise.
         """
 
     @abstractmethod
@@ -117,7 +119,7 @@ def _free_memory() -> int | None:
 
 @dataclass(frozen=True)
 class Curvature(ABC):
-    """The curvature of one last layer in its eigenbasis, in float64 and without a prior. The posterior mean is the trained weights."""
+    """The curvature of one last layer in its eigenbasis, in float64 and without a prior."""
 
     outputs: int
     features: int
@@ -193,8 +195,8 @@ class Spread:
         """Return the variance (..., n, C) of each logit."""
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
-        # A search tries many temperatures at each prior precision, and with 1000 classes it spends most of its time on variances, so
-        # they are computed once for each prior precision.
+        # A search tries many temperatures at each prior precision, so variances are computed once for each prior precision. With 1000
+        # classes, they take most of the time.
         precisions, places = torch.unique(self.precision, return_inverse=True)
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 

@@ -25,7 +25,7 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Diag(Structure):
-    """The diagonal of the Hessian, which is the smallest structure: its memory is O(C P)."""
+    """The diagonal of the Hessian, which is the smallest structure, with memory O(C P)."""
 
     name = "diag"
 

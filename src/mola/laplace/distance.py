@@ -26,8 +26,8 @@ NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
 
 COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction_gram", "feature_norms"
-"""Names of the sums, of shapes (G,), (G, P), (P, P) and (3,). The last sum contains norms, squared norms, and the number of data whose
-class was predicted."""
+"""Names of the sums, whose shapes are (G,), (G, P), (P, P) and (3,). The last tensor contains the sums of norms and of squared
+norms, and the number of data whose class was predicted."""
 
 
 def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicted: bool) -> dict[str, Tensor]:

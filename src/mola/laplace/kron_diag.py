@@ -98,8 +98,8 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     """Find the graph with edges `T q_i q_j` and the given degrees (C,): `T q_c (1 - q_c) = d_c` and `sum q = 1`.
 
     Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the largest degree takes the larger
-    root. In any graph, the largest degree is at most the sum of the other degrees. If it equals the sum (a star), q reaches the
-    limits of float64.
+    root. In any graph, the largest degree is at most the sum of the other degrees. If it equals the sum, as in a star, the exact T is
+    infinite, and a very large T is returned.
 
     Returns:
         The total T, and the nodes q (C,).
@@ -135,7 +135,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True)
 class KronDiagCurvature(FactoredCurvature):
-    """A factored curvature with U from the graph of A's degrees, which is diagonal plus rank one."""
+    """A factored curvature whose U, from the graph of A's degrees, is a diagonal matrix plus a matrix of rank one."""
 
     total: float
     """Total T of the graph."""
@@ -210,6 +210,6 @@ class KronDiagCurvature(FactoredCurvature):
         return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] * self._shift(precision).sqrt()
 
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, both for the graph and for the separate outputs."""
+        """Return the curvature divided by a number, including both the graph and the separate part."""
         separate = None if self.separate is None else self.separate / by
         return replace(self, total=self.total / by, separate=separate)

@@ -1,7 +1,7 @@
 """Sufficient statistics: named float64 tensors that add up over batches, processes and restarts.
 
-A fit computes one `Sums` for each network. Checkpoints store it, processes add it up, and `save` writes it. The curvature, the
-distances and the noise of a regression are all computed from it.
+A fit computes one `Sums` for each network. Checkpoints store these sums, processes add them up, and `save` writes them. The
+curvature, the distances and the noise of a regression are all computed from the sums.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class Likelihood(ABC):
 
         Args:
             outputs: outputs that the network returned.
-            ran: linear layers that ran in a watched pass. Messages name the last of these layers. If given, outputs are not checked
-                for probabilities, because the watched pass already detects operations after the last layer.
+            ran: linear layers that ran in a watched pass. Messages name the last of these layers. If `ran` is given, outputs are not
+                checked for probabilities, because the watched pass already detects operations after the last layer.
         """
 
     @abstractmethod
@@ -160,7 +160,10 @@ class Likelihood(ABC):
         """Return labels in canonical form on the device of the outputs (n, C), or raise a `DataError` that names `where`."""
 
     def known(self, labels: Tensor) -> Tensor | None:
-        """Return a mask (n,) of the data that have at least one label, or None if every datum has one. The labels are checked."""
+        """Return a mask (n,) of the data that have at least one label, or None if every datum has one.
+
+        The labels must come from `check_labels`.
+        """
         return None
 
     @abstractmethod
@@ -169,7 +172,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the second derivative of the negative log-likelihood at outputs (n, C). Missing labels have no curvature."""
+        """Return the second derivative of the negative log-likelihood at outputs (n, C). An output without a label has none."""
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
@@ -196,7 +199,7 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, by name, that determine the log-likelihood after the fit. They are empty if it is already known."""
+        """Return sums over labels, by name, that determine the log-likelihood after the fit. The result may be empty."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:

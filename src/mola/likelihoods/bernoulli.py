@@ -22,7 +22,7 @@ MISSING = -100
 """Value that marks a missing label, besides NaN. It is the default `ignore_index` of PyTorch's losses."""
 
 ENOUGH_OUTPUTS = 64
-"""Smallest number of outputs to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
+"""Smallest number of outputs needed to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Bernoulli(ClassificationLikelihood):
         matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
         if not ran and _are_probabilities(outputs):
             raise HeadError(
-                "the network seems to return probabilities, because all outputs lie between 0 and 1. Pass a network that returns "
+                "all outputs lie between 0 and 1, so the network seems to return probabilities. Pass a network that returns "
                 "logits, without a final sigmoid."
             )
         return outputs
@@ -83,7 +83,7 @@ class Bernoulli(ClassificationLikelihood):
                 f"{tuple(labels.shape)}.{remedy}"
             )
         if labels.is_complex():
-            raise DataError(f"{where}: expected labels 0 or 1, got {labels.dtype}.")
+            raise DataError(f"{where}: expected labels that are 0 or 1, got {labels.dtype}.")
         read = labels.to(outputs.device).to(outputs.dtype if outputs.dtype == torch.float64 else torch.float64)
         missing = read.isnan() | (read == MISSING)
         invalid = ~(missing | (read == 0) | (read == 1))
@@ -125,7 +125,7 @@ class Bernoulli(ClassificationLikelihood):
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """Return 2 for one logit, for no and yes. With several labels, all data form one group."""
+        """Return 2 for a single label: the groups are no and yes. With several labels, all data form one group."""
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:

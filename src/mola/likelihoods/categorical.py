@@ -11,7 +11,7 @@ from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
-"""Smallest number of rows to distinguish probabilities from logits. The logits of a few rows may sum to 1 by chance."""
+"""Smallest number of rows needed to distinguish probabilities from logits. The logits of a few rows may sum to 1 by chance."""
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -57,7 +57,7 @@ class Categorical(ClassificationLikelihood):
             )
         if not ran and _are_probabilities(outputs):
             raise HeadError(
-                "the network returns probabilities, because its outputs sum to 1. Pass a network that returns logits."
+                "the outputs sum to 1, so the network returns probabilities. Pass a network that returns logits."
             )
         return outputs
 

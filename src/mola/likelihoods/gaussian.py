@@ -160,13 +160,13 @@ class Gaussian(RegressionLikelihood):
             targets = counted(self.num_uncertain(width), "target")
             raise HeadError(
                 f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
-                f"(heteroscedastic={self.heteroscedastic}; with True, half of the outputs are variances). Pass one value, or one for "
-                f"each target."
+                f"with heteroscedastic={self.heteroscedastic}. If it is True, half of the outputs are variances. Pass one value, or "
+                f"one for each target."
             )
         return matrix
 
     def predicted_variance(self, outputs: Tensor) -> Tensor:
-        """Return the variance (..., D) at unit noise, in the network's units: the predicted variance if heteroscedastic, else 1."""
+        """Return the variance (..., D) at unit noise, in the network's units. It is 1 unless the network is heteroscedastic."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]

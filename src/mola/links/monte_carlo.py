@@ -16,7 +16,7 @@ from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, whole_number
 
 DRAWS_AT_ONCE = 2**16
-"""Largest number of draws times classes that are held at once for each datum."""
+"""Largest product of the numbers of draws and classes that is held at once for each datum."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class MonteCarlo(Link):
 
     Args:
         samples: number of draws.
-        over: "logits" draws logits, and "weights" draws weights of the last layer. Both have the same distribution for every datum.
+        over: "logits" draws logits, and "weights" draws weights of the last layer. The logits of each datum have the same
+            distribution.
         seed: seed of the draws, unless a generator is passed with the call.
     """
 

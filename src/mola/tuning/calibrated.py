@@ -9,7 +9,7 @@ T < 1 (`SHARPENING`).
    the gain over the temperature-scaled ensemble, or plus `price` times the loss if that is more. Logits shrink only beyond the 90 %
    quantile of the validation data's distances.
 4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that raises the loss by at most 0.5 %, including
-   one standard error, at the same T. The covariance lowers confidence, and each network becomes uncertain about its weights.
+   one standard error, at the same T. The covariance lowers confidence and adds the uncertainty within each network.
 
 The temperature-scaled ensemble is among the candidates, so the rule's loss on the validation data exceeds the loss of that ensemble
 by at most the price plus 0.5 %.
@@ -80,12 +80,12 @@ class Calibrated(Rule):
     It chooses prior precision, temperature, pooling and distance exponent in one pass over the validation data.
 
     Args:
-        price: share of the validation log loss that caution may always cost. It may cost more if half of the gain is more.
+        price: share of the validation log loss that caution may cost, unless half of the gain from pooling is more.
     """
 
     price: float = 0.01
     fixes_weights = True
-    """True, because weights by evidence depend on the prior precision. Without covariance, a single network would have all weight."""
+    """True, because weights by evidence depend on the prior precision. Without covariance, they would select one network."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
@@ -269,7 +269,7 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
         cost = cautious.loss - best.loss
         cost_words = f"raised it by {cost:.2g}" if cost > TOO_SMALL * best.loss else "cost too little to measure"
         parts.append(f"Caution far from the training data {cost_words}.")
-    return f"Validation log loss {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
+    return f"The validation log loss is {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
 
 def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:

@@ -24,7 +24,7 @@ ENOUGH_DATA = 50
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
-    """Raise a `DataError` that gives the correct order if the labels clearly have a different class order than the outputs.
+    """Raise a `DataError` that gives the correct order if the labels are clearly in a different order from the outputs.
 
     Each label is matched with the class that is predicted for it most often. There are many orders, and with few data some order
     always fits well. The order must therefore fit better than the best of all orders would fit by chance.
@@ -48,13 +48,13 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         share = sum(int((targets == a).sum()) * int((classes == b).sum()) for a, b in matched.items()) / total**2
         outputs = len(torch.unique(classes))
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
-        # Chernoff's bound for one order, times the number of orders.
+        # Chernoff's bound for one order is multiplied by the number of orders.
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(
                 f"the {where}: the classes seem to be in another order than the outputs of networks[{index}]. {right:.1%} of the "
                 f"labels agree with this network, but {moved:.1%} would agree in this order: {order}"
-                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of its class's output."
+                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of the output for its class."
             )
 
 
@@ -85,5 +85,5 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     if float((best.values - correlation.diagonal()).mean()) > CLEAR and len(set(order)) == labels.shape[1]:
         raise DataError(
             f"the {where}: the labels seem to be in another order than the networks' outputs. The columns match the outputs "
-            f"{order[:20]}{'...' if len(order) > 20 else ''}. Sort the columns in the order of the outputs."
+            f"{order[:20]}{'...' if len(order) > 20 else ''}. Put the columns into the order of the outputs."
         )

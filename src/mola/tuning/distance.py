@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Distance exponents that are tried first. The search then refines the interval in which the limits begin to
-fail."""
+"""Distance exponents that are tried first. The search then refines the interval in which a limit is first
+exceeded."""
 
 GROWTHS = tuple(step / 16 for step in range(17))
 """Distance exponents that are tried for a regression. At 1, the standard deviation grows in proportion to the distance, like the
@@ -46,7 +46,7 @@ class Distance(Rule):
     cost on validation data is the same, but confidence falls mostly on inputs that are unusually far away.
 
     Args:
-        price: cost that the distance may have on validation data. None lets the mean confidence fall to the paper's threshold. "loss"
+        price: largest cost of the distance on validation data. None lets the mean confidence fall to the paper's threshold. "loss"
             stops earlier if the log loss reaches the log loss of the paper's rule. 0.02 lets the log loss rise by at most 2 %. For
             regression, the price is in nats of log loss per output, and None is 0.01.
         rule: the rule that first chooses prior precision and temperature, by name or as an object.

@@ -66,7 +66,7 @@ class HeldOut:
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
-        """Raise `DataError` if labels have a different order than the outputs, and warn if they agree no better than chance."""
+        """Raise `DataError` if labels are in a different order from the outputs, and warn if they agree no better than chance."""
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
             return
         targets = self.gather(self.likelihood.targets(self.labels))
@@ -197,7 +197,7 @@ def read_held_out(
     # A rank without data stores tensors without rows, but with the shapes of the other ranks.
     mine = bool(outputs[0])
     if not any(team.collect(mine)):
-        raise DataError(f"the {where} is empty on every rank.")
+        raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")
     kept = [*(parts[0] for parts in (*phi, *outputs)), *labels[:1]] if mine else []
     shapes = next(one for one in team.collect([(one.dtype, one.shape[1:]) for one in kept]) if one)
     if not mine:

@@ -73,15 +73,17 @@ class Threshold(Rule):
 
     def __post_init__(self) -> None:
         if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
-            raise OptionError(f"confidence must lie between 0 and 1, got {self.confidence!r}. 95 % is 0.95.")
+            raise OptionError(f"confidence must lie between 0 and 1, got {self.confidence!r}. For 95 %, pass 0.95.")
         if not (is_real(self.margin) and -1 <= self.margin <= 1):
-            raise OptionError(f"margin must lie between -1 and 1, got {self.margin!r}. One percentage point is 0.01.")
+            raise OptionError(
+                f"margin must lie between -1 and 1, got {self.margin!r}. For one percentage point, pass 0.01."
+            )
         if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
             raise OptionError(f"brier must lie between 0 and 2, got {self.brier!r}.")
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """False if a confidence is given and no Brier score."""
+        """False if only a confidence is given."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
-"""Largest number of candidates times rows times outputs that are held at once: 16 MB in float64."""
+"""Largest product of the numbers of candidates, rows and outputs that is held at once: 16 MB in float64."""
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
 """A function from the predictive distribution of L candidates and the labels to scores (L, m) by name."""
@@ -61,7 +61,7 @@ def scores(
         posterior: the mixture, whose scaling is ignored.
         data: the held-out data.
         score: function from a predictive distribution and labels to scores (L, m) by name.
-        precision: prior precisions, with one number or one for each component in each candidate; None is the posterior's.
+        precision: prior precision of each candidate, as one number or one number for each component; None is the posterior's.
         temperature: temperatures of the candidates.
         pooling: poolings of the candidates.
         exponent: distance exponents of the candidates.

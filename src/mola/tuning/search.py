@@ -68,7 +68,7 @@ class PrecisionSearch:
         return grid_value(index) if self.given is None else self.given[index]
 
     def try_at(self, indices: Iterable[int]) -> None:
-        """Score the prior precisions at these indices, except those that were already tried."""
+        """Score the prior precisions at these indices, unless they were already tried."""
         new = sorted(set(indices) - self.tried.keys())
         if new:
             found = self.evaluate([self.value(index) for index in new])
@@ -146,7 +146,7 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         values = ()
     if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        raise OptionError(f"grid must hold finite numbers above 0, got {grid!r}.")
+        raise OptionError(f"grid must contain finite numbers above 0, got {grid!r}.")
     return values
 
 

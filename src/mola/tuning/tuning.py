@@ -40,7 +40,7 @@ class Tuning:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """Return the tuning that `as_json` described."""
+        """Return the tuning from the dictionary that `as_json` returned."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))
