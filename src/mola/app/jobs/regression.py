@@ -38,7 +38,7 @@ def networks_alone(
 ) -> RegressionPrediction:
     """Return the prediction of the first `count` networks of a posterior without Laplace approximations.
 
-    The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) where it is scaled.
+    The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) if it is scaled.
     """
     means = prediction.component_mean[:count]
     noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
