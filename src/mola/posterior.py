@@ -121,7 +121,7 @@ class MoLA(Mixture):
 
     @property
     def pooling(self) -> float:
-        """Pooling c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
+        """Pooling c, which contracts the networks' logits towards their mean: 1 mixes probabilities, and 0 averages logits."""
         return self.scaling.pooling
 
     @property
@@ -423,7 +423,7 @@ class MoLA(Mixture):
         return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
-        """Return the mixture with a different pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
+        """Return the mixture with a different pooling: 1 mixes the networks' probabilities, and 0 averages their logits."""
         return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
@@ -593,7 +593,7 @@ class MoLA(Mixture):
         shared = weights.tolist() if team is None else team.share(weights.tolist())
         tuning = self.tuning
         if tuning is not None:
-            tuning = replace(tuning, summary=f"{tuning.summary} Weights by stacking afterwards.")
+            tuning = replace(tuning, summary=f"{tuning.summary} Stacking then chose the weights.")
         return self.with_parts(weights=shared, tuning=tuning)
 
     def _member_log_likelihoods(self, rows: Rows, labels: Tensor | None) -> Tensor:

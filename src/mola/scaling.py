@@ -119,7 +119,7 @@ class LogitScaling:
     temperature: float = 1.0
     """Temperature T. Values below 1 sharpen."""
     pooling: float = 1.0
-    """Pooling c: 1 mixes probabilities, 0 averages logits."""
+    """Pooling c: 1 mixes probabilities, and 0 averages logits."""
     exponent: float = 0.0
     """Distance exponent gamma. Larger values shrink logits more with distance."""
     onset: float = 1.0
@@ -129,7 +129,7 @@ class LogitScaling:
     def __post_init__(self) -> None:
         for field, name, low, high, meaning in (
             ("temperature", "temperature", 1e-3, 1e3, "At 1, logits do not change; values below 1 sharpen."),
-            ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, 0 averages their logits."),
+            ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
             ("exponent", "distance_exponent", 0, 100, "At 0, distance has no effect."),
             ("onset", "onset", 1e-6, 1e6, "1 is the median of the validation data."),
         ):

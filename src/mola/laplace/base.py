@@ -62,7 +62,7 @@ class Structure(ABC):
 
     name: str
     smaller: str | None = None
-    """Name of the structure that errors recommend if this structure does not fit into memory; None chooses by the sizes."""
+    """Name of the structure that errors recommend if this structure does not fit into memory; None depends on the sizes."""
     additive = True
     """True if the sums over parts of the data, in any order, add up to the sums over all data."""
 
@@ -173,7 +173,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, for example by a factor of the noise variance."""
+        """Return the curvature divided by a number, such as a factor of the noise variance."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-r"""Kronecker-factored curvature, :math:`H \approx N\, A \otimes B`, with the prior as Algorithm 1 of the paper adds it.
+r"""Kronecker-factored curvature, :math:`H \approx N\, A \otimes B`, with the prior added as in Algorithm 1 of the paper.
 
 .. math:: A = \tfrac1N \sum_n \Lambda_n \;(C \times C), \qquad B = \tfrac1N \sum_n \phi_n \phi_n^\top \;(P \times P).
 
@@ -69,7 +69,7 @@ class Kron(Structure):
         return sums
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add a batch, or move the running average towards the batch. The average is stored multiplied by N."""
+        """Add a batch, or move the running average towards the batch. The average is stored as N times its value."""
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)

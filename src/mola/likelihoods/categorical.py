@@ -86,7 +86,9 @@ class Categorical(ClassificationLikelihood):
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
-            start = "Class indices start at 0: pass labels - 1. Or remove" if (low, high) == (1, classes) else "Remove"
+            start = (
+                "Class indices start at 0, so pass labels - 1, or remove" if (low, high) == (1, classes) else "Remove"
+            )
             raise DataError(
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
                 f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label of ignored positions: "

@@ -267,7 +267,7 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
     parts = [f"{gained.capitalize()} lowered it by {scaled.loss - best.loss:.2g}."] if gained else []
     if chosen.exponent > 0:
         cost = cautious.loss - best.loss
-        cost_words = f"raised it by {cost:.2g}" if cost > TOO_SMALL * best.loss else "cost too little to measure"
+        cost_words = f"raised it by {cost:.2g}" if cost > TOO_SMALL * best.loss else "had no measurable cost"
         parts.append(f"Caution far from the training data {cost_words}.")
     return f"The validation log loss is {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
@@ -275,6 +275,6 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
 def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
     gain, error = paired(other.losses, own.losses, data)
     if abs(gain) <= TOO_SMALL * other.loss:
-        return f"difference from the {name} too small to measure"
+        return f"no measurable difference from the {name}"
     size = f"{abs(gain):.2g}{f' ± {error:.1g}' if math.isfinite(error) else ''} {'lower' if gain > 0 else 'higher'}"
     return f"no clear difference from the {name} ({size})" if abs(gain) <= error else f"{size} than the {name}"

@@ -161,15 +161,15 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect, because every exponent exceeds the limit ({limit}). Without distance, the mean confidence "
-            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, such as "
-            f"mola.rules.Distance(price=0.02)."
+            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). Without distance, the mean "
+            f"confidence on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, "
+            f"such as mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
         f"The distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
         f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
-        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four times it."
+        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four times."
     )
 
 

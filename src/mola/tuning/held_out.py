@@ -45,7 +45,7 @@ class HeldOut:
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
-    """Effective share of the rows in a standard error, because the positions of one input are correlated."""
+    """Ratio of independent data to rows. It is below 1 for dense outputs, because the positions of one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
     """Processes that hold the shards. Results are computed from the data of all processes."""

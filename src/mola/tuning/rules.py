@@ -99,7 +99,7 @@ class Threshold(Rule):
                 f"there are few validation data: the networks' mean accuracy of {accuracy:.1%} and the target confidence have a "
                 f"standard error of {points(error, '.2g')}.",
             )
-        origin = f"the networks' mean accuracy {accuracy:.2%} less {points(self.margin)}"
+        origin = f"the networks' mean accuracy of {accuracy:.2%} minus {points(self.margin)}"
         if target > accuracy - self.margin:
             origin = f"which is chance, because {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
@@ -202,9 +202,9 @@ class Score(Rule):
             index = search.minimise(score, smooth=score != "ece")
         note = (
             f"the networks are underconfident, as after label smoothing or mixup: on the validation data the mean confidence is "
-            f"{float(each['confidence'].mean()):.2%} and the accuracy {float(each['correct'].mean()):.2%}, {gap / error:.1f} standard "
-            f"errors apart. A temperature of {temperature:.3g} changes the {SCORE_NAMES[score]} from {before:.4g} to "
-            f"{search.tried[index][score]:.4g}."
+            f"{float(each['confidence'].mean()):.2%} and the accuracy is {float(each['correct'].mean()):.2%}, which is "
+            f"{gap / error:.1f} standard errors higher. A temperature of {temperature:.3g} changes the {SCORE_NAMES[score]} "
+            f"from {before:.4g} to {search.tried[index][score]:.4g}."
         )
         return temperature, search, index, (note,)
 
