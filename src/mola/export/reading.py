@@ -61,22 +61,18 @@ class LoadedExport:
     Args:
         run: from tensors to outputs by name.
         document: what the file records about itself.
+
+    Attributes:
+        classes: names of the classes.
+        outputs: names of the outputs.
     """
 
     def __init__(self, run: Run, document: dict[str, Any]) -> None:
         self._run = run
         self.document: dict[str, Any] = document
+        self.classes: list[str] = document["classes"]
+        self.outputs: list[str] = document["outputs"]
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes."""
-        return self.document["classes"]
-
-    @property
-    def outputs(self) -> list[str]:
-        """Names of the outputs."""
-        return self.document["outputs"]
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
         """Return the outputs of a batch by name, in main memory, in the shapes of the fields of a prediction.

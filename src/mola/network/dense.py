@@ -7,7 +7,7 @@ one position:
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
 
-Where each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an
+If each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an
 input by position with the last axis fastest.
 """
 
@@ -72,7 +72,7 @@ class Layout:
         return values.movedim(-1, -1 - len(self.sizes)) if self.axis == 1 else values
 
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
-        """Reshape labels of dense outputs to (m,), or to (m, width) where each output has its own label.
+        """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
         The number of outputs at each position and the batch's place are for error messages.
         """

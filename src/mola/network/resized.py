@@ -68,7 +68,7 @@ class Resized(nn.Module):
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Antialias only where it matters: every runtime that a network is exported to has plain interpolation.
+            # Antialias only when shrinking: every runtime that a network is exported to has plain interpolation.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )

@@ -35,7 +35,7 @@ class FitProgress:
     """Progress of a fit."""
 
     sums: Sequence[Sums]
-    """One for each network."""
+    """Sums of each network."""
     batches: int = 0
     inputs: int = 0
     """Inputs in these batches."""

@@ -193,11 +193,11 @@ class WholeCurvature(Curvature):
         return replace(self, values=self.values / by)
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Not defined."""
+        """Raise an error: only last layers have it."""
         _refuse("a feature norm")
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Not defined."""
+        """Raise an error: only last layers have it."""
         _refuse("the covariance of one class's weights")
 
 
