@@ -92,7 +92,7 @@ def _trained(kind, noisy, seed=1, folder=None):
         mimo, options = Mimo(network, 2, example=DATA.inputs), {"epochs": 5, "progress": False}
         return train_mimo(mimo, loader, seed=seed, checkpoint=folder, **options).state_dict()
     recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=kind)
-    checkpoint = None if folder is None else TrainingCheckpoint(folder, "training-checkpoint", {"seed": seed})
+    checkpoint = None if folder is None else TrainingCheckpoint(folder, {"seed": seed})
     return train(_noisy_network, DATA, recipe, seed=seed, prepare=noisy, checkpoint=checkpoint).state_dict()
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content):
 
 def test_on_epoch_follows_the_checkpoint(tmp_path):
     """An interruption there loses nothing, and a training that resumes reports the epoch from which it continues."""
-    checkpoint, epochs = TrainingCheckpoint(tmp_path, "training-checkpoint", {}), []
+    checkpoint, epochs = TrainingCheckpoint(tmp_path, {}), []
 
     def stop(epoch):
         epochs.append(epoch)

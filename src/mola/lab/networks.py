@@ -101,7 +101,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
             progress(doing, (index + share) / training.count)
 
-        checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", "training-checkpoint", identity)
+        checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", identity)
         options: dict[str, Any] = {"prepare": data.prepare, "checkpoint": checkpoint, "on_epoch": on_epoch}
         network = train(build, moved, training.recipe, seed=seeds[index], **options)
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})

@@ -28,6 +28,8 @@ from mola.lab.training.recipe import Labelled, Recipe, Shuffled
 from mola.network import Batch, batches
 from mola.saving.files import DOCUMENT, read_folder, write_folder
 
+KIND = "training-checkpoint"
+
 
 class DivergedError(DataError):
     """The loss is no longer finite, or far too large: the learning rate is too high."""
@@ -38,8 +40,6 @@ class TrainingCheckpoint:
     """The folder with the state of a training after its last complete epoch: network, optimiser and other tensors."""
 
     folder: Path
-    kind: str
-    """Kind of training, such as "swag-checkpoint"."""
     identity: Mapping[str, Any]
     """JSON values; a checkpoint with other values is refused."""
 
@@ -52,7 +52,7 @@ class TrainingCheckpoint:
             known = {name: value for name, value in state.items() if value is not None}
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
         tensors |= {f"more.{name}": tensor for name, tensor in more.items()}
-        document = {"kind": self.kind, "epochs": epochs, "steps": steps, "identity": dict(self.identity)}
+        document = {"kind": KIND, "epochs": epochs, "steps": steps, "identity": dict(self.identity)}
         write_folder(self.folder, document, tensors)
 
     def restore(
@@ -66,7 +66,7 @@ class TrainingCheckpoint:
         if not (self.folder / DOCUMENT).exists():
             return 0, {}
         try:
-            document, tensors = read_folder(self.folder, self.kind, {"epochs": int, "steps": int, "identity": {}})
+            document, tensors = read_folder(self.folder, KIND, {"epochs": int, "steps": int, "identity": {}})
         except StorageError as error:
             raise StorageError(f"{error} To train from the start, choose another folder or delete this one.") from error
         own, kept = all_tensors(network), below(tensors, "network.")

@@ -92,7 +92,7 @@ def train_mimo(
         "optimiser": [type(chosen).__name__, repr(groups)],
         "network": state_checksum(network),
     }
-    keeper = None if checkpoint is None else TrainingCheckpoint(Path(checkpoint), "mimo-checkpoint", identity)
+    keeper = None if checkpoint is None else TrainingCheckpoint(Path(checkpoint), identity)
 
     def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
         inputs, labels = batch

@@ -90,7 +90,7 @@ def fit_swag(
         "batches": batch_count(train_loader),
         "network": state_checksum(network),
     }
-    keeper = None if checkpoint is None else TrainingCheckpoint(Path(checkpoint), "swag-checkpoint", identity)
+    keeper = None if checkpoint is None else TrainingCheckpoint(Path(checkpoint), identity)
     copied, moments = copy.deepcopy(network), Moments()
     weights = {name: tensor for name, tensor in copied.named_parameters() if tensor.requires_grad}
     optimiser = torch.optim.SGD(weights.values(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
