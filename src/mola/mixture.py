@@ -53,7 +53,7 @@ class Mixture(nn.Module):
         super().__init__()
         members = tuple(predictors) if isinstance(predictors, Iterable) else ()
         if not members or not all(callable(member) for member in members):
-            raise OptionError("predictors: expected a non-empty list of callables from inputs to probabilities.")
+            raise OptionError("predictors: expected a list with at least one callable from inputs to probabilities.")
         if isinstance(weights, str):
             one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
         self.predictors = members

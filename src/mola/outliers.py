@@ -50,7 +50,7 @@ def label_energy_score(logits: Tensor) -> Tensor:
 
 
 def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    r"""Return minus the mixture's confidence in the limit of a vanishing prior, as an outlier score.
+    r"""Return an outlier score: minus the mixture's confidence in the limit of a vanishing prior.
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 

@@ -138,7 +138,7 @@ class Bernoulli(ClassificationLikelihood):
         return yes.long()
 
     def num_choices(self, outputs: int) -> int:
-        """Return 2: no and yes."""
+        """Return 2, the number of answers: no and yes."""
         return 2
 
     def choices(self, probs: Tensor) -> Tensor:
