@@ -217,30 +217,12 @@ def test_modules_of_the_current_folder_are_found(place, path):
     assert place.witness.exists()
 
 
-@pytest.mark.parametrize("option", ["network", "train"])
-def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, option):
-    """`mola fit --config` names a file, and not what is in it."""
-    place.module("dl/evil.py")
-    place.posterior("dl/posterior")
-    job = place.root / "dl" / "posterior" / "job.toml"
-    text = job.read_text()
-    if option == "network":
-        text = re.sub(r"network = \[.*\]", 'network = ["dl.evil:build"]', text, count=1)
-    else:
-        text = re.sub(rf"^{option} = .*\n", "", text, flags=re.M).replace(
-            "[options]\n", f'[options]\n{option} = "dl.evil:val"\n'
-        )
-    job.write_text(text)
-    own = ("--network", place.own()) if option != "network" else ()
-    code, _, words = mola_command("fit", "--config", job, "--output", "new", *own)
-    assert code == 1
-    assert re.search(rf"name it on your command: --{option} dl\.evil.*add --trust", " ".join(words.split()))
-    assert not place.witness.exists()
-
-
 @pytest.mark.parametrize(
     ("command", "options", "label"),
     [
+        ("fit", {"train": "digits:train", "network": ["dl.evil:build"]}, "--network"),
+        ("fit", {"train": "dl.evil:train", "network": ["mlp"]}, "--train"),
+        ("fit", {"train": "digits:train", "network": ["mlp"], "outliers": "dl.evil:val"}, "--outliers"),
         ("predict", {"inputs": "dl.evil:val"}, "DATA"),
         ("evaluate", {"test": "dl.evil:val"}, "--test"),
         ("evaluate", {"test": "digits:test", "ood": ["digits:val", "dl.evil:val"]}, "--ood"),
@@ -250,7 +232,8 @@ def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, o
 def test_the_file_of_a_run_is_not_the_users_word_for_code(place, mola_command, command, options, label):
     folder = place.posterior("dl/posterior", place.own().removesuffix(":build"))
     place.module("dl/evil.py")
-    lines = [f"{name} = {json.dumps(value)}" for name, value in ({"posterior": str(folder)} | options).items()]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
+    lines += [] if command == "fit" else [f"posterior = {json.dumps(str(folder))}"]
     (place.root / "dl" / "run.toml").write_text("\n".join([f'command = "{command}"', "[options]", *lines]))
     code, _, words = mola_command(command, "--config", "dl/run.toml")
     assert code == 1

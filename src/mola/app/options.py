@@ -50,7 +50,7 @@ class Option:
     help: str
     """One or two short lines, without a full stop; without help, the option shares the line of the option before."""
     flags: tuple[str, ...] = ()
-    """By default the field's name with hyphens, and none for an argument; a flag of two values is written "--check/--no-check"."""
+    """Default: the name of the field with hyphens, and none for an argument. A flag of two values is written "--check/--no-check"."""
     panel: str = ""
     """Heading of the option in the help; common options have none and come first."""
     metavar: str = ""
@@ -171,7 +171,12 @@ def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
         if isinstance(value, tuple):
             return [plain(part, one) for part in value]
         if isinstance(value, (str, Path)) and one.is_path and _names_path(str(value), one.names, Path()):
-            return relative(str(value), folder)
+            path = Path(value).expanduser().resolve()
+            return (
+                Path(os.path.relpath(path, folder.resolve())).as_posix()
+                if path.drive == folder.resolve().drive
+                else str(path)
+            )
         return str(value) if isinstance(value, Path) else value
 
     kept = {one.name: plain(getattr(options, one.name), one) for one in options_of(type(options)) if one.kept}
@@ -203,15 +208,6 @@ def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
     if value in names or (":" in value and not is_path(value)):
         return False
     return is_path(value) or value.startswith((".", "~")) or Path(value).suffix != "" or (folder / value).exists()
-
-
-def relative(value: str, folder: Path) -> str:
-    """Return a path as seen from a folder."""
-    path = Path(value).expanduser().resolve()
-    try:
-        return Path(os.path.relpath(path, folder.resolve())).as_posix()
-    except ValueError:  # another drive
-        return str(path)
 
 
 def _located(value: str, names: Collection[str], folder: Path) -> str:

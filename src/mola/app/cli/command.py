@@ -137,19 +137,19 @@ class Command(TyperCommand):
     """A command whose help lists the common options first and the others by topic, in few lines."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The line of usage, with brackets around optional arguments only."""
+        """Return the line of usage, with brackets around optional arguments only."""
         shown: list[Any] = self.get_params(ctx)
         needed = {f"[{one.metavar}]": one.metavar for one in shown if (one.help or "").endswith("[required]")}
         return [needed.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Usage, description, options."""
+        """Write usage, description and options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A section for each topic; arguments are listed with the common options."""
+        """Write a section for each topic; arguments are listed with the common options."""
         panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         shown: list[Any] = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         for one in shown:
@@ -165,9 +165,8 @@ class Command(TyperCommand):
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for title, rows in sorted(
-            panels.items(), key=lambda one: one[0] == RUN
-        ):  # the last, since all commands have it
+        for title in sorted(panels, key=lambda title: title == RUN):  # the last, since all commands have it
+            rows = panels[title]
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
@@ -176,7 +175,7 @@ class Commands(TyperGroup):
     """The list of commands, by topic."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A section for each topic."""
+        """Write a section for each topic."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             one: Any = self.get_command(ctx, name)

@@ -112,9 +112,9 @@ class Decisions:
     answer: AnswerThreshold | None = None
     """Confidence above which inputs are answered unless they are outlying; None without an error rate."""
     sets: PredictionSets | None = None
-    """None without a coverage, and for regression."""
+    """Conformal sets of classes; None without a coverage."""
     intervals: PredictionIntervals | None = None
-    """For regression; None without a coverage."""
+    """Intervals of a regression; None without a coverage."""
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
         """Return the decisions for each input that have a threshold: "outlying" and "answer" (n,), "set" (n, C)."""
@@ -161,12 +161,10 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
     """Return the saved predictions of a regression's validation data, and targets (n, D) in their own units."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
-    known = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
-    means, variances, targets = known
-    shaped = means.dim() == 3 and means.shape == variances.shape and means.shape[1] == len(weights)
-    shaped = shaped and len(means) > 0 and targets.shape == (len(means), means.shape[2])
+    known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
+    shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
     exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
-    if not shaped or not exact or not bool((variances > 0).all()):
+    if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
             f"target for each datum."

@@ -55,9 +55,8 @@ ROWS = 1024
 
 @dataclass(frozen=True)
 class FitResult:
-    """The outcome of `mola fit`."""
+    """Outcome of `mola fit`."""
 
-    folder: Path
     document: dict[str, Any]
     """Content of `job.toml`."""
     account: Account
@@ -181,7 +180,7 @@ def run_fit(
             _remove_others(output / BUNDLED, weights)
     progress("done", 1.0)
     notes = () if posterior.tuning is None else (posterior.tuning.summary, *posterior.tuning.notes)
-    return FitResult(output, document, account, notes, replaced)
+    return FitResult(document, account, notes, replaced)
 
 
 def _positions(job: Job) -> str | int:

@@ -14,21 +14,21 @@ MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
 
 @dataclass(frozen=True, kw_only=True)
 class Quiet:
-    """For commands that print."""
+    """Options of commands that print."""
 
     quiet: bool = option(False, "Print nothing", panel=RUN, kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computing(Quiet):
-    """For commands that compute."""
+    """Options of commands that compute."""
 
     threads: int | None = option(None, "Threads to compute with", panel=RUN, minimum=1, shown="torch's", kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting(Computing):
-    """For commands with a summary and a run file."""
+    """Options of commands with a summary and a run file."""
 
     as_json: bool = option(False, "Print a summary as JSON, and nothing else", flags=("--json",), panel=RUN, kept=False)
     config: Path | None = option(
@@ -38,14 +38,14 @@ class Reporting(Computing):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """For commands that run networks."""
+    """Options of commands that run networks."""
 
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening(Device):
-    """For commands that open a posterior's folder."""
+    """Options of commands that open a posterior's folder."""
 
     data: str | None = option(
         None,
@@ -71,7 +71,7 @@ class Opening(Device):
 
 @dataclass(frozen=True, kw_only=True)
 class Deciding:
-    """For commands with calibrated decisions."""
+    """Options of commands with calibrated decisions."""
 
     false_alarm_rate: float | None = option(
         None, "Share of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS

@@ -19,7 +19,7 @@ from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.groups import DECISIONS, MORE, Deciding, Opening, Reporting
 from mola.app.jobs.job import Progress
 from mola.app.jobs.rows import Account, Rows, as_loaded, read_shared
-from mola.app.jobs.writers import ARRAYS, Portion, check_output, open_writer
+from mola.app.jobs.writers import ARRAYS, Portion, open_writer
 from mola.app.options import option
 from mola.distributed import Team
 from mola.errors import OptionError
@@ -87,7 +87,6 @@ def run_predict(
     """
     began = time.perf_counter()
     output = options.output
-    check_output(output, options.inputs)
     _check_likelihood(fitted, output, probabilities=options.probabilities)
     decisions = make_decisions(fitted, by_class=options.by_class, **options.rates())
     posterior, together = fitted.posterior, team or Team.single()

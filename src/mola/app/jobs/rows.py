@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 
     names: list[str]
     errors: list[str | None]
-    """For each name, why the input was left out, or None."""
+    """Reason why each input was left out, or None."""
     inputs: Inputs
     """Inputs without an error; None if there are none."""
     labels: Tensor | None
