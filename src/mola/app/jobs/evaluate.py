@@ -292,7 +292,7 @@ def _tuned(
             with noting():  # the report shows the notes of the tuning
                 single = single.tune(first, rule=rule, progress=False, team=team)
     alone, remarks = _alone(posterior, held_out, team)
-    methods = _Methods(posterior, single, alone, _usual_sets(fitted), _usual_intervals(fitted))
+    methods = _Methods(posterior, single, alone, *_guarantees(fitted))
     what = "logits are divided by a power" if discrete else "standard deviations grow with a power"
     for name, one in {LAPLACE: single, methods.own: posterior}.items():
         if one.distance_exponent > 0:
@@ -352,27 +352,16 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
     return tallies
 
 
-def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
-    # Sets at the usual coverage, if there are enough validation data.
-    try:
-        return prediction_sets(kept_calibration(fitted, "decisions")[0], None, COVERAGE)
-    except (OptionError, DataError):
-        return None
-
-
-def _usual_intervals(fitted: PosteriorFolder) -> dict[float, PredictionIntervals]:
-    # Intervals at the usual coverages for which the validation data are enough.
-    found: dict[float, PredictionIntervals] = {}
-    if fitted.posterior.likelihood.classification:
-        return found
-    try:
+def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[float, PredictionIntervals]]:
+    # Conformal sets, or calibrated intervals, at the coverages for which there are enough validation data.
+    intervals: dict[float, PredictionIntervals] = {}
+    with suppress(OptionError, DataError):
+        if fitted.posterior.likelihood.classification:
+            return prediction_sets(kept_calibration(fitted, "decisions")[0], None, COVERAGE), intervals
         prediction, targets = kept_predictions(fitted, "intervals")
-    except OptionError:
-        return found
-    for level in LEVELS:
-        with suppress(DataError):  # too few data
-            found[level] = prediction_intervals(prediction, targets, level)
-    return found
+        for level in LEVELS:  # the data may be too few for the higher levels
+            intervals[level] = prediction_intervals(prediction, targets, level)
+    return None, intervals
 
 
 def _decisions(
@@ -380,28 +369,22 @@ def _decisions(
 ) -> DecisionResult | None:
     # Compare the guarantees from the validation data with the rates on the test data.
     limit, likelihood = alarm(fitted, None), fitted.posterior.likelihood
-    if limit is None or (
-        likelihood.classification and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)
-    ):
+    discrete = likelihood.classification
+    if limit is None or (discrete and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)):
         return None
     tally = inside[methods.own]
     outlying = tally["ood score"] > limit
-    curves, answers, sets, intervals = {}, [], None, []
-    if likelihood.classification:
-        shown = (SINGLE, ENSEMBLE, LAPLACE, MIXTURE)
-        curves = {name: risk_curve(one) for name, one in inside.items() if name in shown}
-        answers = [_answers_at(fitted, rate, tally, outlying) for rate in ERROR_RATES]
-        sets = set_result(tally, COVERAGE, classes) if "held" in tally.columns else None
+    intervals = []
     for level in methods.intervals:
-        held = tally.mean(f"promised[{level}]")
-        width = float(tally[f"promised width[{level}]"].mean())
-        intervals.append(IntervalResult(level, held.value, held.error, width))
+        held, width = tally.mean(f"promised[{level}]"), tally.mean(f"promised width[{level}]")
+        intervals.append(IntervalResult(level, held.value, held.error, width.value))
+    shown = [name for name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE) if discrete and name in inside]
     return DecisionResult(
         false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
         alarms=float(outlying.double().mean()),
-        curves=curves,
-        answers=answers,
-        sets=sets,
+        curves={name: risk_curve(inside[name]) for name in shown},
+        answers=[_answers_at(fitted, rate, tally, outlying) for rate in ERROR_RATES] if discrete else [],
+        sets=set_result(tally, COVERAGE, classes) if "held" in tally.columns else None,
         intervals=intervals,
     )
 
