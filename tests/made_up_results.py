@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -110,23 +111,21 @@ def make_store(
             "notes": ["frost is synthetic & <so> labelled"],
         },
     )
-    for run in range(runs):
-        for method, quality in QUALITY.items():
-            count = 1 if method.startswith(("MAP", "LLLA")) else 5
-            store.write(record(suite, method, "main", run, quality, levels, components=count, link="probit"))
-        if not ablations:
-            continue
-        for structure in ("diag", "kron", "full"):
-            for index, link in enumerate(("mc", "probit")):
-                settings = {"structure": structure, "link": link, "components": 1}
-                store.write(record(suite, f"LLLA {structure} {link}", "variants", run, index, levels, **settings))
-        for components in range(1, 5):
-            for family, quality in (("DE", 2), ("MoLA", 6)):
-                better = quality + 3 * (1 - math.exp(1 - components))
-                name = f"{family} K={components}"
-                store.write(record(suite, name, "components", run, better, levels, components=components))
+    made = [
+        (method, "main", quality, {"components": 1 if method.startswith(("MAP", "LLLA")) else 5, "link": "probit"})
+        for method, quality in QUALITY.items()
+    ]
+    if ablations:
+        for structure, (index, link) in product(("diag", "kron", "full"), enumerate(("mc", "probit"))):
+            settings = {"structure": structure, "link": link, "components": 1}
+            made.append((f"LLLA {structure} {link}", "variants", index, settings))
+        for components, (family, quality) in product(range(1, 5), (("DE", 2), ("MoLA", 6))):
+            better = quality + 3 * (1 - math.exp(1 - components))
+            made.append((f"{family} K={components}", "components", better, {"components": components}))
         for rule in ("threshold", "evidence"):
-            store.write(record(suite, f"MoLA {rule}", "rules", run, len(rule) / 3, levels, rule=rule, components=5))
+            made.append((f"MoLA {rule}", "rules", len(rule) / 3, {"rule": rule, "components": 5}))
+    for run, (method, group, quality, settings) in product(range(runs), made):
+        store.write(record(suite, method, group, run, quality, levels, **settings))
     if cost:
         rows = [
             {"method": "MAP", "fit_seconds": None, "predict_seconds": 2.0, "bytes": 1_000_000},
