@@ -14,15 +14,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
 def as_mathml(latex: str, *, block: bool) -> str:
-    """Return a formula as MathML, with its LaTeX source as label.
-
-    Args:
-        latex: the formula, without dollars.
-        block: True for a displayed formula.
-
-    Returns:
-        An element.
-    """
+    """Return a formula, given without dollars, as MathML with its LaTeX source as label."""
     element = convert(latex, display="block" if block else "inline")
     label = html.escape(" ".join(latex.split()), quote=True)
     element = element.replace("<math ", f'<math aria-label="{label}" ', 1)

@@ -29,14 +29,7 @@ ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 
 
 def place(path: str) -> str:
-    """Return the path of a file among the sources of the site.
-
-    Args:
-        path: relative to the repository, with slashes.
-
-    Returns:
-        Relative to `docs/`.
-    """
+    """Return the path of a file of the repository among the sources of the site, relative to `docs/`."""
     if _is_page(path):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -52,15 +45,7 @@ def _is_page(path: str) -> bool:
 
 
 def links(markdown: str, folder: str) -> list[str]:
-    """Return the paths outside `docs/` that a page links to, relative to the repository.
-
-    Args:
-        markdown: the page.
-        folder: its folder in the repository.
-
-    Returns:
-        Existing files and folders.
-    """
+    """Return the existing files and folders outside `docs/` that a page links to; the folder is that of the page."""
     plain = FENCED.sub("", markdown)
     found = {posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(plain)}
     return sorted(path for path in found if not (_is_page(path) or path.startswith("..")) and (ROOT / path).exists())

@@ -72,7 +72,6 @@ class MoonsResult:
     """The maps cover the square from -reach to reach."""
     maps: dict[str, Array]
     """(size, size) by method; the first axis is y, upwards."""
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
         for method, one in methods.items()
     ]
     leads = {name: labelled_leads(tallies[name]) for name in turned}
+    notes = [f"{name}: {note}" for name, one in methods.items() if one.tuning is not None for note in one.tuning.notes]
     shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | {name: outliers[name] for name in NEAR}
     return Comparison(
         title="digits",
@@ -98,19 +99,13 @@ def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Map
         classes=tuple(str(label) for label in range(CLASSES)),
         leads=leads | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         pictures={name: _pictures(inputs[:EXAMPLES]) for name, inputs in shown.items()},
-        notes=_notes(methods),
+        notes=tuple(notes),
         made={"parameters": sum(parameter.numel() for parameter in methods["MAP"].networks[0].parameters())},
     )
 
 
 def _pictures(inputs: Tensor) -> Pictures:
     return Pictures((255 * inputs.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
-
-
-def _notes(methods: Mapping[str, MoLA]) -> tuple[str, ...]:
-    return tuple(
-        f"{name}: {note}" for name, one in methods.items() if one.tuning is not None for note in one.tuning.notes
-    )
 
 
 SCALES = np.logspace(0, 6, 25)
@@ -170,7 +165,6 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
         labels=data.labels.numpy(),
         reach=REACH,
         maps=maps,
-        notes=_notes(methods),
     )
 
 

@@ -88,11 +88,8 @@ def _render(template: str, **context: object) -> str:
 
 
 def _prose(text: str) -> Markup:
-    # A number stays on one line with its error and its unit; commands in backticks are code.
-    joined = re.sub(
-        r"(?<=\d) (?=%)| (?=\N{PLUS-MINUS SIGN} \d)|(?<=\N{PLUS-MINUS SIGN}) (?=\d)", "\N{NO-BREAK SPACE}", text
-    )
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(joined))))
+    # Commands in backticks are code.
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _inline_svg(svg: str, label: str) -> Markup:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mola.compare.answers import ALL_SCORES
 from mola.compare.leads import CLEAR
-from mola.compare.record import Comparison, DecisionResult, SetInfo
+from mola.compare.record import Comparison, SetInfo
 from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate
 from mola.compare.report.numbers import Numbers, On
@@ -103,7 +103,12 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     values: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
     caption = "Thresholds come from the validation data, so test data may miss a promise by chance."
     if comparison.regression:
-        return [_interval_table(comparison, found, values, caption)]
+        for interval in found.intervals:
+            realised = Estimate(interval.realised, interval.realised_error, 1).scaled(100)
+            values[f"{100 * interval.promised:g} % intervals"] = [100 * interval.promised, realised, interval.width]
+        digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
+        columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
+        return [make_table("Decisions", caption, columns, values)]
     for one in found.answers:
         rates = [None if rate is None else 100 * rate for rate in (one.realised, one.answered)]
         values[f"wrong answers, at most {100 * one.promised:.0f} %"] = [100 * one.promised, *rates]
@@ -207,17 +212,6 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
         values = {method: [Estimate(*one[key], 1) for key in REGRESSION] for method, one in found.items()}
         tables.append(make_table(f"Compared with {own}", caption, heads, values, best=()))
     return tables
-
-
-def _interval_table(
-    comparison: Comparison, found: DecisionResult, values: dict[str, list[Number]], caption: str
-) -> Table:
-    for one in found.intervals:
-        realised = Estimate(one.realised, one.realised_error, 1).scaled(100)
-        values[f"{100 * one.promised:g} % intervals"] = [100 * one.promised, realised, one.width]
-    digits = max(digits_of(comparison, f"width_{100 * level:g}") for level in LEVELS)
-    columns = [Column("promised %"), Column("on test data %"), Column("mean width", digits=digits)]
-    return make_table("Decisions", caption, columns, values, best=())
 
 
 OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}

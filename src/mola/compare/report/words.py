@@ -10,7 +10,7 @@ from mola.compare.leads import CLEAR, SAME, Lead
 from mola.compare.record import Comparison
 from mola.compare.report.estimate import is_clear
 from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On, shared_outliers
-from mola.compare.report.reading import METHODS, SuiteResults, listed
+from mola.compare.report.reading import METHODS, SuiteResults
 from mola.compare.report.single_run_tables import SCORE_NAMES, digits_of
 
 EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace approximation of its last layer"}
@@ -76,7 +76,7 @@ def tuning_remarks(result: DemoResult) -> list[str]:
         for name, record in result.comparison.methods.items()
         if "prior_precision" in record.chosen
     ]
-    return [*chosen, *result.comparison.notes, *[f"two moons, {note}" for note in result.moons.notes]]
+    return [*chosen, *result.comparison.notes]
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
@@ -211,14 +211,11 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
     """Return the small print: data, remarks of tuning, time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    about: dict[str, dict[str, None]] = {}  # methods by remark, each once
-    for record in records:
-        for note in record.chosen.get("notes", []):
-            about.setdefault(str(note), {})[record.method] = None
+    notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}
     seconds = sum(sum(record.seconds.values()) for record in records)
     return [
         f"Data: {sets}.",
         *suite.notes,
-        *[f"{listed(list(methods))}: {note}" for note, methods in about.items()],
+        *notes,
         f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of given networks.",
     ]
