@@ -39,9 +39,6 @@ def damage(path: Path, how: str):
         change(path, labelled={"test": {**test, how: wrong[how]}})
 
 
-DAMAGES = pytest.mark.parametrize("how", ["cut", "edited", "version", "count", "histogram", "reliability", "colour"])
-
-
 def test_a_record_survives_the_store(tmp_path):
     store = make_store(tmp_path, runs=2, ablations=False)
     stored = replace(store.read("mnist", "MoLA", 1), measures={"people": {"divergence": 0.25}})
@@ -55,7 +52,7 @@ def test_a_record_survives_the_store(tmp_path):
         store.suites()
 
 
-@DAMAGES
+@pytest.mark.parametrize("how", ["cut", "edited", "version", "count", "histogram", "reliability", "colour"])
 def test_a_damaged_record_is_left_out_and_named(tmp_path, how):
     store = make_store(tmp_path, runs=3, ablations=False)
     whole = read_suites(tmp_path)[0]

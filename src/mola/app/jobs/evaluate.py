@@ -48,6 +48,7 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.likelihoods import ClassificationLikelihood
 from mola.likelihoods.base import mixed
+from mola.network import IGNORE_INDEX
 from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
 from mola.tally import Tally, rows_of
@@ -135,7 +136,8 @@ class _Methods:
         """Return the columns of every method's tally for a batch, and its number of inputs, after `start` others."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
-        count, ignored = len(whole), self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
+        count, head = len(whole), self.posterior.components[0].head
+        ignored = IGNORE_INDEX if head is None else head.ignore_index
         (whole, known, inputs), (single, _, _) = (
             rows_of(one, labels, "the labels", ignore_index=ignored, positions=POSITIONS, first=start)
             for one in (whole, single)
