@@ -299,8 +299,7 @@ def test_changed_data_is_recognised(tmp_path):
         [batch(1), (image, labels)],
         [(image.reshape(2, 1600), labels), batch(1)],
         [(image.double(), labels), batch(1)],
+        [(image, labels)],
     ):
-        with pytest.raises(StorageError, match="differ from the batches in the checkpoint"):
+        with pytest.raises(StorageError, match="does not begin with the 2 batches"):
             skip(iter(others), kept)
-    with pytest.raises(StorageError, match="sums of 2 batches, but the training loader has only 1"):
-        skip(iter([(image, labels)]), kept)

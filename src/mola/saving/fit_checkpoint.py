@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from mola.saving.schema import Optional
 
 KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]
-SCHEMA = {"identity": {}, "batches": int, "inputs": int, "used_inputs": int, "checksum": str, "sums": SUMS}
+PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
+SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes per element
 
 
@@ -92,8 +94,7 @@ class FitCheckpoint:
                 f"{self.place} is damaged: expected finite float64 sums of {len(identity['networks'])} networks. Delete the folder "
                 f"to start from zero."
             )
-        progress = {name: document[name] for name in ("batches", "inputs", "used_inputs", "checksum")}
-        return FitProgress(unpack_sums(document["sums"], tensors), **progress)
+        return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
         """Yield the batches that are not in the sums yet; `StorageError` if the loader begins with different batches."""
@@ -101,19 +102,13 @@ class FitCheckpoint:
             yield from batches
             return
         checksum = ""
-        for index in range(progress.batches):
-            try:
-                checksum = batch_checksum(checksum, next(batches))
-            except StopIteration:
-                raise StorageError(
-                    f"the checkpoint holds sums of {progress.batches} batches, but the training loader has only {index}. Pass the "
-                    f"loader that this fit began with, or delete the checkpoint to start from zero."
-                ) from None
+        for batch in islice(batches, progress.batches):
+            checksum = batch_checksum(checksum, batch)
         if checksum != progress.checksum:
             raise StorageError(
-                f"the first {progress.batches} batches of the training loader differ from the batches in the checkpoint: the "
-                f"data, their order or the batch size has changed, and some data would be counted twice and others never. Pass the "
-                f"same data unshuffled, or delete the checkpoint to start from zero."
+                f"the training loader does not begin with the {progress.batches} batches in the checkpoint: the data, their order "
+                f"or the batch size has changed, and some data would be counted twice and others never. Pass the same data "
+                f"unshuffled, or delete the checkpoint to start from zero."
             )
         for batch in batches:
             progress.checksum = batch_checksum(progress.checksum, batch)
@@ -124,7 +119,7 @@ class FitCheckpoint:
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
         entries, tensors = pack_sums(progress.sums)
-        rest = {name: getattr(progress, name) for name in ("batches", "inputs", "used_inputs", "checksum")}
+        rest = {name: getattr(progress, name) for name in PROGRESS}
         write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
 
     def remove(self) -> None:
