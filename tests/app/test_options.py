@@ -32,6 +32,9 @@ def test_help_names_every_option():
 def test_messages_of_the_library_speak_of_flags():
     assert in_flags("use likelihood='gaussian' or rule='nll'.") == "use --likelihood gaussian or --rule nll."
     assert in_flags("the training loader: pass ignore_index=255") == "the training data: pass --ignore-index 255"
+    assert in_flags("--price must be less, false_alarm_rate must be more") == (
+        "--price must be less, --false-alarm-rate must be more"
+    )
 
 
 def test_toml_is_read_back_to_the_same_values():

@@ -47,7 +47,7 @@ CASES = {
     "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "use --likelihood categorical"),
     "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got"),
     "a label for too few outputs": (
-        "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1"),
+        "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3)"),
     "too many targets": ("two", ROWS, ROWS[:, :3], ("gaussian",), "targets of shape (60, 2)"),
     "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use --likelihood categorical"),
     "nan targets": (

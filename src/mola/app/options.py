@@ -139,13 +139,15 @@ def _shortened(value: Any) -> str:
     return shown if len(shown := repr(value)) < 60 else f"{shown[:50]}..."
 
 
-FLAGS = (
-    (
-        r"\b(rule|likelihood|structure|link|ignore_index)='?([\w-]+)'?",
-        lambda found: f"--{found[1].replace('_', '-')} {found[2]}",
-    ),
+def _flag(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')} {found[2]}"
+
+
+FLAGS: tuple[tuple[str, Any], ...] = (
+    (r"\b(rule|likelihood|structure|link|head|ignore_index)='?([\w.-]+\w|\w)'?", _flag),
+    (r"(?<!-)\b(coverage|error_rate|certainty|false_alarm_rate|price|noise|positions) (must be)", _flag),
     (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
-    (r"\b(the )?(rule|likelihood|link) '([\w-]+)'", r"--\2 \3"),
+    (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
     (r"\buse '([\w-]+)', which needs none", r"choose --rule \1, which needs none"),
     (r"\bpass val_loader\b", "name them with --val"),
     (r"\bval_loader\b", "--val"),
