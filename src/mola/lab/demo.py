@@ -176,12 +176,7 @@ TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
-    """Run the whole comparison. The same settings give the same numbers.
-
-    Args:
-        settings: seed and sizes.
-        progress: called with the current step and the share of the work that is done.
-    """
+    """Run the whole comparison. The same settings give the same numbers."""
 
     def during(words: str, begin: float, end: float, epochs: int) -> Callable[[int, int], None]:
         def on_epoch(member: int, epoch: int) -> None:

@@ -83,15 +83,9 @@ def make_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     best: Collection[tuple[str, int]] | None = None,
 ) -> Table:
-    """Format numbers and mark the best of each column.
+    """Format numbers by row and mark the best of each column; rows aside do not compete.
 
-    Args:
-        title: title of the table.
-        caption: how to read it.
-        columns: headings and formats.
-        values: a number, an estimate, a text or None for each column, by row.
-        aside: further rows, which do not compete.
-        best: row and column of each cell to mark. None marks estimates over runs that lead by more than chance, see `leaders`.
+    `best` is the row and column of each cell to mark; None marks estimates over runs that lead by more than chance, see `leaders`.
     """
     if best is None:
         best = [
@@ -143,15 +137,9 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Return a table of methods and numbers of their records.
+    """Return a table of methods and numbers of their records; a column without numbers is omitted, unless there are rows aside.
 
-    Args:
-        title: title of the table.
-        caption: how to read it.
-        numbers: numbers of the methods.
-        columns: each with its number. A column without numbers is omitted, unless there are further rows.
-        aside: further rows, which do not compete.
-        leads: by set and metric, which method leads in a comparison of one run; see `Comparison.leads`.
+    `leads` has the methods that lead in a comparison of one run, by set and metric; see `Comparison.leads`.
     """
     found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
     best = None

@@ -52,16 +52,7 @@ def write_evaluation(
 
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = _quiet) -> Path:
-    """Write `index.html`, `tables.md`, `tables.tex`, and each figure as `figures/<suite>-<name>.svg` and `.png`.
-
-    Args:
-        suites: to show.
-        directory: folder of the report; files of an earlier report are replaced.
-        progress: called with the current step and the share of the work that is done.
-
-    Returns:
-        Path of the page.
-    """
+    """Write `index.html`, `tables.md`, `tables.tex`, and figures as `figures/<suite>-<name>.svg` and `.png`; return the page."""
     named = {(suite.name, name): one for suite in suites for name, one in suite_figures(suite).items()}
     files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in named}
     with _named(directory):
