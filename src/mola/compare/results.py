@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from mola import metrics
 from mola.compare.answers import outlier_columns
@@ -112,62 +113,50 @@ def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[
     if bool(legacy[:, 0].sum() > 0):  # not if every prediction is certain
         found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
     if "question" in tally.columns:
-        found |= {name: _mean_of_known(each) for name, each in _by_label(tally).items() if name != "ece"}
+        found |= {name: float(each.nanmean()) for name, each in _by_label(tally).items() if name != "ece"}
     elif classes and tally.groups is not None:
-        found["miou"] = _mean_of_known(_overlaps(tally, len(classes)))
+        found["miou"] = float(_overlaps(tally, len(classes)).nanmean())
     return {name: found[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(found.get(name, math.nan))}
-
-
-def _mean_of_known(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, dict[str, float]]:
     several = "question" in tally.columns
     labels = tally["question" if several else "label"].long()
     counts = torch.bincount(labels)
-    known = counts.nonzero().flatten().tolist()
+    known = counts.nonzero().flatten()
     columns = {
-        "accuracy": (torch.bincount(labels, tally["correct"]) / counts)[known].tolist(),
-        "confidence": (torch.bincount(labels, tally["confidence"]) / counts)[known].tolist(),
+        name: torch.bincount(labels, tally[column])[known] / counts[known]
+        for name, column in (("accuracy", "correct"), ("confidence", "confidence"))
     }
     if several:
         columns |= _by_label(tally)
     elif tally.groups is not None:
-        overlaps = _overlaps(tally, len(classes))
-        columns["iou"] = [overlaps[place] for place in known]
+        columns["iou"] = _overlaps(tally, len(classes))[known]
     return {
-        classes[place]: {
-            "count": int(counts[place]),
-            **{name: each[index] for name, each in columns.items() if not math.isnan(each[index])},
-        }
-        for index, place in enumerate(known)
+        classes[place]: {"count": int(counts[place])}
+        | {name: float(each[index]) for name, each in columns.items() if not each[index].isnan()}
+        for index, place in enumerate(known.tolist())
     }
 
 
-def _by_label(tally: Tally) -> dict[str, list[float]]:
-    # By label of multi-label data, for labels that occur; nan if a metric is not defined.
-    labels, yes, truth = tally["question"], tally["yes"], tally["label"]
+def _by_label(tally: Tally) -> dict[str, Tensor]:
+    # Metrics of the labels of multi-label data that occur; NaN if a metric is not defined.
+    yes, truth = tally["yes"][:, None], tally["label"][:, None]
+    rows = [tally["question"] == label for label in torch.unique(tally["question"])]
     measures = {
         "auroc": metrics.auroc_of_labels,
         "average_precision": metrics.average_precision_of_labels,
         "ece": metrics.calibration_error_of_labels,
     }
-    rows = [labels == one for one in torch.unique(labels)]
-    return {
-        name: [float(measure(yes[own][:, None], truth[own][:, None])[0]) for own in rows]
-        for name, measure in measures.items()
-    }
+    return {name: torch.cat([measure(yes[own], truth[own]) for own in rows]) for name, measure in measures.items()}
 
 
-def _overlaps(tally: Tally, classes: int) -> list[float]:
-    # Intersection over union of each class; nan if it is neither a label nor a prediction.
+def _overlaps(tally: Tally, classes: int) -> Tensor:
+    # Intersection over union of each class; NaN if it is neither a label nor a prediction.
     truth, predicted = tally["label"].long(), tally["predicted"].long()
     both = torch.bincount(truth[truth == predicted], minlength=classes)
     either = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
-    found: list[float] = torch.where(either > 0, both.double() / either, math.nan).tolist()
-    return found
+    return torch.where(either > 0, both.double() / either, math.nan)
 
 
 def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
