@@ -144,9 +144,9 @@ def fit(
         head: dotted name of the last linear layer, or one name for each network; None finds the layer.
         logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
             network; None if the output is the logits. Pass the function to `mola.load` as well.
-        distances: also compute the sums for distances from the training classes: C x P and P x P numbers for each network.
-        positions: for dense outputs (n, C, H, W) or (n, T, C): "all" treats each position as a datum, "average"
-            treats each input as one datum, and a number draws that many positions from each input.
+        distances: also compute the sums for distances from the training classes, which have C x P and P x P numbers per network.
+        positions: data of dense outputs (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average" treats each
+            input as one datum. A number draws that many positions from each input.
         ignore_index: label of positions to leave out.
         team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and every process
             returns the posterior of all data.

@@ -31,7 +31,7 @@ def max_logit_score(logits: Tensor) -> Tensor:
 def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
     r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
 
-    Unlike the probabilities, the energy changes with a shift common to all logits, so its zero differs between members of an
+    Unlike the probabilities, the energy changes with a shift common to all logits, so its level differs between members of an
     ensemble.
     """
     if not 0 < temperature < float("inf"):

@@ -172,7 +172,7 @@ class _Fields:
 class Prediction(_Fields):
     """Probabilities of n inputs over C classes, or of "yes" for C labels, with a decomposition of their uncertainty.
 
-    For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C), and fields of shape (n,) have the
+    For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
     """
 

@@ -20,7 +20,7 @@ MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest number of draws for the epistemic share: powers of two, with at least two draws in each quarter."""
 
 DRAWN_LOGITS = 2**13
-"""Largest product of the numbers of draws and classes. With many classes, fewer draws are needed, and fewer are affordable."""
+"""Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
 """Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio is 1/2 with many draws, and
@@ -56,7 +56,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
     # The largest term is 1. Without integer parts, the other terms are summed with all their digits. If the total is at least 2,
-    # several terms may be 1, and nothing is lost by subtracting 1.
+    # several terms may be 1, and subtracting 1 loses no digits.
     rest = torch.where(total < 2, (raised - raised.floor()).sum(-1, keepdim=True), total - 1)
     entropies = _log1p(rest) - (raised * below).sum(-1, keepdim=True) / total
     return raised / total, entropies.squeeze(-1)

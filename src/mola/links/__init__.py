@@ -1,6 +1,6 @@
 r"""Links from Gaussian logits to probabilities, which approximate :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
 
-The softmax ignores a shift common to all logits, but the paper's link `Probit` does not: it uses the full variance of each logit,
+The softmax ignores a shift common to all logits, but the paper's link `Probit` does not. It uses the full variance of each logit,
 including the part in the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral
 and is the reference for the other links (docs/links.md).
 """

@@ -8,11 +8,11 @@ T < 1 (`SHARPENING`).
 3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus half of
    the gain over the temperature-scaled ensemble, or plus `price` times the loss if that is more. Logits shrink only beyond the 90 %
    quantile of the validation data's distances.
-4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that raises the loss by at most 0.5 %, including
-   one standard error, at the same T. The covariance lowers confidence and adds the uncertainty within each network.
+4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that raises the loss at the same T by at most
+   0.5 %. One standard error is included in this limit. The covariance lowers confidence and adds the uncertainty within each network.
 
-The temperature-scaled ensemble is among the candidates, so the rule's loss on the validation data exceeds the loss of that ensemble
-by at most the price plus 0.5 %.
+The temperature-scaled ensemble is among the candidates. On the validation data, the loss of the rule therefore exceeds the loss of
+this ensemble by at most the price plus 0.5 %.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ POOLINGS = (0.75, 0.5, 0.25, 0.0)
 """Poolings that are tried first. The neighbours of the best pooling are tried next."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Distance exponents that are tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features, and
-inputs slightly unlike the validation data would lose more confidence than the validation data can reveal."""
+"""Distance exponents that are tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features. Inputs
+slightly unlike the validation data would then lose much confidence, and the validation data could not reveal this."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Smallest and largest temperature that is tried."""

@@ -59,8 +59,8 @@ class Threshold(Rule):
     """The paper's rule, which chooses the smallest prior precision whose mean confidence on validation data meets a threshold.
 
     Args:
-        confidence: threshold on the mean confidence. None sets it `margin` below the networks' mean accuracy on the validation data,
-            as the paper does (0.98 for an accuracy of 99.2 %, 0.94 for an accuracy of 94.8 %).
+        confidence: threshold on the mean confidence. None sets it `margin` below the networks' mean accuracy on the validation data.
+            The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
         brier: optional threshold on the Brier score, which must also be met.
         margin: difference between the accuracy and the default threshold.
         grid: prior precisions to choose from. None is the paper's grid of 100 values from 1e-4 to 1e3, which grows if an end is best.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
-"""Largest product of the numbers of candidates, rows and outputs that is held at once: 16 MB in float64."""
+"""Largest number of values (candidates times rows times outputs) that are held at once: 16 MB in float64."""
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
 """A function from the predictive distribution of L candidates and the labels to scores (L, m) by name."""
