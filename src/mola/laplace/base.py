@@ -8,7 +8,7 @@ In all shapes, n is the number of data, P is the number of features (including t
 one datum, the curvature of the negative log-likelihood
 with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d,
 as for a softmax, a shift common to all outputs has no effect, and its direction is *hidden*. The hidden direction is treated exactly,
-and does not depend on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
+without any use of an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
 describe the logits minus their mean.
 """
 

@@ -199,7 +199,7 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, by name, that determine the log-likelihood after the fit. The result may be empty."""
+        """Return sums over labels, by name, that determine the log-likelihood after the fit. By default, there are none."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:

@@ -169,7 +169,7 @@ class Search:
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
     def most_cautious(self, best: Setting, most: float) -> Setting:
-        """Return the largest distance exponent whose loss is at most `most`, from a coarse grid and then a finer grid."""
+        """Return the largest distance exponent whose loss does not exceed `most`, from a coarse grid and then a finer grid."""
         chosen, exponents = best, list(EXPONENTS)
         for _ in range(2):
             settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
