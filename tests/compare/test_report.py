@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -10,14 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mola.__main__ import main
 from mola.compare.leads import Lead
 from mola.compare.record import Comparison, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import Estimate
 from mola.compare.report.figures import suite_figures
-from mola.compare.report.numbers import Numbers, On
 from mola.compare.report.page import SuiteReport, evaluation_page, suites_page
 from mola.compare.report.reading import read_suites
 from mola.compare.report.single_run_tables import evaluation_tables
@@ -28,6 +28,7 @@ from mola.compare.report.tables import (
     as_latex,
     as_markdown,
     make_table,
+    print_table,
 )
 from mola.compare.report.words import suite_findings
 from mola.compare.report.writing import write_report
@@ -63,22 +64,6 @@ def texts(table):
     return dict(zip(table.texts.index, table.texts.to_numpy().tolist(), strict=True))
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
-
-
-def test_numbers_are_those_of_the_records(suite):
-    one = suite.runs["MoLA"][1]
-    numbers = Numbers(suite.runs)
-    area = numbers(On("kmnist", "auroc", "entropy"))["MoLA"]
-    assert area.by_run[one.run] == one.outliers["kmnist"].scores["entropy"]["auroc"]
-    found = numbers(On("test", "nll"), 10)["MoLA"]
-    values = [10 * record.labelled["test"].metrics["nll"] for record in suite.runs["MoLA"]]
-    assert (found.mean, found.error) == pytest.approx((np.mean(values), np.std(values, ddof=1) / np.sqrt(3)))
-    assert found.by_run == pytest.approx(dict(enumerate(values)))
-    assert numbers(On("test", "unheard of"))["MoLA"] is None
-    assert numbers(numbers.at_level(99.0, "ece"))["MoLA"] is None
-
-
 # --- tables of a suite ----------------------------------------------------------------------------------------------
 
 
@@ -102,15 +87,14 @@ def test_outliers_beside_the_paper(suite):
 
 def test_in_distribution_and_risk(suite):
     tables = suite_tables(suite)
-    inside = tables["in-distribution"]
-    row = dict(zip([column.name for column in inside.columns], texts(inside)["MAP"], strict=True))
-    assert row["accuracy %"] == "99.00 ± 0.00"
-    assert row["NLL"] == f"{0.1 + np.mean(SPREAD):.4f} ± {ERROR:.4f}"
+    inside = tables["in-distribution"].texts.loc["MAP"]
+    assert inside["accuracy % ↑"] == "99.00 ± 0.00"
+    assert inside["NLL ↓"] == f"{0.1 + np.mean(SPREAD):.4f} ± {ERROR:.4f}"
     # 80 errors of 8000, refused first, are the last 80 predictions.
     least = sum((count - 7920) / count for count in range(7921, 8001)) / 8000
-    risk = dict(zip([column.name for column in tables["risk"].columns], texts(tables["risk"])["MAP"], strict=True))
-    assert risk["test"].startswith(f"{100 * (0.001 - least):.3f}")
-    assert risk["15"].startswith("0.10")
+    risk = tables["risk"].texts.loc["MAP"]
+    assert risk["excess %", "test ↓"].startswith(f"{100 * (0.001 - least):.3f}")
+    assert risk["AURC %, level", "15 ↓"].startswith("0.10")
 
 
 def test_every_score_of_every_set(suite):
@@ -211,18 +195,6 @@ def test_unknown_methods_groups_sets_and_scores_appear(tmp_path):
 # --- forms of a table -----------------------------------------------------------------------------------------------
 
 
-def test_only_a_clear_lead_is_bold():
-    values = {
-        "a": [Estimate(0.95, 0.001, 4), Estimate(0.95, 0.01, 4), 0.95],
-        "b": [Estimate(0.94, 0.002, 4), Estimate(0.94, 0.02, 4), 0.90],
-        "c": [Estimate(0.90, None, 1), Estimate(0.94, 0.00, 4), 0.10],
-        "d": [None, None, None],
-    }
-    columns = [Column(name, better="high", digits=2) for name in ("clear", "by chance", "without errors")]
-    table = make_table("t", "", columns, values, aside={"e": [Estimate(2.0, None, 1)] * 3})
-    assert sorted(table.best) == [("a", 0)]
-
-
 def test_latex_is_sound_whatever_the_names():
     columns, best = [Column("x", "g_1", "low"), Column("y", "", "high")], ("method_3 & {co}", 0)
     rows = {f"method_{index} & {{co}}": [-0.5, "50% #"] for index in range(4)}
@@ -233,6 +205,15 @@ def test_latex_is_sound_whatever_the_names():
     assert r"method\_3 \& \{co\} & \textbf{$-$0.5} & 50\% \#" in text
     assert r"\textit{ input\{paper\}}" in text
     assert r"{100\% \#1. see \$ and \_}" in text
+
+
+@pytest.mark.parametrize(("width", "errors"), [(200, True), (60, False)])
+def test_a_terminal_that_is_too_narrow_shows_no_errors(suite, width, errors):
+    console = Console(width=width, file=io.StringIO())
+    print_table(console, suite_tables(suite)["outliers"])
+    shown = console.file.getvalue()
+    assert ("93.1 ± 0.2" in shown, "too narrow" in shown) == (errors, not errors)
+    assert re.search(r"MoLA .* 93\.1 ", shown), "a table wider than the terminal is not cropped"
 
 
 def test_every_form_has_every_cell(suite, written):
