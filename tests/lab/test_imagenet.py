@@ -254,26 +254,19 @@ def libraries(monkeypatch):
         return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, classes))
 
     def create_model(name, pretrained, num_classes):
-        assert not pretrained
         made = network(num_classes)
         made.pretrained_cfg = {"input_size": (3, 10, 10), "crop_pct": 0.9, "mean": (0.5,) * 3, "std": (0.25,) * 3}
         return made
 
-    def get_model(name, weights, num_classes):
-        assert weights is None
-        if name != "resnet9":
-            message = f"Unknown model {name}"
-            raise ValueError(message)
-        return network(num_classes)
-
-    cubic = types.SimpleNamespace(value="bicubic")
-    shown = types.SimpleNamespace(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3, interpolation=cubic)
-    weights = types.SimpleNamespace(DEFAULT=types.SimpleNamespace(transforms=lambda: shown))
-    models = types.ModuleType("torchvision.models")
-    models.get_model, models.get_model_weights = get_model, lambda name: weights
-    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    made = types.SimpleNamespace
+    shown = made(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3, interpolation=made(value="bicubic"))
+    models = made(
+        get_model=lambda name, weights, num_classes: network(num_classes),
+        get_model_weights=lambda name: made(DEFAULT=made(transforms=lambda: shown)),
+    )
+    for name, module in {"timm": made(create_model=create_model), "torchvision.models": models}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torchvision", made(models=models))
     return network
 
 

@@ -184,23 +184,22 @@ def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monke
 def test_a_run_that_stops_or_refuses_keeps_the_other_records(plan, tmp_path, monkeypatch):
     plan, fit, done = replace(plan, runs=1), LastLayer.fit, []
 
-    def fit_some(self, context):
-        if self.name == "DE-T":
-            raise KeyboardInterrupt
-        return fit(self, context)
+    def failing(at, error):
+        def replaced(self, context):
+            done.append(self.name)
+            if self.name == at:
+                raise error
+            return fit(self, context)
 
-    def refuse(self, context):
-        done.append(self.name)
-        if self.name == "LLLA":
-            raise mola.errors.StructureTooLargeError("too large")
-        return fit(self, context)
+        monkeypatch.setattr(LastLayer, "fit", replaced)
 
-    monkeypatch.setattr(LastLayer, "fit", fit_some)
+    failing("DE-T", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         run(plan, tmp_path)
     kept = {record.method for record in records_of(tmp_path)}
     assert kept == {"MAP", "MAP-T", "DE"}
-    monkeypatch.setattr(LastLayer, "fit", refuse)
+    done.clear()
+    failing("LLLA", mola.errors.StructureTooLargeError("too large"))
     with pytest.raises(mola.errors.OptionError, match="LLLA, run 1: too large"):
         run(plan, tmp_path)
     every = {method.name for method in plan.methods("main")}

@@ -19,7 +19,7 @@ from mola.outliers import max_probability_score
 from mola.uncertainty import entropy
 
 Predictor = Callable[[Tensor], Tensor]
-"""From a batch of inputs to probabilities (n, C): one draw, one member."""
+"""Returns the probabilities (n, C) of one draw or one member for a batch of inputs."""
 
 CHUNK = 64 * BATCH
 """Data whose predictions are read at once."""

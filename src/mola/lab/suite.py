@@ -180,7 +180,7 @@ class Suite:
     """Networks by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
-    """For `mola train`."""
+    """Recipe of `mola train`."""
     threshold: float | None
     """Mean validation confidence that the paper's rule keeps; None is 0.01 below the networks' accuracy."""
     shift: Mapping[str, str] | None

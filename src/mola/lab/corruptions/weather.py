@@ -267,7 +267,7 @@ def equalised(layers: Bytes) -> Bytes:
     everyone = np.arange(len(layers))
     least = counts[everyone, lowest]
     flat = least == total
-    # In float32, as OpenCV: it decides which way halves fall.
+    # OpenCV computes in float32, which decides how halves are rounded.
     scale = np.float32(255) / np.where(flat, 1, total - least).astype(np.float32)
     risen = np.maximum(np.cumsum(counts, axis=1) - least[:, None], 0).astype(np.float32)
     table = np.where(flat[:, None], np.arange(levels), np.rint(risen * scale[:, None])).astype(np.uint8)

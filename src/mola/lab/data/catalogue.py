@@ -1,4 +1,4 @@
-"""The published data sets by name: where their files may be on disk, and where they can be downloaded.
+"""The published data sets by name: their places on disk, and the addresses of their files.
 
 Paths are relative to the data directory, and the folders that torchvision makes are among them. Checksums are those of torchvision
 and of the sets' own pages.
@@ -111,7 +111,7 @@ def _emnist(split: str, count: int) -> Split:
 
 
 def _notmnist(paths: Sequence[Path]) -> Images:
-    # In MNIST's format, as public conversions have it, or the published images, some of which are empty files.
+    # Public conversions have MNIST's format; the published folder holds images, some of which are empty files.
     if len(paths) == 2:
         return read_idx_pair(paths)
     folder = open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ")

@@ -27,7 +27,7 @@ FOLDERS = ("clinc150", "oos-eval/data", "")
 PAGE = "https://github.com/clinc/oos-eval (data/data_full.json, CC BY 3.0)"
 
 PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
-"""In scope to train, validate and test on; the same out of scope."""
+"""Parts of the file: requests in scope for training, validation and testing, and requests out of scope."""
 
 WIDTH = 256
 """Features of a sentence."""

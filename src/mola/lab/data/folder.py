@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""In any case: ImageNet's end in .JPEG."""
+"""Endings of image files, in lower case; ImageNet's files end in .JPEG."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Images:
 
 def even_places(total: int, count: int) -> Tensor:
     """Return `count` places among `total`, evenly spaced from the first to the last."""
-    # In integers, so that the choice does not depend on the default floating-point type.
+    # Integers, so that the choice does not depend on the default floating-point type.
     return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
 
