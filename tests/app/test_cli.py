@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 import mola
-from mola.__main__ import main
 from mola.app.cli import app
 from tests.forked_python import run_python
 
@@ -25,20 +24,6 @@ def test_a_wrong_option_is_a_usage_error(arguments):
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2
     assert "Usage" in outcome.stderr
-
-
-def test_an_output_that_cannot_be_written_is_one_clear_line_before_any_work(tmp_path, monkeypatch, capsys):
-    (tmp_path / "taken").write_text("a file")
-    monkeypatch.setattr("sys.argv", ["mola", "demo", "--output", str(tmp_path / "taken")])
-    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda *_: pytest.fail("worked before checking"))
-    with pytest.raises(SystemExit) as stop:
-        main()
-    captured = capsys.readouterr()
-    assert stop.value.code == 1
-    assert captured.out == ""
-    assert "is a file" in captured.err
-    assert "another --output" in captured.err
-    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

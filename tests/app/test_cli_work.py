@@ -91,6 +91,7 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
     ("words", "arguments"),
     [
         ("holds other files", ["evaluate", "POSTERIOR", "--test", "test", "-o", "."]),
+        ("is a file", ["demo", "-o", "test.npz"]),
         ("is a file", ["evaluate", "POSTERIOR", "--test", "test", "-o", "test.npz"]),
         ("unknown data", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
         ("no labels", ["evaluate", "POSTERIOR", "--test", "strange"]),

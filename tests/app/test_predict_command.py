@@ -17,7 +17,7 @@ import mola
 from mola.app.jobs.decisions import alarm, make_decisions
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.predict import run_predict
+from mola.app.jobs.predict import run_predict, summary_sentence
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS
 from tests.app.kinds import NAMES, draw, run
 from tests.closeness import assert_close
@@ -125,10 +125,8 @@ def test_numbers_are_equal_across_sources_and_batch_sizes(desk, fitted, tmp_path
             precision = "difference" if name in DIFFERENCES else "float32"
             assert_close(numbers(found[name]), getattr(expected, name), precision, name=name)
         assert_close(np.stack([numbers(found[f"prob_{name}"]) for name in fitted.classes], 1), expected.probs)
-        assert_close(result.summary["confidence"], expected.confidence.mean())
-        assert result.summary["labels"] == dict(
-            zip(fitted.classes, torch.bincount(expected.label).tolist(), strict=True)
-        )
+        assert_close(result["confidence"], expected.confidence.mean())
+        assert result["labels"] == dict(zip(fitted.classes, torch.bincount(expected.label).tolist(), strict=True))
 
 
 @pytest.mark.usefixtures("_at_the_desk")
@@ -141,7 +139,7 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
     opened = replace(fitted, intake=replace(fitted.intake, batch_size=1))  # the first batch has no usable input
     asked = {"false_alarm_rate": 0.25, "error_rate": 0.4, "certainty": 0.7, "coverage": 0.8}
     result = run_predict(opened, to_predict(str(folder), tmp_path / f"out.{ending}", **asked))
-    rows, left_out = read(tmp_path / f"out.{ending}"), result.account.left_out[str(folder)]
+    rows, left_out = read(tmp_path / f"out.{ending}"), result["left_out"][str(folder)]
     assert set(left_out) == {"00-corrupt.png", "zz-large.png"}
     for name, word in (("00-corrupt.png", "cannot be decoded"), ("zz-large.png", "9 x 9 pixels")):
         place = list(rows["name"]).index(name)
@@ -149,7 +147,7 @@ def test_unusable_images_have_a_row_in_their_place(desk, fitted, tmp_path, endin
         assert word in str(rows["error"][place])
         for column in ("label", "answer", "outlying"):
             assert rows[column][place] in (None, -1)
-    assert result.summary["count"] == 13
+    assert result["count"] == 13
     with pytest.raises(mola.errors.DataError, match="00-corrupt"):
         run_predict(opened, to_predict(str(folder), tmp_path / f"strict.{ending}", strict=True))
     assert not list(tmp_path.glob("*strict*"))
@@ -163,10 +161,10 @@ def test_decisions_in_rows_are_those_of_the_library(desk, fitted, tmp_path, endi
     made, prediction = make_decisions(fitted, **asked), fitted.posterior.predict(desk.inputs("test")[0])
     answer = made.answer(prediction.confidence) & (prediction.ood_score <= made.alarm)
     sets, found = made.sets(prediction), read(tmp_path / f"out.{ending}")
-    assert result.summary["answer"] == float(answer.double().mean())
-    assert result.summary["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
-    assert result.summary["decisions"]["answer"]["certainty"] == 0.7
-    assert " % to answer" in result.sentence()
+    assert result["answer"] == float(answer.double().mean())
+    assert result["set_size"] == pytest.approx(float(sets.sum(1).double().mean()))
+    assert result["decisions"]["answer"]["certainty"] == 0.7
+    assert " % to answer" in summary_sentence(result)
     names = [[name for name, one in zip(fitted.classes, row, strict=True) if one] for row in sets.tolist()]
     expected = {
         "csv": (["true" if one else "false" for one in answer], ["|".join(row) or None for row in names]),

@@ -8,7 +8,8 @@ from rich.markup import escape
 from mola.app.cli.command import write_run
 from mola.app.cli.progress import showing_progress
 from mola.app.cli.shared import finish
-from mola.app.jobs.predict import PredictOptions, run_predict
+from mola.app.jobs.predict import PredictOptions, run_predict, summary_sentence
+from mola.app.jobs.rows import Account
 
 
 def predict(options: PredictOptions) -> None:
@@ -31,12 +32,12 @@ def predict(options: PredictOptions) -> None:
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
-        result = run_predict(fitted, options, progress, team)
-    if result is None:
+        summary = run_predict(fitted, options, progress, team)
+    if summary is None:
         return  # rank 0 writes and prints
     write_run(options, "predict", output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         Console(highlight=False).print(
-            f"{escape(result.sentence())} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
+            f"{escape(summary_sentence(summary))} Wrote [bold]{escape(str(output))}[/bold].", soft_wrap=True
         )
-    finish(result.account, result.summary, team, as_json=as_json, quiet=quiet)
+    finish(Account(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)

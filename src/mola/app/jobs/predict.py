@@ -48,31 +48,19 @@ class PredictOptions(Opening, Deciding, Reporting):
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
 
-@dataclass(frozen=True)
-class PredictResult:
-    """A summary of the predictions."""
-
-    summary: dict[str, Any]
-    """Plain values: counts, the means over inputs and positions of `mola.app.jobs.columns.Columns.sums`, and thresholds."""
-    account: Account
-    """Inputs that were left out."""
-
-    def sentence(self) -> str:
-        """Return the summary for a person, in a sentence."""
-        found = self.summary
-        if "std" in found:
-            words = f"mean standard deviation {found['std']:.4g}, {100 * found['epistemic_share']:.1f} % of the variance epistemic, "
-            words += f"intervals {found['width']:.4g} wide"
-        else:
-            words = (
-                f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, of which epistemic "
-            )
-            words += f"{found['epistemic']:.3f}"
-        for name, what in (("outlying", "outlying"), ("answer", "to answer")):
-            words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
-        words += f", {found['set_size']:.2f} classes in a set" if "set_size" in found else ""
-        at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
-        return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
+def summary_sentence(found: dict[str, Any]) -> str:
+    """Return the summary of `run_predict` for a person, in a sentence."""
+    if "std" in found:
+        words = f"mean standard deviation {found['std']:.4g}, {100 * found['epistemic_share']:.1f} % of the variance epistemic, "
+        words += f"intervals {found['width']:.4g} wide"
+    else:
+        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, of which epistemic "
+        words += f"{found['epistemic']:.3f}"
+    for name, what in (("outlying", "outlying"), ("answer", "to answer")):
+        words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
+    words += f", {found['set_size']:.2f} classes in a set" if "set_size" in found else ""
+    at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
+    return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
 
 
 def run_predict(
@@ -80,10 +68,11 @@ def run_predict(
     options: PredictOptions,
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
-) -> PredictResult | None:
+) -> dict[str, Any] | None:
     """Predict every input of a set, batch by batch, and write each batch as soon as it is predicted.
 
-    Unusable inputs have a row too, with the reason. Rank 0 of a team writes and returns the summary, other ranks None.
+    Unusable inputs have a row too, with the reason. Rank 0 of a team writes and returns a summary in plain values: counts, the means
+    of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. Other ranks return None.
     """
     began = time.perf_counter()
     output = options.output
@@ -126,7 +115,7 @@ def run_predict(
         summary["positions"] = positions
     if posterior.likelihood.classification:
         summary["labels"] = dict(zip(columns.names, labels.tolist(), strict=True))
-    return PredictResult(summary, account)
+    return summary
 
 
 def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: bool) -> None:
