@@ -75,10 +75,10 @@ def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
     folder = copy_of(desk, "train", tmp_path / "train")
     Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(folder / "cat" / "000-first.png")
     result = run_fit(job_for(desk, train=str(folder)), tmp_path / "posterior")
-    assert result.document["result"]["intake"]["shape"] == [3, 6, 6]
-    assert result.document["result"]["intake"]["mode"] == "RGB"
-    assert list(result.account.left_out[str(folder)]) == ["cat/000-first.png"]
-    assert result.document["result"]["left_out"] == 1
+    assert result["result"]["intake"]["shape"] == [3, 6, 6]
+    assert result["result"]["intake"]["mode"] == "RGB"
+    assert list(result["left_out"][str(folder)]) == ["cat/000-first.png"]
+    assert result["result"]["left_out"] == 1
 
 
 def archive(**arrays):

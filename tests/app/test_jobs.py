@@ -39,7 +39,7 @@ def test_a_job_is_what_a_program_would_have_done(desk, fitted):
 @pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_jobs:train"])
 def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form, tmp_path):
     val = form.replace("train", "val")
-    document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior").document
+    document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior")
     assert_close(document["result"]["prior_precision"], fitted.posterior.prior_precision)
     assert_close(
         document["result"]["validation"]["posterior"],
@@ -61,7 +61,7 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
 )
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
-    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior").document["result"]
+    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior")["result"]
     data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
     expected = mola.fit(desk.networks(), [desk.inputs("train")], progress=False).tune(data, rule=rule, progress=False)
     # A search on float32 outputs, whose objective is flat at its end.
@@ -74,7 +74,7 @@ def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
-    exposed = run_fit(job_for(desk, rule="outliers", outliers="strange"), tmp_path / "a").document["result"]
+    exposed = run_fit(job_for(desk, rule="outliers", outliers="strange"), tmp_path / "a")["result"]
     strange = torch.stack(
         [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(Path("strange").iterdir())]
     )
@@ -204,7 +204,7 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
     with pytest.raises(DataError, match=r"another order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
     result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
-    assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
+    assert result["result"]["validation"]["networks"]["accuracy"] > 0.8
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +13,10 @@ from mola.app.cli.progress import showing_progress
 from mola.app.cli.shared import finish, rule_name, scaling_words
 from mola.app.jobs.groups import Reporting
 from mola.app.jobs.job import RUN, Job
+from mola.app.jobs.rows import Account
 from mola.app.options import in_flags, option
 from mola.compare.report.tables import Column, make_table, print_table
 from mola.options import counted
-
-if TYPE_CHECKING:
-    from mola.app.jobs.fit import FitResult
 
 DISCRETE = [
     ("accuracy", "accuracy %", 100, 2),
@@ -65,24 +63,17 @@ def fit(options: FitOptions) -> None:
         # One process writes and prints for all.
         quiet, as_json = options.quiet or not team.first, options.as_json and team.first
         with showing_progress(quiet=quiet) as progress:
-            result = run_fit(
+            summary = run_fit(
                 options, options.output, progress, bundle=options.bundle, team=team, checkpoint=options.checkpoint
             )
     if not quiet and not as_json:
-        _show(options, result)
-    summary = {
-        "folder": str(options.output),
-        "result": result.document["result"],
-        "notes": list(result.notes),
-        "replaced": result.replaced,
-        "left_out": result.account.left_out,
-    }
-    finish(result.account, summary, team, as_json=as_json, quiet=quiet)
+        _show(options, summary)
+    finish(Account(summary["left_out"]), summary, team, as_json=as_json, quiet=quiet)
 
 
-def _show(options: FitOptions, result: FitResult) -> None:
+def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    found = result.document["result"]
+    found = summary["result"]
     networks = len(found["prior_precision"])
     outputs = counted(found["outputs"], "class", "classes")
     if options.likelihood != "categorical":
@@ -106,12 +97,12 @@ def _show(options: FitOptions, result: FitResult) -> None:
         caption = f"{counted(measured['count'], part)}, also used for tuning: `mola evaluate` measures on other data."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
-    summary, *notes = result.notes or ("Not tuned: the prior precision is as given.",)
+    first, *notes = summary["notes"] or ["Not tuned: the prior precision is as given."]
     for note in notes:
         console.print(f"Note: {escape(in_flags(note))}")
-    console.print(f"[bold]{escape(in_flags(summary))}[/bold]")
+    console.print(f"[bold]{escape(in_flags(first))}[/bold]")
     place = escape(str(options.output))
-    instead = ", in place of the earlier posterior" if result.replaced else ""
+    instead = ", in place of the earlier posterior" if summary["replaced"] else ""
     console.print(
         f"Wrote [bold]{place}[/bold]{instead}. Next: mola predict {place} DATA -o predictions.csv", soft_wrap=True
     )

@@ -12,7 +12,7 @@ import re
 import tomllib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,6 @@ from mola.tuning.held_out import HeldOut, read_held_out
 READING = "reading the validation data"
 ROWS = 1024
 """Rows of the validation data in a chunk."""
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Outcome of `mola fit`."""
-
-    document: dict[str, Any]
-    """Content of `job.toml`."""
-    account: Account
-    """Inputs that were left out."""
-    notes: tuple[str, ...]
-    """Summary and notes of the tuning; empty without tuning."""
-    replaced: bool = False
-    """True if the folder held an earlier posterior."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -116,8 +102,12 @@ def run_fit(
     bundle: bool = False,
     team: Team | None = None,
     checkpoint: Path | None = None,
-) -> FitResult:
-    """Fit a posterior and write its folder. Processes of a team share the data, and rank 0 writes."""
+) -> dict[str, Any]:
+    """Fit a posterior, write its folder, and return a summary in plain values.
+
+    Processes of a team share the data, and rank 0 writes. "result" is that of `job.toml`, "notes" are the summary and the notes of the
+    tuning, and "replaced" is true if the folder held an earlier posterior.
+    """
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
@@ -179,8 +169,13 @@ def run_fit(
         if bundle:
             _remove_others(output / BUNDLED, weights)
     progress("done", 1.0)
-    notes = () if posterior.tuning is None else (posterior.tuning.summary, *posterior.tuning.notes)
-    return FitResult(document, account, notes, replaced)
+    return {
+        "folder": str(output),
+        "result": document["result"],
+        "notes": [] if posterior.tuning is None else [posterior.tuning.summary, *posterior.tuning.notes],
+        "replaced": replaced,
+        "left_out": account.left_out,
+    }
 
 
 def _positions(job: Job) -> str | int:
