@@ -65,7 +65,7 @@ class Captured:
         else:
             count = self.layout.count
             if isinstance(index, slice):
-                index = torch.arange(self.layout.inputs * count, device=self.outputs.device)[index]
+                index = torch.arange(*index.indices(self.layout.inputs * count), device=self.outputs.device)
             # Flattening first would copy whole feature maps.
             places = index // count, index % count
             features, outputs = self.features[places], self.outputs[places]
@@ -208,7 +208,7 @@ class CapturedBatch:
     @property
     def used_inputs(self) -> int:
         """Number of inputs with at least one row in use."""
-        return len(torch.unique(self.in_use // self.networks[0].layout.count))
+        return len(torch.unique_consecutive(self.in_use // self.networks[0].layout.count))
 
     def chunks(self, size: int = 4096) -> Iterator[Rows]:
         """Yield the rows in use, at most `size` at a time; one empty `Rows` if there are none."""
