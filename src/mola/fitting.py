@@ -235,12 +235,17 @@ def fit(
             first_input=done.inputs + (team.rank << 40),  # each process draws its own positions
             required=team.size == 1,
         ):
-            parts: list[Sums] = []
+            parts = [Sums({}) for _ in heads]
             for rows in batch.chunks() if len(batch) else ():
-                layers = zip(heads, rows.phi, rows.outputs, strict=True)
-                chunk = [sums_of(layer, phi, outputs, rows.labels) for layer, phi, outputs in layers]
-                parts = [part + more for part, more in zip(parts, chunk, strict=True)] if parts else chunk
-            if parts:
+                for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
+                    own = sums_of(layer, phi, outputs, rows.labels)
+                    if len(rows) == len(batch):
+                        parts[k] = (
+                            own  # may be sparse; the sums of many chunks are dense, since sparse entries would pile up
+                        )
+                    else:
+                        parts[k] += own
+            if len(batch):
                 pairs = zip(done.sums, parts, strict=True)
                 done.sums = [chosen_structure.accumulate(total, part) for total, part in pairs]
             done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
