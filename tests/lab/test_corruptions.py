@@ -392,7 +392,7 @@ def test_against_a_slow_version(images, name, parameters, severity):
     reference, levels = REFERENCES[name]
     values = BY_NAME[name][1 if parameters == "cifar10-c" else 2][severity - 1]
     results = corrupt(images, name, severity, parameters=parameters).numpy()
-    streams = Streams.of(0, name, severity, first=0, count=len(images))
+    streams = Streams(f"0/{name}/{severity}", 0, len(images))
     for image, result, generator in zip(images.numpy(), results, streams, strict=True):
         apart = levels_apart(result, reference(image, generator, *(values if isinstance(values, tuple) else (values,))))
         assert apart.max() <= levels

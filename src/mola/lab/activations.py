@@ -107,9 +107,9 @@ class Activations:
     def paths(self, network: Network, source: Source) -> list[Path]:
         """Return the files of a set: one, or one for each slice."""
         folder = self.directory / network.checksum
-        if not _is_sliced(source):
+        if len(parts := _parts(source)) == 1:
             return [folder / f"{source.checksum}.safetensors"]
-        return [folder / source.checksum / f"{start:09d}.safetensors" for start in range(0, source.count, SLICE)]
+        return [folder / source.checksum / f"{rows.start:09d}.safetensors" for rows in parts]
 
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
@@ -134,9 +134,10 @@ class Activations:
             chosen, source = [networks[index] for index in indices], sources[place]
             labels = [network.label for network in chosen]
             progress(f"{', '.join(labels)} on {source.title}", done / len(own))
-            rows = range(source.count)[_slice(part)] if _is_sliced(source) else range(source.count)
             files = [self.paths(network, source)[part] for network in chosen]
-            self._run(files, labels, [load(network).to(self.device) for network in chosen], source, rows)
+            self._run(
+                files, labels, [load(network).to(self.device) for network in chosen], source, _parts(source)[part]
+            )
         team.collect(None)  # no process reads files before all of them are complete
         progress("activations are ready", 1.0)
 
@@ -224,8 +225,8 @@ class _Shard:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         source, team, done = self.source, self.team, 0
-        for part in range(team.rank, -(-source.count // SLICE), team.size):
-            for inputs, labels in source.read(range(source.count)[_slice(part)]):
+        for start in range(team.rank * SLICE, source.count, team.size * SLICE):
+            for inputs, labels in source.read(range(start, min(start + SLICE, source.count))):
                 yield inputs, labels
                 done += len(labels)
                 self.progress(f"sums over {source.title}", min(1.0, done * team.size / source.count))
@@ -252,9 +253,6 @@ def _layer(head: nn.Module) -> dict[str, Any]:
     return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
 
 
-def _is_sliced(source: Source) -> bool:
-    return source.large and source.count > SLICE
-
-
-def _slice(part: int) -> slice:
-    return slice(part * SLICE, (part + 1) * SLICE)
+def _parts(source: Source) -> list[range]:
+    size = SLICE if source.large else max(source.count, 1)
+    return [range(start, min(start + size, source.count)) for start in range(0, source.count, size)]

@@ -60,9 +60,10 @@ class Plan:
     """Sum training data as they are read, instead of storing their activations."""
 
     def __post_init__(self) -> None:
-        _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
-        for sources in self.folds:
-            _refuse_repeats("sets", {name: source.checksum for name, source in sources.items()})
+        first: dict[str, Network] = {}
+        for network in self.networks:
+            if (other := first.setdefault(network.checksum, network)) is not network:
+                raise OptionError(f"{other.label} and {network.label} are the same: networks must differ.")
         if self.crossed and self.runs > len(self.folds):
             raise OptionError(
                 f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
@@ -117,14 +118,6 @@ class Plan:
             "options": self.options.describe(),
             "data": {name: sums[0] if len(set(sums)) == 1 else checksum(sums) for name, sums in every.items()},
         }
-
-
-def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
-    first: dict[str, str] = {}
-    for name, value in checksums.items():
-        if value in first:
-            raise OptionError(f"{first[value]} and {name} are the same: {what} must differ.")
-        first[value] = name
 
 
 # --- the results folder

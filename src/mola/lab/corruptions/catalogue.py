@@ -131,6 +131,6 @@ def corrupt(
     for start in range(0, len(images), size):
         piece = images[start : start + size]
         # int: a NumPy integer would overflow as a counter.
-        streams = Streams.of(seed, corruption, int(severity), first=int(first) + start, count=len(piece))
+        streams = Streams(f"{seed}/{corruption}/{int(severity)}", int(first) + start, len(piece))
         result[start : start + size] = apply(piece, streams, *arguments)
     return torch.from_numpy(result).to(pixels.device)

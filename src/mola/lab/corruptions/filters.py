@@ -44,24 +44,19 @@ Drawn = TypeVar("Drawn", bound=np.generic)
 class Streams:
     """One stream of random numbers for each of `count` images, the first of which has the index `first`.
 
-    Philox is a function of a key and a counter. The key comes from what is done (seed, corruption, severity), and the
-    image's index is the upper part of the counter: streams of different images never meet, and none depends on how
-    many images are corrupted at once.
+    Philox is a function of a key and a counter. The key comes from what is done (seed, corruption and severity, in `name`), and the
+    image's index is the upper part of the counter: streams of different images never meet, and none depends on how many images are
+    corrupted at once.
     """
 
-    key: int
+    name: str
     first: int
     count: int
 
-    @classmethod
-    def of(cls, seed: int, corruption: str, severity: int, *, first: int, count: int) -> Streams:
-        """Return the streams of one corruption at one severity."""
-        digest = hashlib.sha256(f"{seed}/{corruption}/{severity}".encode()).digest()
-        return cls(key=int.from_bytes(digest[:16], "little"), first=first, count=count)
-
     def __iter__(self) -> Iterator[np.random.Generator]:
+        key = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:16], "little")
         for index in range(self.first, self.first + self.count):
-            yield np.random.Generator(np.random.Philox(key=self.key, counter=index << 64))
+            yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
         """Stack the draws of `one` for each image; every call starts the streams anew."""
