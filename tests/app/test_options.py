@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mola.app.cli.fit import FitOptions
-from mola.app.jobs.job import Job, parse_class_names, parse_numbers, parse_price, parse_size, read_job
-from mola.app.options import as_document, in_flags, options_of, to_toml
+from mola.app.jobs.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
+from mola.app.options import as_document, in_flags, options_of, read_toml, to_toml
 from mola.errors import OptionError
 from tests.app.kinds import run
 from tests.own_work import CLASSES, job_for
@@ -59,7 +59,8 @@ def test_a_job_comes_back_from_its_file(desk, price):
     folder = desk.root / "kept"
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(to_toml(as_document(job, "fit", folder)))
-    again, document = read_job(folder)
+    document = read_toml(folder / "job.toml")
+    again = job_of(document, folder / "job.toml")
     assert document["options"]["weights"][0] == "../weights/0.safetensors"
     assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
     assert Path(again.train).resolve() == (desk.root / "train").resolve()
@@ -96,7 +97,7 @@ def test_a_wrong_file_names_the_place(tmp_path, text, words):
     path = tmp_path / "job.toml"
     path.write_text(text if "options" in text or "command" in text else f"command = 'fit'\n[options]\n{text}")
     with pytest.raises(OptionError, match=words) as caught:
-        read_job(path)
+        job_of(read_toml(path), path)
     assert str(path) in str(caught.value)
 
 
@@ -107,8 +108,10 @@ def test_files_of_a_job_are_not_looked_for_in_the_current_folder(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     options = "train = 'train.npz'\nval = 'mnist:val'\nnetwork = 'lenet'\ndata = '/data'"
     Path("there/job.toml").write_text(f"command = 'fit'\n[options]\n{options}")
-    job, _ = read_job(Path("there/job.toml"))
-    assert job == Job(train="there/train.npz", val="mnist:val", network=("lenet",), data="/data")
+    path = Path("there/job.toml")
+    assert job_of(read_toml(path), path) == Job(
+        train="there/train.npz", val="mnist:val", network=("lenet",), data="/data"
+    )
 
 
 def test_values_as_users_write_them(tmp_path):

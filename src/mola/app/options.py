@@ -148,8 +148,7 @@ FLAGS: tuple[tuple[str, Any], ...] = (
     (r"(?<!-)\b(coverage|error_rate|certainty|false_alarm_rate|price|noise|positions) (must be)", _flag),
     (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
     (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
-    (r"\buse '([\w-]+)', which needs none", r"choose --rule \1, which needs none"),
-    (r"\bpass val_loader\b", "name them with --val"),
+    (r"\bPass val_loader\b", "Name them with --val"),
     (r"\bval_loader\b", "--val"),
     (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
 )

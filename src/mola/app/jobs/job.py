@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mola.app.options import option, read_options, read_toml
+from mola.app.options import option, read_options
 from mola.errors import OptionError
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES
@@ -205,13 +205,6 @@ class Job:
     def rule_name(self) -> str:
         """The rule, by default the likelihood's."""
         return self.rule or LIKELIHOODS[self.likelihood].default_rule
-
-
-def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
-    """Return a job from its file, or from the folder that holds it, and the whole document."""
-    path = path / NAME if path.is_dir() else path
-    document = read_toml(path)
-    return job_of(document, path), document
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:
