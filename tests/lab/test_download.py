@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,53 +25,39 @@ from tests.lab.test_datasets import colour, grey, holds, idx, records
 pytest.importorskip("pooch")
 
 
-class Server:
-    """Answers with `files`; the content of `truncated` ends in the middle."""
-
-    def __init__(self):
-        self.files: dict[str, bytes] = {}
-        self.truncated: set[str] = set()
-        self.requests: list[str] = []
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                name = self.path.lstrip("/")
-                owner.requests.append(name)
-                content = owner.files.get(name)
-                if content is None:
-                    self.send_error(404)
-                    return
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content[: len(content) // 2] if name in owner.truncated else content)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=partial(self.server.serve_forever, poll_interval=0.01))
-        self.thread.start()
-
-    def offer(self, name, content, files, mirrors=("",)):
-        self.files[name] = content
-        urls = tuple(f"http://127.0.0.1:{self.server.server_address[1]}/{mirror}{name}" for mirror in mirrors)
-        return Download(urls, hashlib.md5(content).hexdigest(), files)
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
 @pytest.fixture
 def server(monkeypatch):
+    """Answers with `files`; the content of `truncated` ends in the middle."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    started = Server()
-    yield started
-    started.close()
+    files, truncated, requests = {}, set(), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.lstrip("/")
+            requests.append(name)
+            if name not in files:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(files[name])))
+            self.end_headers()
+            self.wfile.write(files[name][: len(files[name]) // 2] if name in truncated else files[name])
+
+        def log_message(self, *_):
+            pass
+
+    def offer(name, content, members, mirrors=("",)):
+        files[name] = content
+        urls = tuple(f"http://127.0.0.1:{http.server_address[1]}/{mirror}{name}" for mirror in mirrors)
+        return Download(urls, hashlib.md5(content).hexdigest(), members)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=partial(http.serve_forever, poll_interval=0.01))
+        thread.start()
+        yield SimpleNamespace(files=files, truncated=truncated, requests=requests, offer=offer)
+        http.shutdown()
+        thread.join()
 
 
 def files_in(folder):
