@@ -432,31 +432,23 @@ def test_impulse_noise_hits_its_share_evenly(severity):
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("pixels", "words"),
-    [
-        (torch.zeros(1, 3, 32, 32, dtype=torch.float32), "torch.float32"),
-        (torch.zeros(1, 1, 32, 32, dtype=torch.uint8), "colour images"),
-        (torch.zeros(1, 3, 32, 31, dtype=torch.uint8), "square.*32 x 31"),
-        (torch.zeros(1, 3, 4, 4, dtype=torch.uint8), "at least 8"),
-    ],
-)
-def test_other_pixels_are_refused(pixels, words):
-    with pytest.raises(DataError, match=words):
-        corrupt(pixels, "fog", 1)
+FINE = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("name", "severity", "options", "words"),
+    ("pixels", "name", "severity", "options", "words"),
     [
-        ("rain", 1, {}, "got 'rain'"),
-        ("fog", 6, {}, "severity"),
-        ("fog", 2.5, {}, "severity"),
-        ("snow", 1, {"parameters": "imagenet-c"}, "got 'snow'"),
-        ("fog", 1, {"parameters": "imagenet"}, "parameters"),
+        (FINE.float(), "fog", 1, {}, "torch.float32"),
+        (FINE[:, :1], "fog", 1, {}, "colour images"),
+        (FINE[..., :31], "fog", 1, {}, "square.*32 x 31"),
+        (FINE[..., :4, :4], "fog", 1, {}, "at least 8"),
+        (FINE, "rain", 1, {}, "got 'rain'"),
+        (FINE, "fog", 6, {}, "severity"),
+        (FINE, "fog", 2.5, {}, "severity"),
+        (FINE, "snow", 1, {"parameters": "imagenet-c"}, "got 'snow'"),
+        (FINE, "fog", 1, {"parameters": "imagenet"}, "parameters"),
     ],
 )
-def test_unknown_options_are_refused(images, name, severity, options, words):
-    with pytest.raises(OptionError, match=words):
-        corrupt(images, name, severity, **options)
+def test_wrong_pixels_and_options_are_refused(pixels, name, severity, options, words):
+    with pytest.raises((DataError, OptionError), match=words):
+        corrupt(pixels, name, severity, **options)

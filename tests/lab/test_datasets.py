@@ -13,6 +13,7 @@ from PIL import Image
 from mola.errors import DataError, OptionError
 from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
 from mola.lab.data.cifar10_c import find_cifar10_c, load_cifar10_c, load_cifar10h
+from mola.lab.data.embedded import load_digits, natural_patches, uniform_noise
 from mola.lab.data.images import NORMALISATIONS, Images, normalisation, split_validation
 from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
 from tests.closeness import assert_close
@@ -346,6 +347,40 @@ def test_grey_images_become_what_openood_makes_of_them(shape):
         gap = np.abs(found.permute(1, 2, 0).numpy().astype(int) - expected)
         # Where weights are no fractions of a power of 2, Pillow's fixed-point numbers round a few pixels otherwise.
         assert gap.max() <= (shape[2] == 31)
+
+
+# --- the demo's data --------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_the_digits_are_disjoint_and_complete():
+    digits = load_digits(seed=3)
+    parts = [digits.train, digits.val, digits.test]
+    assert [len(part) for part in parts] == [1000, 297, 500]
+    everything = torch.cat([part.inputs for part in parts]).flatten(1)
+    assert len(everything.unique(dim=0)) == 1797
+    assert (everything.min(), everything.max()) == (0, 1)
+
+
+def test_a_quarter_turn_is_counter_clockwise_and_four_are_none():
+    image = torch.zeros(1, 1, 8, 8)
+    image[0, 0, :2, 5:] = 1  # top right
+    torch.testing.assert_close(rotate(image, 90), torch.rot90(image, 1, (2, 3)))  # to the top left
+    turned = image
+    for _ in range(4):
+        turned = rotate(turned, 90)
+    torch.testing.assert_close(turned, image)
+    assert rotate(image, 0) is image
+
+
+def test_patches_fill_the_range_of_the_digits_and_are_not_noise():
+    patches = natural_patches(50, 8, seed=1)
+    assert patches.shape == (50, 1, 8, 8)
+    assert torch.equal(patches.amin((1, 2, 3)), torch.zeros(50, dtype=torch.float32))
+    assert torch.equal(patches.amax((1, 2, 3)), torch.ones(50, dtype=torch.float32))
+    assert torch.equal(patches, natural_patches(50, 8, seed=1))
+    # Neighbouring pixels of a photograph are alike, those of noise are not.
+    noise = uniform_noise(50, 8, seed=1)
+    assert patches.diff(dim=3).abs().mean() < 0.6 * noise.diff(dim=3).abs().mean()
 
 
 # --- the real sets ---------------------------------------------------------------------------------------------------------
