@@ -1,26 +1,26 @@
 r"""The paper's confidence bounds, and the exact far-field limit.
 
-Under the probit link a scaled logit is bounded by what the weights allow, whatever the input:
+Under the probit link, the weights bound every scaled logit, for all inputs:
 
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
 
-The Lemma: a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. The
-Theorem: the mixture's is at most the weighted sum of these. The paper states them for bias-free ReLU networks far away; the
-inequality shows that they hold for every input and, with the bias as one more weight, for every head.
+By the paper's Lemma, a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. By its
+Theorem, the mixture's probability is at most the weighted sum of the components' bounds. The paper states both results for bias-free
+ReLU networks far from the data. The inequality shows that they hold for every input and, with the bias as one more weight, for every
+head.
 
-Logits that are divided by s (`scaling.py`) have
-:math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
+Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
 
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
-Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, each divided by its
-own s first, so the bound of a pooled logit is that of the contracted weights over the same denominator. A binary logit has the
-probability :math:`\sigma(|z_i|)` of its answer: the Lemma for two classes, one of which has all weights at 0 and no variance.
+Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
+its own s. A pooled logit therefore has the bound of the contracted weights over the same denominator. A binary logit gives its answer
+the probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero weights and no variance.
 
-For a bias-free ReLU network the features scale with the input, and the limit itself is known:
-:math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent s grows at
-least like the square of the features, so far away bound and limit are both 1/C; a temperature alone does not change the limit.
+For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
+\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so far from
+the data both the bound and the limit are 1/C. A temperature alone does not change the limit.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 SCALE = 2.0**20
-"""Factor by which inputs are scaled to test whether features scale with them: a power of two, so that nothing is rounded."""
+"""Factor by which inputs are scaled to test whether features scale with the inputs; a power of two avoids rounding."""
 
 CERTAIN = 1e12
-"""A logit that leaves no doubt."""
+"""Logit of a class whose probability is 1 up to rounding."""
 
 TINY = torch.finfo(torch.float64).tiny
 
 
 def class_bounds(largest: Tensor) -> Tensor:
     """Return an upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
-    # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with the 1.
+    # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
-    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
+    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component, or 1 without a covariance."""
     weights, scaling = posterior.weights, posterior.scaling
     divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
@@ -70,7 +70,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
             return torch.ones_like(torch.stack(list(rows.outputs)))
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
-        # |mu| |phi| / s, and the square root over it; without any scaling, the bound for every input.
+        # The numerator is |mu| |phi| / s, the denominator the square root. Without scaling, both give the bound for every input.
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())
@@ -81,10 +81,10 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; (..., C) for labels."""
+    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; for multi-label data (..., C)."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
-        check_finite(phi, outputs)  # the bound of a class would be finite although there is no prediction
+        check_finite(phi, outputs)  # otherwise the bound would be finite although there is no prediction
     found = component_bounds(posterior, rows)
     members = likelihood.member_probabilities(posterior.members(rows), posterior.link)
     total = mixed(posterior.weights, list(found))
@@ -97,16 +97,16 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
 
 
 def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
-    """Return probabilities (n, C) infinitely far away in the direction of each input.
+    """Return the limits of the probabilities (n, C) infinitely far away in the direction of each input.
 
     Args:
-        posterior: whose networks' features scale with their inputs.
-        once: captured at the inputs.
-        far: captured at `SCALE` times the inputs, to test that the features scale.
+        posterior: posterior of networks whose features scale with their inputs.
+        once: features and outputs captured at the inputs.
+        far: features and outputs captured at `SCALE` times the inputs, to test that the features scale.
     """
     if once[0].layout.sizes:
         raise BoundError(
-            "the far-field limit is not defined for dense outputs. posterior.confidence_bound(inputs) holds everywhere."
+            "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), which holds everywhere."
         )
     likelihood: Any = posterior.likelihood
     weights, pooling = posterior.weights, posterior.scaling.pooling
@@ -116,21 +116,21 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         layer = component.on(phi.device)
         if component.head is None or layer is None:
             raise OptionError(
-                "the far-field limit needs a Laplace approximation, and a plain ensemble has none. Use mola.fit."
+                "the far-field limit needs a Laplace approximation, but this is a plain ensemble. Use mola.fit."
             )
         width = component.head.inputs
         features, scaled = phi[:, :width], far_phi[:, :width] / SCALE
         if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
             raise BoundError(
-                "the features do not scale with the input, so there is no closed-form limit. It is known for ReLU networks without "
-                "biases and normalisation layers."
+                "the features do not scale with the input, so there is no closed-form limit. The limit is known for ReLU networks "
+                "without biases and normalisation layers."
             )
-        # The constant 1 is negligible compared with growing features.
+        # The constant 1 for the bias is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)
         growing.append(direction @ layer.weights.T)
         spreads.append(component.spread(direction))
         grows.append(features.any(1, keepdim=True))
-    # A network whose features are all 0 at an input has the same logits however far one goes.
+    # A network whose features are all 0 at an input has the same logits at every distance in that direction.
     rows = Rows([phi for phi, _ in near], [outputs for _, outputs in near])
     here, around = replace(posterior.members(rows), pooling=1.0).scaled()
     still = pooled([torch.where(grow, 0.0, one) for grow, one in zip(grows, here, strict=True)], weights, pooling)
@@ -143,7 +143,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
         if posterior.scaling.exponent == 0:
             limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
-            # Pooled with logits that grow, and without a variance that does: certain.
+            # Features that are all 0 have no growing variance; pooled with growing logits, the prediction becomes certain.
             largest = mean.abs().amax(1, keepdim=True)
             certain = torch.where(largest > 0, CERTAIN * mean / largest.clamp_min(TINY), logits)
             logits = torch.where(grow, limit, certain)
@@ -152,8 +152,8 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
 
 def require_probit(link: Link) -> None:
-    """Raise `BoundError` for any other link: bounds and limit are proven for the probit."""
+    """Raise `BoundError` unless the link is the probit, for which bounds and limit are proven."""
     if type(link) is not Probit:
         raise BoundError(
-            f"bounds and limit are proven for link 'probit', and this posterior has {link.name!r}: use with_link('probit')."
+            f"bounds and limit are proven for link 'probit', but this posterior has {link.name!r}. Use with_link('probit')."
         )

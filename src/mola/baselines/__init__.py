@@ -1,4 +1,4 @@
-"""Methods to compare with: temperature scaling, noise scaling, SWAG, MIMO and Monte Carlo dropout. `mola.lab.training` trains them."""
+"""Baselines: temperature scaling, noise scaling, SWAG, MIMO and Monte Carlo dropout. `mola.lab.training` trains them."""
 
 from mola.baselines.dropout import McDropout
 from mola.baselines.mimo import Mimo, mimo_mola

@@ -1,7 +1,7 @@
 """Monte Carlo dropout (Gal and Ghahramani, 2016): the average prediction of a network whose dropout stays on.
 
-The masks of a draw are shared by all data, so a prediction does not depend on the rest of its batch, except for the length to which
-sequences are padded. The average has the same distribution for each input as with a mask for each datum.
+All data share the masks of a draw, so a prediction does not depend on the rest of its batch, except for the length to which sequences
+are padded. For each input, the average has the same distribution as if every datum had its own mask.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-MASKS = 0  # purpose of the seeds of the draws
+MASKS = 0  # purpose of the seeds from which masks are drawn
 
-_lock = threading.RLock()  # masks are hooks on the user's layers for the duration of a pass
+_lock = threading.RLock()  # masks are hooks on the user's layers during a pass
 
 
 class McDropout(Mixture):
-    """A trained network averaged over draws of its dropout masks; all other layers are in eval mode.
+    """A trained network averaged over random draws of its dropout masks. All other layers are in eval mode.
 
-    The network, the number of draws and the seed determine the predictions: there is nothing else to save.
+    The network, the number of draws and the seed determine the predictions, so there is nothing else to save.
 
     Args:
-        network: the trained network, never changed. Its dropout must be layers (`nn.Dropout` and its relatives): calls of
-            `torch.nn.functional.dropout` cannot be seen. The first dimension holds the data.
+        network: the trained network, which is not modified. Its dropout must consist of layers (`nn.Dropout` and its variants),
+            because calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of its inputs is the batch.
         samples: number of draws.
-        seed: random seed of the masks.
-        likelihood: as for `mola.fit`.
+        seed: random seed for the masks.
+        likelihood: likelihood of the outputs, as in `mola.fit`.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class McDropout(Mixture):
         samples = whole_number(samples, "samples")
         if not _active(network):
             raise OptionError(
-                f"{type(network).__name__} has no dropout layer with a probability above 0, so every draw would be the same. Expected "
-                f"nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
+                f"{type(network).__name__} has no dropout layer with a probability above 0, so all draws would be equal. Expected "
+                f"nn.Dropout layers or their variants; calls to torch.nn.functional.dropout cannot be detected."
             )
         meaning = homoscedastic(likelihood, "Monte Carlo dropout")
         super().__init__([partial(self._draw, index) for index in range(samples)], likelihood=meaning)
@@ -63,16 +63,16 @@ class McDropout(Mixture):
         self.seed: int = check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: the network keeps its mode, and every pass evaluates it."""
+        """Set the mode of this module alone; the network keeps its mode and runs in eval mode during every pass."""
         self.training = mode
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return the same draws under a likelihood with other settings, such as another noise."""
+        """Return a copy with the same draws and another likelihood, for example with a different noise."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
-        """Return draws and seed."""
+        """Return the number of draws and the seed."""
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _active(network: nn.Module) -> list[_DropoutNd]:
 
 @contextmanager
 def _masked(network: nn.Module, seed: int) -> Iterator[None]:
-    # The fast path of transformers in eval mode packs padded sequences and skips layers.
+    # In eval mode, the fast path of transformers packs padded sequences and skips layers.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     handles = [module.register_forward_hook(_drop) for module in _active(network)]
@@ -105,7 +105,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # For a given mask, every kind of dropout is an affine function of each input: a pass of 0 and a pass of 1 determine it.
+    # For a given mask, every kind of dropout is an affine function of each input, which its values at 0 and 1 determine.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Shared by baselines that average several members: seeds, outputs of one pass, and parts of saved files."""
+"""Functions shared by baselines that average several members: seeds, outputs of one pass, and parts of saved files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mola.numerics import check_seed, to_float64
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
-    """Draw `count` seeds from one seed; a longer list begins with the same seeds, and different purposes have independent seeds."""
+    """Draw `count` seeds from one seed. A longer list begins with the same seeds, and different purposes get independent seeds."""
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
     return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()
 
 
 def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Tensor:
-    """Return probabilities (n, C), or means (n, D) in the targets' units, of one pass of a network that is in eval mode."""
+    """Run a network that is in eval mode; return its probabilities (n, C), or its means (n, D) in the targets' units."""
     outputs = call(network, inputs)
     outputs = likelihood.check_outputs(outputs, [("", outputs.shape)])
     check_finite(outputs[:, :0], outputs)
@@ -36,26 +36,27 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
 
 
 def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
-    """Return the likelihood; refuse networks that predict variances, which a mixture of means would drop."""
+    """Return the likelihood; raise `OptionError` if it is heteroscedastic, since a mixture of means would drop predicted variances."""
     meaning = as_likelihood(likelihood)
     if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
         raise OptionError(
-            f"{method} averages means: pass networks that also predict variances to mola.fit or mola.ensemble."
+            f"{method} averages means and would drop predicted variances. Pass networks that also predict variances to mola.fit or "
+            f"mola.ensemble."
         )
     return meaning
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, each once; buffers that a state dict leaves out are included."""
+    """Return all parameters and buffers by name, including buffers that a state dict leaves out."""
     return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with a prefix, with the prefix removed from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of tensors that are missing, unknown or of another shape."""
+    """Return the names of tensors that are missing, unknown or have the wrong shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return sorted({name for name, _ in shapes.items() ^ expected.items()})

@@ -1,12 +1,12 @@
-r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each.
+r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
-In training each head learns to classify its own input, and each sees the batch in its own order (`mola.lab.training.train_mimo`). At
-test time all K inputs are the same, and the heads, which share a trunk, are averaged like an ensemble:
-:math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA puts a Laplace approximation on every head and mixes them.
+In training, each head classifies its own input, and each head gets the batch in its own order (`mola.lab.training.train_mimo`). At
+test time, all K inputs are equal, and the heads, which share a trunk, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k
+\mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of Laplace approximations of all heads.
 
-The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's own, which keeps the
-initialisation: each head gets as many as the old head, and the first layer K times as many, divided by the square root of K, so that
-the sum over K independent inputs has the same variance as before.
+The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's old weights, which
+preserves the scale of the initialisation. Each head has as many weights as the old head. The first layer has K times as many weights,
+divided by the square root of K, so that the sum over K independent inputs has the same variance as before.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn
 
 
 class Mimo(Mixture):
-    """The multi-input multi-output form of an architecture: a new network, to be trained with `mola.lab.training.train_mimo`.
+    """The multi-input multi-output (MIMO) form of an architecture, to be trained with `mola.lab.training.train_mimo`.
 
-    Save it as any module: `mimo.state_dict()`, and `Mimo(network, members, example=x).load_state_dict(...)`.
+    Save it like any module with `mimo.state_dict()`, and load it with `Mimo(network, members, example=x).load_state_dict(...)`.
 
     Args:
-        network: the architecture with fresh weights; it is copied, not modified.
-        members: number of inputs and heads K.
-        example: a batch of inputs, to find the first and the last layer.
-        seed: random seed of the new weights of both layers.
+        network: the architecture with untrained weights; it is copied, not modified.
+        members: number K of inputs and heads.
+        example: a batch of inputs, used to find the first and the last layer.
+        seed: random seed for the new weights of both layers.
     """
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
@@ -57,16 +57,16 @@ class Mimo(Mixture):
 
     @property
     def members(self) -> int:
-        """Number of inputs and heads K."""
+        """Number K of inputs and heads."""
         return len(self.heads)
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers, each the trunk on K copies of the input with one head."""
+        """K ordinary classifiers; each applies the trunk to K copies of the input, followed by one head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return logits (K, n, C) of every head, in eval mode and without gradients."""
+        """Return the logits (K, n, C) of all heads, in eval mode and without gradients."""
         with evaluating(self), torch.no_grad():
             features = call(self.trunk, inputs)
             return torch.stack([head(features) for head in self.heads])
@@ -82,10 +82,10 @@ class Mimo(Mixture):
 
 
 class MimoMoLA(MoLA):
-    """A posterior over the heads of one MIMO network: a prediction takes one pass of the trunk that they share."""
+    """A posterior over the heads of one MIMO network. A prediction takes one pass of the shared trunk."""
 
     def capture(self, inputs: Inputs) -> list[Captured]:
-        """Run the trunk once, then every head."""
+        """Run the trunk once, then all heads on its features."""
         networks: Any = self.networks
         with evaluating(*networks), torch.no_grad():
             features = call(networks[0].trunk, inputs)
@@ -94,14 +94,14 @@ class MimoMoLA(MoLA):
 
 
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
-    """Fit MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", unless another is given.
+    """Fit MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", as the default.
 
-    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes of the trunk, a prediction takes one.
+    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes of the trunk; a prediction takes one pass.
 
     Args:
         mimo: the trained network; it is not modified.
         train_loader: training data.
-        val_loader: validation data; if given, the posterior is tuned on them.
+        val_loader: validation data; if given, the posterior is tuned on these data.
         **options: options of `mola.fit`.
 
     Returns:
@@ -113,7 +113,7 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
 
 
 class Trunk(nn.Module):
-    """The trunk that K heads share: features (n, P) of K copies of the input, side by side."""
+    """The trunk that K heads share. It maps K copies of the input, side by side, to features (n, P)."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ class Trunk(nn.Module):
         self.members: int = members
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return features (n, P) of one batch (n, channels, ...)."""
+        """Return the features (n, P) of one batch (n, channels, ...)."""
         if not isinstance(inputs, Tensor):
             raise DataError(f"MIMO takes one tensor (n, channels, ...) as inputs, got {type(inputs).__name__}.")
         return self.network(stack_inputs([inputs] * self.members))
 
 
 class HeadNetwork(nn.Module):
-    """One head of a MIMO network with the shared trunk, as an ordinary classifier."""
+    """An ordinary classifier made of the shared trunk and one head of a MIMO network."""
 
     def __init__(self, trunk: Trunk, layer: nn.Linear) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class HeadNetwork(nn.Module):
         self.layer: nn.Linear = layer
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits (n, C)."""
+        """Return the logits (n, C)."""
         return self.layer(self.trunk(inputs))
 
 
@@ -150,7 +150,7 @@ def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tuple[nn.Module, list[nn.Linear]]:
-    # The trunk, made of the network in place, and K heads.
+    # Turn the network into the trunk, in place; return the trunk and K new heads.
     with evaluating(network):
         head = find_head(network, example)
         if not isinstance(head.layer, nn.Linear) or head.dense_axes:
@@ -160,19 +160,21 @@ def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tupl
         heads = [_drawn_head(head.layer, generator) for _ in range(members)]
         try:
             if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head.layer))):
-                raise DataError("it is a grouped convolution, or it or the head is parametrised, as by weight_norm.")
+                raise DataError(
+                    "it is a grouped convolution, or this layer or the head is parametrised, for example by weight_norm."
+                )
             wide = _widened_layer(first, members, generator)
             _replace(network, first, wide)
             _replace(network, head.layer, nn.Identity())
             features = call(network, stack_inputs([example] * members))
             if features.shape != (len(example), head.layer.in_features):
                 raise DataError(
-                    f"features have shape {tuple(features.shape)} for {head.layer.in_features} inputs of heads."
+                    f"the features have shape {tuple(features.shape)}, but the heads take {head.layer.in_features} features."
                 )
         except (DataError, HeadError) as error:
             raise OptionError(
                 f"{type(network).__name__} cannot be widened at its first layer {name!r}: {error} MIMO stacks inputs along dimension "
-                f"1, which the first layer must read as channels or features, and nothing before it may change."
+                f"1. The first layer must read this dimension as channels or features, and no earlier operation may change it."
             ) from error
     return network, heads
 
@@ -191,8 +193,8 @@ def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, 
             handle.remove()
     if not ran:
         raise OptionError(
-            f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r} for the inputs to share: "
-            f"MIMO needs a trunk."
+            f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r}. MIMO needs a trunk that "
+            f"the inputs can share."
         )
     return ran[0]
 

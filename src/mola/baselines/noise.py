@@ -1,6 +1,7 @@
-"""Noise scaling: the noise that fits validation targets best, for regression predictors that have no curvature to tune.
+"""Noise scaling: the noise that best fits validation targets, for regression predictors that have no curvature to tune.
 
-It is the counterpart of temperature scaling for regression: one factor for each output, and unchanged means.
+This is the regression counterpart of temperature scaling: it multiplies the noise of each output by a factor and leaves the means
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
 from mola.tuning.search import maximise
 
-RANGE = 100.0  # how many times smaller or larger than the errors the noise may be
+RANGE = 100.0  # largest ratio, in either direction, between the noise and the root mean squared error
 
 Scaled = TypeVar("Scaled", bound=Mixture)
 
 
 def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
-    """Choose the noise of each output that maximises the likelihood of validation targets, and return the predictor with it.
+    """Return the predictor with the noise of each output that maximises the likelihood of validation targets.
 
     Args:
-        predictor: a regression: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or a `McDropout`. A
-            posterior of `mola.fit` chooses its noise in `tune`.
-        val_loader: validation data as batches of (inputs, targets), targets in their own units.
+        predictor: a regression predictor: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or an `McDropout`.
+            A posterior from `mola.fit` chooses its noise in `tune`.
+        val_loader: validation data as batches of (inputs, targets), with targets in their original units.
     """
     likelihood = predictor.likelihood
     if not isinstance(likelihood, Gaussian):
         raise OptionError(
-            f"scale_noise is for regression, got likelihood {likelihood.name!r}. Use mola.baselines.temperature_scaled for classes."
+            f"scale_noise is for regression, got likelihood {likelihood.name!r}. For classification, use "
+            f"mola.baselines.temperature_scaled."
         )
     if isinstance(predictor, MoLA) and predictor.structure is not None:
         raise OptionError(
-            "a posterior of mola.fit chooses its noise together with its prior precision: call posterior.tune(val_loader)."
+            "a posterior from mola.fit chooses its noise together with its prior precision. Call posterior.tune(val_loader)."
         )
     start: Any = likelihood
     if likelihood.noise is None:
@@ -50,7 +52,7 @@ def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
     found, targets = _predict(_with(predictor, start), val_loader)
     if bool((found.component_mean == targets).all(1).any()):
         raise DataError(
-            "a network predicts all validation targets of an output exactly, so they do not determine its noise. Pass "
+            "a network predicts all validation targets of an output exactly, so the targets do not determine the noise. Pass "
             "mola.likelihoods.Gaussian(noise=...)."
         )
     factors = best_factors(
@@ -69,13 +71,13 @@ def _predict(predictor: Mixture, loader: Iterable[Any]) -> tuple[RegressionPredi
         part = predictor.predict_batch(batch.inputs, None, place).cpu()
         if part.component_mean.dim() > 3:
             raise OptionError(
-                "scale_noise takes predictors with one row of outputs for each input, and this predictor has dense outputs. Pass the "
-                "noise: mola.likelihoods.Gaussian(noise=...)."
+                "scale_noise needs a predictor with one row of outputs for each input, but this predictor has dense outputs. Pass "
+                "the noise as mola.likelihoods.Gaussian(noise=...)."
             )
         with located(place):
             given = part._targets(batch.labels)
         if not bool(torch.isfinite(given).all()):
-            raise DataError(f"{place}: targets must be finite. Remove rows without a target.")
+            raise DataError(f"{place}: expected finite targets. Remove rows without a target.")
         parts.append(part)
         targets.append(given)
     return RegressionPrediction.concatenate(parts), torch.cat(targets)
@@ -88,7 +90,7 @@ def _with(predictor: Any, likelihood: Gaussian) -> Any:
 
 
 def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
-    """Find the factors (D,) of the noise that maximise the likelihood of targets (n, D)."""
+    """Find the factors (D,) for the noise that maximise the likelihood of targets (n, D)."""
     means, variances, noises = (one.double() for one in (means, variances, noises))
     rest, error = variances - noises, (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()

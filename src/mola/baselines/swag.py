@@ -1,13 +1,13 @@
-r"""SWAG (Maddox et al., 2019): a Gaussian over weights, fitted to snapshots of SGD, and the average prediction of draws from it.
+r"""SWAG (Maddox et al., 2019): average predictions of networks drawn from a Gaussian that is fitted to snapshots of SGD.
 
-From snapshots :math:`\theta_1, \dots, \theta_T` SWAG keeps the mean, the variance of each weight, and the last K deviations
+From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the variance of each weight, and the last K deviations
 :math:`d_t = \theta_t - \bar\theta_t` from the mean of the snapshots so far. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
-A `Swag` owns a copy of the network, whose parameters are the mean. Weights are drawn again from the moments and a seed for every pass
-and are not stored; the BatchNorm statistics that belong to each draw are. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of
-several SWAGs, each from its own trained network. `mola.lab.training` fits them.
+A `Swag` holds a copy of the network whose parameters are the mean. For every pass, weights are drawn again from the moments and a
+seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of several SWAGs,
+each from its own trained network. `mola.lab.training` fits both methods.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from mola.saving.posterior import describe, rebuild
 
 OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
 SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
-SMALLEST_VARIANCE = 1e-30  # of a weight that did not move
-DRAWS = 1  # purpose of the seeds of the draws
+SMALLEST_VARIANCE = 1e-30  # variance of a weight that did not change
+DRAWS = 1  # purpose of the seeds from which weights are drawn
 
-_lock = threading.RLock()  # a draw occupies the network for the duration of a pass
+_lock = threading.RLock()  # the network holds the weights of one draw during a pass
 
 
 @dataclass
 class Moments:
-    """Mean, spread and last deviations of named weights over snapshots, in main memory."""
+    """The mean, the spread and the last deviations of named weights over snapshots, in main memory."""
 
     count: int = 0
     """Number of snapshots."""
     mean: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    """Sum of squared deviations from the mean (Welford's, which does not cancel in float32), for each weight."""
+    """Sum of squared deviations from the mean for each weight, by Welford's method, which avoids cancellation in float32."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """(K, ...): the last deviations, oldest first."""
+    """The last K deviations, shape (K, ...), oldest first."""
 
     def add(self, weights: Mapping[str, Tensor], rank: int) -> None:
-        """Add one snapshot in place and keep the last `rank` deviations."""
+        """Add one snapshot in place, and keep the last `rank` deviations."""
         self.count += 1
         for name, tensor in weights.items():
-            # At least in float32: small steps would be lost in a mean in half precision.
+            # Use at least float32, since a mean in half precision would lose small steps.
             theta = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
             mean = self.mean.setdefault(name, torch.zeros_like(theta))
             before = theta - mean
@@ -79,7 +79,7 @@ class Moments:
 
     @property
     def rank(self) -> int:
-        """Number of deviations kept."""
+        """Number of stored deviations."""
         return len(next(iter(self.columns.values())))
 
     def variance(self, name: str) -> Tensor:
@@ -87,11 +87,11 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Return the weights drawn from the Gaussian with its covariance times `scale`."""
+        """Draw weights from the Gaussian with its covariance multiplied by `scale`."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
-        for name in sorted(self.mean):  # files do not keep the order
+        for name in sorted(self.mean):  # sorted, since files do not preserve the order
             mean = self.mean[name]
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device="cpu")
             step = self.variance(name).sqrt() * noise
@@ -101,29 +101,29 @@ class Moments:
         return drawn
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all values by name, for files."""
+        """Return all tensors by name, to be saved."""
         parts = {"mean": self.mean, "squares": self.squares, "columns": self.columns}
         return {f"{kind}.{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
 
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """Undo `tensors`."""
+        """Rebuild the moments from the result of `tensors`."""
         return Moments(count, *(below(tensors, f"{kind}.") for kind in ("mean", "squares", "columns")))
 
 
 class Swag(Mixture):
-    """The average prediction of networks drawn around a path of SGD. Made by `mola.lab.training.fit_swag` or `Swag.load`.
+    """The average prediction of networks drawn around a path of SGD. `mola.lab.training.fit_swag` and `Swag.load` return it.
 
-    The draws are fixed by `seed`: a prediction depends neither on its batch nor on earlier predictions.
+    `seed` determines the draws, so a prediction depends neither on its batch nor on earlier predictions.
 
     Args:
-        network: an own copy of the network; its parameters become the mean.
-        moments: moments of the parameters that SGD moved.
-        statistics: BatchNorm statistics of each draw, (samples, ...) by name of the buffer.
+        network: a copy of the network for this object alone; its parameters are set to the mean.
+        moments: moments of the parameters that SGD changed.
+        statistics: BatchNorm statistics (samples, ...) of all draws, by the name of the buffer.
         samples: number of draws.
-        scale: factor of the covariance.
-        seed: random seed of the draws.
-        likelihood: as for `mola.fit`.
+        scale: factor by which the covariance is multiplied.
+        seed: random seed for the draws.
+        likelihood: likelihood of the outputs, as in `mola.fit`.
     """
 
     def __init__(
@@ -157,19 +157,19 @@ class Swag(Mixture):
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: the network stays in eval mode."""
+        """Set the mode of this module alone; the network stays in eval mode."""
         self.training = mode
         return self
 
     def extra_repr(self) -> str:
-        """Return snapshots, rank and draws."""
+        """Return the numbers of snapshots and draws, the rank, the scale and the seed."""
         kept = f"snapshots={self.moments.count}, rank={self.moments.rank}"
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 
     def sample(self, index: int) -> dict[str, Tensor]:
-        """Return the weights and BatchNorm statistics of one draw by name, on the device and in the precision of the network."""
+        """Return the weights and BatchNorm statistics of one draw by name, on the network's device and in its precision."""
         if not 0 <= index < self.samples:
-            raise OptionError(f"index must lie between 0 and {self.samples - 1}, the last draw; got {index!r}.")
+            raise OptionError(f"index must be between 0 and {self.samples - 1}, the last draw; got {index!r}.")
         own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
         drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
@@ -183,7 +183,7 @@ class Swag(Mixture):
             return member_output(self.network, inputs, self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
-        """Save moments, BatchNorm statistics, and what SGD did not move, for `Swag.load(directory, network)`."""
+        """Save the moments, the BatchNorm statistics and the weights that SGD did not change, for `Swag.load(directory, network)`."""
         document = {
             "kind": "swag",
             "snapshots": self.moments.count,
@@ -215,8 +215,8 @@ class Swag(Mixture):
         if wrong or not moved or document["snapshots"] < 1 or document["rank"] == 1 or document["scale"] < 0:
             named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
             raise StorageError(
-                f"{directory} does not fit {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or of another "
-                f"shape or size. Pass a network of the architecture that it was made from."
+                f"{directory} does not match {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or has the "
+                f"wrong shape or size. Pass a network with the architecture that was saved."
             )
         with torch.no_grad():
             for name, tensor in rest.items():
@@ -230,17 +230,17 @@ class Swag(Mixture):
                 **{name: document[name] for name in OPTIONS},
             )
         except (OptionError, TypeError, ValueError) as error:
-            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
+            raise StorageError(f"{directory} contains an invalid value: {error}") from error
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Return the weights of draw number `index` by name; a larger number of draws with one seed begins with these draws."""
+    """Return the weights of draw number `index` by name. They do not depend on the total number of draws."""
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
 @contextmanager
 def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other values into a network's parameters and buffers, by name, for a while."""
+    """Replace a network's parameters and buffers, by name, and restore them at the end of the context."""
     own = all_tensors(network)
     kept = {name: own[name].clone() for name in tensors}
     with torch.no_grad():
@@ -272,10 +272,10 @@ def _expected_shapes(
 
 
 class MultiSwag(Mixture):
-    """The uniform mixture of SWAGs. Made by `mola.lab.training.fit_multi_swag` or `MultiSwag.load`.
+    """The uniform mixture of SWAGs. `mola.lab.training.fit_multi_swag` and `MultiSwag.load` return it.
 
     Args:
-        swags: one for each trained network.
+        swags: one SWAG for each trained network.
     """
 
     def __init__(self, swags: Sequence[Swag]) -> None:
@@ -299,13 +299,15 @@ class MultiSwag(Mixture):
 
         Args:
             directory: folder that `save` wrote.
-            networks: one network of the same architecture for all, or one for each; copies are used.
+            networks: one network of the same architecture for all SWAGs, or one network for each SWAG; copies are used.
         """
         document, _ = read_folder(directory, "multi-swag", {"swags": [str]})
         names, given = document["swags"], as_networks(networks)
         given = given * len(names) if len(given) == 1 else given
         if not names or len(given) != len(names):
-            raise StorageError(f"{directory} was saved with {len(names)} SWAGs, got {len(given)} networks.")
+            raise StorageError(
+                f"{directory} holds {len(names)} SWAGs, got {len(given)} networks. Pass one network for all SWAGs, or one for each."
+            )
         pairs = zip(names, given, strict=True)
         swags = [Swag.load(Path(directory) / Path(name).name, network) for name, network in pairs]
         return cls(swags)

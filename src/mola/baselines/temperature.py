@@ -1,10 +1,11 @@
-r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that fits validation data best.
+r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits validation data.
 
-For K members with weights w the loss of a temperature T is that of the mixture,
+For K members with weights w, the loss of a temperature T is the mixture's log loss,
 
 .. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
 
-For one member L is convex in 1/T and has one minimum. For several members it may have more: a grid finds the lowest.
+For one member, L is convex in 1/T and has one minimum. For several members, L may have more than one minimum; a grid search finds the
+lowest.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from mola.posterior import MoLA
 from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
-RANGE = 1e4  # temperatures from 1/RANGE to RANGE times the mean range of the logits are tried; beyond, nothing changes
-GRID = 129  # points that find the lowest of several minima: seven per factor of e
-CHUNK = 2**22  # logits at a time
+RANGE = 1e4  # the search covers 1/RANGE to RANGE times the logits' mean range; outside, nothing changes
+GRID = 129  # grid points that separate several minima: seven per factor of e
+CHUNK = 2**22  # number of logits processed at a time
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
     """Find the temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 8 digits.
 
-    If every label has the highest logit, the loss falls all the way to temperature 0; if labels contradict the logits, to infinity.
-    Then the end of the range is taken, with a warning.
+    If every label has the highest logit, the best temperature is 0; if the labels contradict the logits, it is infinite. In both
+    cases, the end of the range is returned, with a warning.
 
     Args:
-        logits: (K, n, C), or (n, C) for one member.
-        labels: (n,), class indices.
-        weights: (K,) of the members, summing to 1; None is 1 / K each.
+        logits: logits (K, n, C), or (n, C) for one member.
+        labels: class indices (n,).
+        weights: weights (K,) of the members, which sum to 1; None gives each member 1 / K.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
@@ -57,7 +58,9 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     log_weights, step = shares.to(members).log()[:, None], max(1, CHUNK // members[:, 0].numel())
     span = float((members.amax(-1) - members.amin(-1)).mean())
     if span == 0:
-        warn("all logits of each datum are equal: every temperature gives the same probabilities; took 1.")
+        warn(
+            "all logits of each datum are equal, so every temperature gives the same probabilities. The temperature is set to 1."
+        )
         return 1.0
     low, high = math.log(span / RANGE), math.log(span * RANGE)
 
@@ -75,14 +78,15 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         best = end
         limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
         warn(
-            f"the loss falls as the temperature goes to {limit} in these data; took the end of the range, {math.exp(best):.3g}. "
+            f"on these data, the loss falls as the temperature goes to {limit}. The temperature is set to the end of the range, "
+            f"{math.exp(best):.3g}. "
             f"More validation data give a finite optimum."
         )
     return math.exp(best)
 
 
 def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
-    """Turn binary labels into two classes with the logits 0 and z, and drop missing labels; classes stay as they are."""
+    """Turn binary labels into two classes with the logits 0 and z, and drop missing labels. Class labels are returned unchanged."""
     if likelihood.mutually_exclusive:
         return logits, labels
     targets = likelihood.targets(labels).flatten()
@@ -102,12 +106,12 @@ def temperature_scaled(
 ) -> MoLA:
     """Return a plain ensemble with the temperature that minimises the negative log-likelihood of validation data.
 
-    The result is `mola.ensemble(networks).with_temperature(T)`; `result.temperature` is T, the only number to keep.
+    The result is `mola.ensemble(networks).with_temperature(T)`; only T, which is `result.temperature`, needs to be saved.
 
     Args:
-        networks: one trained classifier, or K of them; they are not modified.
+        networks: one trained classifier, or K trained classifiers; they are not modified.
         val_loader: validation data with labels, read once.
-        mean: "probabilities" or "logits": which of them are averaged over the networks.
+        mean: the quantity that is averaged over the networks, "probabilities" or "logits".
         weights: "uniform", or K numbers that sum to 1.
         likelihood: "categorical" or "bernoulli".
         progress: show a progress bar on stderr, if that is a terminal.
@@ -117,8 +121,8 @@ def temperature_scaled(
     meaning = plain.likelihood
     if not isinstance(meaning, ClassificationLikelihood):
         raise OptionError(
-            f"a temperature divides logits, and likelihood {meaning.name!r} has none: expected 'categorical' or 'bernoulli'. For "
-            f"regression use mola.baselines.scale_noise."
+            f"a temperature divides logits, but likelihood {meaning.name!r} has no logits. Expected 'categorical' or 'bernoulli'. "
+            f"For regression, use mola.baselines.scale_noise."
         )
     data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
     data.check_labels()

@@ -1,4 +1,4 @@
-"""Decisions with guarantees: when to raise an alarm, when to abstain, which classes, which interval."""
+"""Decisions with guarantees: alarms, abstention, prediction sets and prediction intervals."""
 
 from mola.decisions.abstain import AnswerThreshold, abstain_threshold
 from mola.decisions.alarm import alarm_threshold

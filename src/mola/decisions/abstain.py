@@ -1,35 +1,35 @@
-r"""When to answer and when to abstain: as many answers as possible whose error rate is, with high probability, low enough.
+r"""Selective prediction: answer as often as possible while the error rate of the answers is, with high probability, low enough.
 
 Let s be a score, higher for more certain predictions, and :math:`R(\tau) = P(\text{wrong} \mid s > \tau)` the error
 rate of the answers above a threshold. From n labelled data the procedure chooses :math:`\hat\tau` such that
 
 .. math:: P\left(R(\hat\tau) \le \varepsilon\right) \ge 1 - \delta
 
-over draws of these data. It tests one threshold after the other, from few answers to many (Learn then Test,
-Angelopoulos et al., 2021).
+over draws of these data. The procedure tests one threshold after another, from few answers to many (Learn then Test, Angelopoulos et
+al., 2021).
 
-*One threshold.* Given the number m of data above a fixed :math:`\tau`, the number of errors among them is Binomial(m,
-R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value of :math:`R(\tau) > \varepsilon`,
-for every m. The same holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given its value, the m scores
-above it are independent draws from above it.
+*One threshold.* Given the number m of data above a fixed :math:`\tau`, the number of errors among them is Binomial(m, R). So :math:`p
+= P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value of :math:`R(\tau) > \varepsilon`, for every m. This also holds
+if :math:`\tau` is the (m + 1)-th largest of the n scores: given :math:`\tau`, the m larger scores are independent draws from the
+distribution above :math:`\tau`.
 
-*Many thresholds.* Their order is fixed before the data are seen: all real numbers, from high to low. Along this order a
-significance level is passed on while tests succeed, and is lost when a test fails. It is spent in J equal parts of
-:math:`\delta / J`, at n/2, n/4, n/8, ... answers, as long as that number of answers can still pass without an error
-(the fallback procedure: Wiens, 2003; with J = 1, fixed-sequence testing). A confident mistake at the top thus costs a
-part of the level, not all of it, and if nothing fails the last tests are at the full :math:`\delta`. The number of
-thresholds costs nothing, so every score of the data is a threshold, and ties need no special care.
+*Many thresholds.* The order of the tests is fixed in advance: all real numbers, from high to low. Along this order, a significance
+level is passed on while tests succeed, and is lost when a test fails. The level is spent in J equal parts of :math:`\delta / J`, at
+n/2, n/4, n/8, ... answers, as long as this number of answers without an error would pass (the fallback procedure: Wiens, 2003; with J
+= 1, fixed-sequence testing). A confident mistake at the top therefore costs only a part of the level. If no test fails, the last tests
+use the full :math:`\delta`. The number of thresholds costs nothing, so every score of the data is a threshold, and ties need no
+special treatment.
 
-*Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not.
-A wrong choice is a test passed below :math:`\tau^*`. Either the level was passed on from above, and the test at
-:math:`\tau^*` succeeded at the sum of the parts spent above it; given the number M of data above :math:`\tau^*`, this
-has at most that probability. Or the level was spent below, by one of the remaining parts, each of which succeeds with
-at most its own probability, given the score at which it was spent. The sum is at most :math:`\delta`. A score whose
-most certain predictions err more often than others violates the assumption; each further crossing then adds at most
+*Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
+is a test passed below :math:`\tau^*`. There are two cases. In the first case, the level was passed on from above, and the test at
+:math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of data above :math:`\tau^*`, the probability of
+this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which it was spent,
+the test succeeds with at most the probability of this part. The sum over both cases is at most :math:`\delta`. A score whose most
+certain predictions are wrong more often than less certain predictions violates the assumption. Each further crossing then adds at most
 :math:`\delta` to the probability of failure.
 
-The guarantee is on the long-run error rate of answers given these calibration data, unlike conformal coverage, which is
-a mean over calibration data. It does not extend to shifted data.
+The guarantee bounds the long-run error rate of answers given these calibration data. Conformal coverage, in contrast, is a mean over
+calibration data. The guarantee does not extend to shifted data.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from mola.options import counted
 from mola.prediction import Prediction
 
 NEGLIGIBLE = 1e-17
-"""Terms of a falling sum below this share of the sum are dropped."""
+"""Relative size below which the remaining terms of a decreasing series are dropped."""
 
 
 class AnswerThreshold(float):
-    """A threshold with its guarantee: answer if `prediction.confidence > threshold`, or if `threshold(prediction)` is true."""
+    """A threshold with its guarantee. Answer if `prediction.confidence > threshold`, or if `threshold(prediction)` is true."""
 
     score: str
-    """"confidence" or "own"."""
+    """Score to compare with the threshold: "confidence", or "own" for the user's own scores."""
     error_rate: float
     """Upper bound on the error rate of answers."""
     certainty: float
@@ -64,35 +64,35 @@ class AnswerThreshold(float):
     count: int
     """Number of calibration data."""
     answered: int
-    """Number of calibration data that are answered."""
+    """Number of answered calibration data."""
     errors: int
-    """Number of wrong answers among these."""
+    """Number of wrong answers among the answered calibration data."""
 
     def __new__(cls, value: float, **guarantee: Any) -> Self:
-        """Attach the guarantee to a number."""
+        """Create a number with the guarantee attached."""
         made = super().__new__(cls, value)
         vars(made).update(guarantee)
         return made
 
     @property
     def share(self) -> float:
-        """Share of the calibration data that is answered."""
+        """Share of the calibration data that are answered."""
         return self.answered / self.count
 
     def __call__(self, prediction: Prediction | Any) -> Tensor:
         """Return a mask (n,) of the inputs to answer.
 
         Args:
-            prediction: a `mola.Prediction`, or probabilities (n, C); or scores (n,), if the threshold is for scores of your own.
+            prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold is for scores of your own.
         """
         if isinstance(prediction, Prediction) and self.score == "own":
             raise OptionError(
-                "this threshold is for scores of your own: call it with scores (n,), not with a Prediction."
+                "this threshold is for scores of your own. Call it with scores (n,), not with a Prediction."
             )
         values = torch.as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
-        if values.ndim == 2 and self.score == "confidence":  # probabilities of any library
+        if values.ndim == 2 and self.score == "confidence":  # probabilities from any library
             values = probs_of(values).amax(1)
-        return values.double() > float(self)  # in float64, as the scores were compared when the threshold was chosen
+        return values.double() > float(self)  # in float64, as when the threshold was chosen
 
     def __repr__(self) -> str:
         return (
@@ -109,24 +109,24 @@ def abstain_threshold(
     *,
     score: Any = None,
 ) -> AnswerThreshold:
-    """Find the lowest confidence above which answers provably have at most the given error rate (selective prediction).
+    """Find the lowest confidence above which the error rate of answers is provably at most the given rate (selective prediction).
 
-    The bound is exact for every number of data and every predictor; the procedure and its one assumption are in
-    `mola.decisions.abstain`. The networks must not have been trained on the data. Tuning the prior precision on them is
-    a small violation, measured in docs/decisions.md.
+    The bound is exact for every number of data and every predictor. `mola.decisions.abstain` describes the procedure and its one
+    assumption. The networks must not have been trained on the data. Tuning the prior precision on the same data is a small violation,
+    which docs/decisions.md measures.
 
     Args:
-        prediction: prediction of labelled data like future data; a `mola.Prediction`, or probabilities (n, C). Or a
-            `mola.decisions.Calibration`, which has its labels.
-        labels: (n,); None for a `Calibration`.
-        error_rate: epsilon, such as 0.01 for one wrong answer in a hundred.
+        prediction: prediction for labelled data that resemble future data: a `mola.Prediction`, probabilities (n, C), or a
+            `mola.decisions.Calibration`, which includes its labels.
+        labels: class indices (n,); None for a `Calibration`.
+        error_rate: largest error rate of answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
-        score: scores of your own (n,), higher for more certain predictions and minus infinity for inputs that are never
-            answered, such as inputs with an alarm; None is the confidence.
+        score: scores of your own (n,), higher for more certain predictions and minus infinity for inputs that are never answered, such
+            as inputs with an alarm; None uses the confidence.
 
     Returns:
-        The threshold as a number: answer if the confidence (or your own score) is above it. `DataError` if no threshold has
-        the guarantee, with the number of data that would be enough.
+        The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold has the guarantee, a
+        `DataError` reports the number of data that would be enough.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
@@ -155,7 +155,7 @@ def abstain_threshold(
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """Return `P(Bin(count, rate) <= errors)` to float64 precision; 1 if `errors >= count * rate`: it is then at least 1/2."""
+    """Return `P(Bin(count, rate) <= errors)` to float64 precision, or 1 if `errors >= count * rate`, when it is at least 1/2."""
     if errors >= count * rate:
         return 1.0
     log_last = (
@@ -165,7 +165,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
         + errors * math.log(rate)
         + (count - errors) * math.log1p(-rate)
     )
-    # Each earlier term is smaller than the next by a factor that falls.
+    # Going backwards, the terms decrease by ever smaller factors.
     total = term = 1.0
     for place in range(errors, 0, -1):
         term *= place * (1 - rate) / ((count - place + 1) * rate)
@@ -176,7 +176,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
 
 
 def _fewest(rate: float, delta: float) -> int:
-    # Answers without an error that are needed to pass a test at level delta.
+    # Number of answers without an error that pass a test at level delta.
     return math.ceil(math.log(delta) / math.log1p(-rate))
 
 
@@ -191,7 +191,7 @@ def _starts(count: int, rate: float, delta: float) -> list[int]:
 
 
 def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[float, int, int] | None:
-    # The chosen threshold, the number of answers above it and the errors among these.
+    # Return the chosen threshold, the number of answers above it and the number of errors among these answers.
     count = len(scores)
     starts = _starts(count, rate, delta)
     if not starts:
@@ -199,16 +199,16 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
     ordered, order = scores.sort(descending=True, stable=True)
     errors = torch.cat([torch.zeros(1, dtype=torch.int64), wrong[order].long().cumsum(0)]).tolist()
     values = [*ordered.tolist(), -math.inf]
-    # Number of answers above each threshold: the scores before the first that equals it.
+    # Number of answers above each threshold, which is the number of scores before the first score equal to it.
     places = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]
     if values[count - 1] > -math.inf:
         places.append(count)
     spent: dict[int, float] = {}
     for start in starts:
-        # The threshold is the (start + 1)-th largest score; with ties, fewer are above it.
+        # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores are above it.
         place = places[bisect_right(places, start) - 1]
         spent[place] = spent.get(place, 0.0) + delta / len(starts)
-    # Without a further error, more answers only lower the p-value: test only after a new error or a new part of the level.
+    # Without a further error, more answers only lower the p-value, so test only after a new error or a new part of the level.
     counts = [errors[place] for place in places]
     tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in spent), len(places)]
     level, best = 0.0, None
@@ -227,7 +227,8 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
     fewest = _fewest(rate, delta)
     if count < fewest:
         return (
-            f"{start} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, {fewest:,} are needed. "
+            f"{start} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, at least {fewest:,} are "
+            f"needed. "
             f"Pass more data, or allow a higher error rate."
         )
     errors = wrong[scores.argsort(descending=True, stable=True)].long().cumsum(0)

@@ -1,8 +1,8 @@
-"""When to raise an alarm: an outlier score that in-distribution inputs exceed at most at a given rate.
+"""Alarms for outliers: a threshold that the OOD scores of in-distribution inputs exceed at most at a given rate.
 
-This is the split-conformal rank of `mola.decisions.ranks`, applied to the outlier scores of validation data; neither
-labels nor outliers are needed. A low rate of false alarms does not determine how many outliers are detected: that depends on
-the outliers (Bates et al., 2023).
+This is the split-conformal rank of `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels nor outliers
+are needed. A low rate of false alarms does not determine how many outliers are detected, which depends on the outliers (Bates et al.,
+2023).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from mola.prediction import Prediction, RegressionPrediction
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
-    """Find the OOD score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
+    """Find the OOD score above which to raise an alarm, so that the rate of false alarms is at most the given rate.
 
     The guarantee holds for every number of validation data and every distribution of the scores, as a mean over draws of the
-    validation data; given the data, the rate has a standard deviation of about sqrt(alpha (1 - alpha) / n). The plain quantile
-    of the scores has no such guarantee: 1 in 20 further data exceeds the largest of n = 19.
+    validation data. Given the data, the rate has a standard deviation of about sqrt(alpha (1 - alpha) / n). The plain quantile of the
+    scores has no guarantee: for example, one in 20 further data exceeds the largest of n = 19 scores.
 
-    Validation data must not have been used in training, nor for early stopping. Tuning on them has no effect that
-    matters on `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and uses only the
-    mean and the standard deviation of three scores of the validation data.
+    Validation data must not have been used in training or for early stopping. Tuning a `mola.MoLA` on the same data has a negligible
+    effect on `Prediction.ood_score`. The score does not depend on the prior precision, and uses only the mean and the standard
+    deviation of three scores of the validation data.
 
     Args:
-        scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list; or a `Prediction`, whose
+        scores: OOD scores (n,) of validation data, higher for outliers: a tensor, an array or a list, or a `Prediction`, whose
             `ood_score` is used.
-        false_alarm_rate: alpha, such as 0.05 for one alarm in twenty in-distribution inputs.
+        false_alarm_rate: largest rate alpha of false alarms, such as 0.05 for one alarm in twenty in-distribution inputs.
 
     Returns:
         The threshold: raise an alarm for scores *above* it.
@@ -46,7 +46,8 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     if count < data_needed(rate):
         raise DataError(
             f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: one "
-            f"further datum in {count + 1} exceeds the largest. Pass at least {data_needed(rate)} scores, or allow a rate of at least "
+            f"further datum in {count + 1} exceeds the largest score. Pass at least {data_needed(rate)} scores, or allow a rate of "
+            f"at least "
             f"1/{count + 1}."
         )
     return float(conformal_quantiles(values, rate))

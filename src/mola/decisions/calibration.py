@@ -1,8 +1,8 @@
-"""Calibration data for decisions: a few numbers per labelled datum, whatever the number of classes.
+"""Calibration data for decisions: a few numbers per labelled datum, for any number of classes.
 
-A `Calibration` is made from a prediction and its labels, or read from a file; thresholds for any error rate or coverage
-follow from it without running a network again. Calibration data must be exchangeable with future data, and the
-predictor must not have been trained on their labels.
+A `Calibration` is made from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
+computed from it without running a network again. Calibration data must be exchangeable with future data, and the predictor must not
+have been trained on the labels of the calibration data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mola.errors import DataError
 from mola.prediction import Prediction
 
 SUM_TOLERANCE = 1e-3
-"""Deviation of a row's sum from 1 that is accepted, as of probabilities in half precision."""
+"""Accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
 
 
 def probs_of(prediction: Any) -> Tensor:
@@ -28,13 +28,14 @@ def probs_of(prediction: Any) -> Tensor:
     probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
     if probs.ndim != 2 or probs.shape[1] < 2:
         raise DataError(f"expected probabilities (n, C) of at least two classes, got shape {tuple(probs.shape)}.")
-    # Written so that nan is refused.
+    # These comparisons are False for nan, so nan is rejected.
     valid = ((probs >= 0) & (probs <= 1 + SUM_TOLERANCE)).all(1) & ((probs.sum(1) - 1).abs() <= SUM_TOLERANCE)
     if not bool(valid.all()):
         row = int((~valid).nonzero()[0])
         raise DataError(
             f"expected probabilities whose rows sum to 1, got row {row} with the sum {float(probs[row].sum()):g} and values from "
-            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, decide for each label by itself."
+            f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, make a decision for each label "
+            f"separately."
         )
     return probs
 
@@ -52,7 +53,7 @@ def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Columns of n labelled data, each (n,) on the CPU."""
+    """Columns of n labelled data, each of shape (n,) on the CPU."""
 
     confidence: Tensor
     """Largest probability, in float64."""
@@ -65,11 +66,11 @@ class Calibration:
     true_rank: Tensor
     """Rank of the true class, from 1."""
     classes: int
-    """C."""
+    """Number of classes C."""
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Return calibration data from a `mola.Prediction`, or probabilities (n, C), and labels (n,); a `Calibration` is kept."""
+        """Return calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C). A `Calibration` is kept."""
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)
@@ -95,7 +96,7 @@ class Calibration:
 
     @property
     def correct(self) -> Tensor:
-        """Mask (n,): whether the most probable class is the true class."""
+        """Mask (n,) of the data whose most probable class is the true class."""
         return self.true_rank == 1
 
     def __len__(self) -> int:
@@ -106,12 +107,12 @@ class Calibration:
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the columns by name, to save."""
+        """Return the columns by name, to be saved."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
-        """Undo `columns`, and check the values, which may come from a file."""
+        """Rebuild calibration data from `columns`, and check the values, which may come from a file."""
         names = [one.name for one in fields(cls) if one.name != "classes"]
         kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
         known = all(
@@ -125,5 +126,5 @@ class Calibration:
         ranks, labels = made.true_rank, made.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
         if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
-            raise DataError(f"expected labels and ranks of {classes} classes and finite values.")
+            raise DataError(f"expected finite values, and labels and ranks of {classes} classes.")
         return made

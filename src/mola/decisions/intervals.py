@@ -1,20 +1,17 @@
-r"""Intervals for regression that contain the target with a given probability, for each of D outputs or for all at once.
+r"""Prediction intervals for regression with a guaranteed coverage, for each of D outputs or for all outputs at once.
 
-Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled data,
-and the interval of a new input holds all targets with a score of at most q. It contains the target with at least the given
-probability for exchangeable data, however wrong the predicted distribution is; a better distribution has shorter
-intervals.
+Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled data, and the
+interval of a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with at
+least the given probability, even if the predicted distribution is wrong. A better distribution has shorter intervals.
 
-- "quantile": the score of a target y is :math:`\max(l(x) - y,\; y - u(x))`, the interval :math:`[l(x) - q,\; u(x) +
-  q]`.
-- "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, the interval :math:`m(x) \pm q\, \sigma(x)`.
+- "quantile": the score of a target y is :math:`\max(l(x) - y,\; y - u(x))`, and the interval is :math:`[l(x) - q,\; u(x) + q]`.
+- "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, and the interval is :math:`m(x) \pm q\, \sigma(x)`.
 
-l and u bound the central interval of the predicted mixture at the same coverage, m and :math:`\sigma` are its mean and
-standard deviation. Conformalised quantiles (Romano et al., 2019) keep the shape of the mixture, skew and several modes
-included, and add the same length everywhere; a negative q shortens the intervals of an underconfident predictor.
-Normalised residuals (Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow
-intervals stay narrow. With `joint`, the score is the largest over the D outputs, and the intervals contain all targets
-of a datum at once.
+Here, l and u are the ends of the mixture's central interval at the same coverage, and m and :math:`\sigma` are the mixture's mean and
+standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and several modes,
+and add the same length everywhere. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
+(Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow intervals stay narrow. With `joint`,
+the score of a datum is its largest score over the D outputs, and the intervals contain all its targets at once.
 """
 
 from __future__ import annotations
@@ -35,24 +32,24 @@ METHODS = ("quantile", "normalised")
 
 @dataclass(frozen=True)
 class PredictionIntervals:
-    """Call it with a prediction to get lower and upper ends, (n, D) each. Made by `mola.prediction_intervals`."""
+    """A callable from a prediction to the lower and upper ends of intervals, (n, D) each. `mola.prediction_intervals` returns it."""
 
     coverage: float
     """Probability that an interval contains the target."""
     method: str
-    """"quantile" or "normalised"."""
+    """Conformal method, "quantile" or "normalised"."""
     threshold: Tensor
-    """q of each output (D,), in float64; equal for all outputs of joint intervals."""
+    """Conformal quantile q of each output, shape (D,), in float64. Joint intervals have the same q for all outputs."""
     count: int
     """Number of calibration data."""
     joint: bool = False
     """True if the coverage holds for all outputs of a datum at once."""
 
     def __call__(self, prediction: RegressionPrediction | Any) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty is the point in its middle.
+        """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty becomes its midpoint.
 
         Args:
-            prediction: from the predictor that was calibrated.
+            prediction: prediction of the calibrated predictor.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
@@ -75,25 +72,24 @@ def prediction_intervals(
 ) -> PredictionIntervals:
     """Calibrate intervals that contain the target with a given probability, on labelled data.
 
-    The probability is over draws of the labelled data and of new data that are exchangeable with them. Methods and
-    proof: `mola.decisions.intervals`.
+    The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
+    `mola.decisions.intervals` describes the methods and the proof.
 
     Args:
         prediction: prediction for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
-        targets: (n, D), or (n,) if D is 1.
-        coverage: such as 0.9.
-        method: "quantile" or "normalised".
-        joint: guarantee the coverage for all D targets of a datum at once; only with "normalised", whose scores have no
-            unit.
+        targets: targets (n, D), or (n,) if D is 1.
+        coverage: probability that an interval contains the target, such as 0.9.
+        method: conformal method, "quantile" or "normalised".
+        joint: guarantee the coverage for all D targets of a datum at once; only for "normalised", whose scores have no unit.
 
     Returns:
-        A callable from predictions to lower and upper ends. `DataError` if there are too few data for the coverage.
+        A callable from predictions to lower and upper ends. `DataError` is raised if there are too few data for the coverage.
     """
     share = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")
     if joint and method != "normalised":
         raise OptionError(
-            "joint=True needs method='normalised': outputs may have different units, and only its scores have none."
+            "joint=True needs method='normalised'. Outputs may have different units, and only normalised scores have no unit."
         )
     low, high, scale = _ends(prediction, method, share)
     known = as_numbers(targets, "targets: expected numbers")
@@ -109,11 +105,11 @@ def prediction_intervals(
 
 
 def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
-    # Lower and upper ends (n, D) before calibration, and what a score of 1 adds to both.
+    # Return lower and upper ends (n, D) before calibration, and the length that a score of 1 adds at each end.
     if not hasattr(prediction, "interval"):
         raise DataError(
-            f"expected a regression's prediction with mean, variance and interval(level); got {type(prediction).__name__}. For "
-            f"classes use mola.prediction_sets."
+            f"expected a prediction for regression with mean, variance and interval(level); got {type(prediction).__name__}. For "
+            f"classes, use mola.prediction_sets."
         )
     if method == "quantile":
         low, high = (as_numbers(end, "expected intervals of numbers") for end in prediction.interval(coverage))
@@ -126,7 +122,7 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
         (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()
     ):
         raise DataError(
-            f"expected finite predictions (n, D) with positive variances, and lower ends that are not above upper ends; got shapes "
+            f"expected finite predictions (n, D) with positive variances, and no lower end above its upper end; got shapes "
             f"{tuple(low.shape)}, {tuple(high.shape)} and {tuple(scale.shape)}."
         )
     return low, high, scale

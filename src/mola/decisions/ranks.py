@@ -1,13 +1,13 @@
-r"""Split-conformal ranks: which of n sorted scores a further score exceeds with at most a given probability.
+r"""Split-conformal ranks: the rank k such that a further score exceeds the k-th of n sorted scores with at most a given probability.
 
-Let :math:`s_1, \dots, s_{n+1}` be exchangeable, ties allowed, and :math:`s_{(1)} \le \dots \le s_{(n)}` the first n of
-them, sorted. The last score is equally likely to have each of the n + 1 ranks, so
+Let :math:`s_1, \dots, s_{n+1}` be exchangeable scores, possibly with ties, and let :math:`s_{(1)} \le \dots \le s_{(n)}` be the first
+n scores in sorted order. The last score is equally likely to have each of the n + 1 ranks, so
 
 .. math:: P\left(s_{n+1} > s_{(k)}\right) \le 1 - \frac{k}{n + 1} \le \alpha \quad\text{for}\quad k = \lceil (n + 1)(1 - \alpha) \rceil
 
-with equality in the first place if there are no ties: for every n and every distribution (Vovk et al., 2005; Lei et
-al., 2018). If k is n + 1, no score is large enough, and the threshold is infinite. The probability is a mean over
-draws of the n scores. Given the n scores, the rate of a continuous score follows Beta(n + 1 - k, k) (Vovk, 2012).
+for every n and every distribution (Vovk et al., 2005; Lei et al., 2018). The first inequality is an equality if there are no ties. If
+k is n + 1, no score is large enough, and the threshold is infinite. The probability is a mean over draws of the n scores. Given the n
+scores, the rate for a continuous score follows Beta(n + 1 - k, k) (Vovk, 2012).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mola.errors import DataError, OptionError
 from mola.options import counted
 
 ROUNDING = 1e-12
-"""Relative tolerance of products such as 0.29 * 100, which is not 29 in float64."""
+"""Relative tolerance for products such as 0.29 * 100, which is not exactly 29 in float64."""
 
 
 def check_share(value: Any, name: str, example: str) -> float:
@@ -38,29 +38,29 @@ def check_share(value: Any, name: str, example: str) -> float:
 
 
 def conformal_rank(count: int, rate: float) -> int:
-    """Return `k = ceil((n + 1)(1 - alpha))`; n + 1 if n scores are too few for the rate."""
+    """Return `k = ceil((n + 1)(1 - alpha))`, which is n + 1 if n scores are too few for the rate."""
     return count + 1 - math.floor((count + 1) * rate * (1 + ROUNDING))
 
 
 def data_needed(rate: float) -> int:
-    """Return the smallest n for which k is at most n."""
+    """Return the smallest number of scores n for which k is at most n."""
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 
 def conformal_quantiles(scores: Tensor, rate: float) -> Tensor:
-    """Return the k-th smallest of the scores (n, ...); infinity if there are too few."""
+    """Return the k-th smallest of the scores (n, ...), or infinity if there are too few scores."""
     rank = conformal_rank(len(scores), rate)
     infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64)
     return infinite if rank > len(scores) else scores.sort(0).values[rank - 1]
 
 
 def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
-    """Return the conformal quantiles of scores (n, ...) at a coverage; refuse too few data, for which only `always` reach it."""
+    """Return the conformal quantiles of scores (n, ...) at a coverage; raise `DataError` if there are too few data."""
     rate = 1 - coverage
     if len(scores) < data_needed(rate):
         raise DataError(
-            f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only "
-            f"{always} reach it. Pass at least {data_needed(rate)} data, or lower the coverage."
+            f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only {always} "
+            f"reach this coverage. Pass at least {data_needed(rate)} data, or lower the coverage."
         )
     return conformal_quantiles(scores, rate)
 
@@ -70,7 +70,7 @@ def as_numbers(values: Any, what: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu().double()
     try:
-        # A copy: torch does not accept arrays that are reversed, read-only or of foreign byte order.
+        # Copy the values, because torch rejects arrays that are reversed, read-only or in another byte order.
         return torch.from_numpy(np.array(values, dtype=np.float64, order="C"))
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}, got a {type(values).__name__} ({error}).") from error

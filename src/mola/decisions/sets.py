@@ -1,25 +1,24 @@
-r"""Prediction sets: a few classes instead of one, which contain the true class with a given probability.
+r"""Prediction sets: sets of classes that contain the true class with a given probability.
 
-Let :math:`s(x, c)` be a score, lower for classes that fit better, and q the split-conformal quantile
-(`mola.decisions.ranks`) of the scores :math:`s(x_i, y_i)` of n labelled data at :math:`\alpha = 1 - \text{coverage}`.
-The set of a new input is :math:`\{c : s(x, c) \le q\}`. It contains the true class y whenever :math:`s(x, y) \le q`,
-which for exchangeable data has probability at least :math:`1 - \alpha`, and without ties at most :math:`1 - \alpha +
-1/(n + 1)`, for every predictor and every score. A better predictor has smaller sets. With p the predicted
-probabilities, and U uniform between 0 and 1 (1 without randomisation), the scores are
+Let :math:`s(x, c)` be a score, lower for classes that fit better, and q the split-conformal quantile (`mola.decisions.ranks`) of the
+scores :math:`s(x_i, y_i)` of n labelled data at :math:`\alpha = 1 - \text{coverage}`. The set of a new input is :math:`\{c : s(x, c)
+\le q\}`. It contains the true class y whenever :math:`s(x, y) \le q`, which for exchangeable data has probability at least :math:`1 -
+\alpha`, and without ties at most :math:`1 - \alpha + 1/(n + 1)`, for every predictor and every score. A better predictor has smaller
+sets. Let p be the predicted probabilities, and let U be uniform between 0 and 1 (or 1 without randomisation). The scores are
 
-- "lac": :math:`-p_c`, all classes above one probability. The smallest sets on average (Sadinle et al., 2019).
-- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, classes in order of probability: sets are larger for hard
-  inputs (Romano et al., 2020).
-- "raps": the same plus :math:`\lambda \max(0, \text{rank}_c - k)`: fewer very large sets (Angelopoulos et al., 2021).
+- "lac": :math:`-p_c`. A set contains all classes above one probability. These sets are the smallest on average (Sadinle et al., 2019).
+- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, with classes in order of probability. Sets are larger for hard inputs
+    (Romano et al., 2020).
+- "raps": the score of "aps" plus :math:`\lambda \max(0, \text{rank}_c - k)`. There are fewer very large sets (Angelopoulos et al.,
+    2021).
 
-*By class*, each class has its own q, from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`: the
-coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al.,
-2015). Each q has fewer data, so sets are larger and vary more.
+*By class*, each class has its own q, computed from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`. The
+coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al., 2015). Each q is
+computed from fewer data, so sets are larger and vary more.
 
-*Empty sets* mean that no class fits well enough: the input is stranger than most calibration data, or the coverage is
-below the accuracy, so that some inputs may be missed. They count as misses; `at_least_one` adds the most probable
-class. *Full sets* mean that no class can be excluded; a class with fewer than :math:`\lceil 1/\alpha \rceil -
-1` data always gets them.
+*Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the coverage is below the
+accuracy, so some misses are allowed. An empty set misses the true class; `at_least_one` adds the most probable class. *Full sets* mean
+that no class can be excluded. A class with fewer than :math:`\lceil 1/\alpha \rceil - 1` data is in every set.
 """
 
 from __future__ import annotations
@@ -42,29 +41,31 @@ METHODS = ("lac", "aps", "raps")
 
 @dataclass(frozen=True)
 class PredictionSets:
-    """Call it with a prediction to get a mask (n, C) of the classes in each set. Made by `mola.prediction_sets`."""
+    """A callable from a prediction to a mask (n, C) of the classes in each set. `mola.prediction_sets` returns it."""
 
     coverage: float
     """Probability that a set contains the true class."""
     method: str
-    """"lac", "aps" or "raps"."""
+    """Conformal method, "lac", "aps" or "raps"."""
     threshold: Tensor
-    """Largest score of a class in a set, in float64: (), or (C,) if sets are by class."""
+    """Largest score of a class in a set, in float64. Its shape is (), or (C,) if sets are by class."""
     classes: int
-    """C."""
+    """Number of classes C."""
     count: int
     """Number of calibration data."""
     randomised: bool = False
     penalty: float = 0.0
-    """Penalty of each rank above `free`, for "raps"."""
+    """Penalty for each rank above `free` in "raps"."""
     free: int = 0
     at_least_one: bool = False
 
     @property
     def least_probability(self) -> float:
-        """Smallest probability of a class that "lac" includes, the same for all inputs; 0 includes all classes."""
+        """Smallest probability of a class that "lac" includes, equal for all inputs; 0 includes all classes."""
         if self.method != "lac" or self.threshold.ndim:
-            raise OptionError("only sets of the method 'lac' that are not by class have one least probability.")
+            raise OptionError(
+                "there is no single least probability: expected sets of method 'lac' that are not by class."
+            )
         return max(0.0, -float(self.threshold))
 
     def __call__(self, prediction: Prediction | Any, *, generator: torch.Generator | None = None) -> Tensor:
@@ -72,11 +73,11 @@ class PredictionSets:
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
-            generator: source of randomness for randomised sets; None uses torch's default.
+            generator: random generator for randomised sets; None uses torch's default generator.
         """
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
-            raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]}.")
+            raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]} classes.")
         above, rank = ranked(probs)
         draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
         included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= self.threshold
@@ -104,24 +105,24 @@ def prediction_sets(
 ) -> PredictionSets:
     """Calibrate sets of classes that contain the true class with a given probability, on labelled data.
 
-    The probability is over draws of the labelled data and of new data that are exchangeable with them. Methods and
-    proof: `mola.decisions.sets`.
+    The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
+    `mola.decisions.sets` describes the methods and the proof.
 
     Args:
-        prediction: prediction for labelled data; a `mola.Prediction`, or probabilities (n, C). Or a `mola.decisions.Calibration`,
-            which has its labels.
-        labels: (n,); None for a `Calibration`.
-        coverage: such as 0.9.
-        method: "lac", "aps" or "raps".
-        by: "class" guarantees the coverage for each class; None on average over classes.
-        randomised: "aps" and "raps" drop a random part of the last class, which lowers the coverage to the given value.
-        penalty: lambda of "raps", added for each rank above `free`.
-        free: k of "raps", the number of ranks without penalty.
+        prediction: prediction for labelled data: a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`, which
+            includes its labels.
+        labels: class indices (n,); None for a `Calibration`.
+        coverage: probability that a set contains the true class, such as 0.9.
+        method: conformal method, "lac", "aps" or "raps".
+        by: "class" guarantees the coverage for each class; None guarantees it on average over classes.
+        randomised: "aps" and "raps" drop the last class at random, which lowers the coverage to the given value.
+        penalty: penalty lambda of "raps", added for each rank above `free`.
+        free: number k of ranks without penalty in "raps".
         at_least_one: add the most probable class to empty sets.
-        generator: source of randomness for randomised scores; None uses torch's default.
+        generator: random generator for randomised scores; None uses torch's default generator.
 
     Returns:
-        A callable from predictions to masks (n, C). `DataError` if there are too few data for the coverage.
+        A callable from predictions to masks (n, C). `DataError` is raised if there are too few data for the coverage.
     """
     calibration = Calibration.of(prediction, labels)
     share = check_share(coverage, "coverage", "90 % is 0.9.")
@@ -130,7 +131,7 @@ def prediction_sets(
         one_of(by, ("class",), "by", "None")
     if method == "lac" and randomised:
         raise OptionError(
-            "the method 'lac' cannot be randomised: its score has no last class to cut. Use 'aps' or 'raps'."
+            "the method 'lac' cannot be randomised, because its sets have no last class to drop at random. Use 'aps' or 'raps'."
         )
     if not is_real(penalty) or not 0 <= penalty < math.inf:
         raise OptionError(f"penalty must be a number of at least 0, got {penalty!r}.")
@@ -146,8 +147,8 @@ def prediction_sets(
         lacking = threshold.isinf().nonzero().flatten().tolist()
         if lacking:
             warn(
-                f"a coverage of {share:g} needs at least {data_needed(1 - share)} labelled data of each class, and there are fewer of "
-                f"class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}, which gets a place in every set."
+                f"a coverage of {share:g} needs at least {data_needed(1 - share)} labelled data of each class. There are fewer data "
+                f"of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}, so every set includes it."
             )
     else:
         threshold = thresholds(scores, share, "sets of all classes")
@@ -167,7 +168,7 @@ def prediction_sets(
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    # Scores in the shape of `probability`, with which `draws` is broadcast.
+    # Return scores in the shape of `probability`; `draws` is broadcast to it.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability
