@@ -239,12 +239,8 @@ def fit(
             for rows in batch.chunks() if len(batch) else ():
                 for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
                     own = sums_of(layer, phi, outputs, rows.labels)
-                    if len(rows) == len(batch):
-                        parts[k] = (
-                            own  # may be sparse; the sums of many chunks are dense, since sparse entries would pile up
-                        )
-                    else:
-                        parts[k] += own
+                    # The sums of one chunk may stay sparse. Those of several are dense: sparse entries would pile up.
+                    parts[k] = own if len(rows) == len(batch) else parts[k] + own
             if len(batch):
                 pairs = zip(done.sums, parts, strict=True)
                 done.sums = [chosen_structure.accumulate(total, part) for total, part in pairs]
