@@ -33,7 +33,7 @@ add_command(
     fit.fit,
     panel=YOURS,
     stopped="No posterior was written; an earlier one is untouched. "
-    "With --checkpoint, the same command resumes an unfinished pass over the training data.",
+    "With --checkpoint, the same command continues from the last checkpoint (one every 100 batches).",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
 add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete: run the command again.")
