@@ -1,7 +1,7 @@
-"""Evaluate predictors on test data, shifted data and outliers: a table of metrics with standard errors.
+"""Evaluation of predictors on test data, shifted data and outliers: a table of metrics with standard errors.
 
-Standard errors (`mola.measurement`) treat the inputs as independent draws, and the positions of dense outputs or the labels of
-multi-label data as one group for each input. Differences between predictors on the same data vary less than these errors suggest.
+Standard errors (`mola.measurement`) treat inputs as independent draws. All positions of a dense output, and all labels of a
+multi-label input, form one group. Differences between predictors on the same data vary less than these errors suggest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, found: Measurement) -> Estimate:
-        """Return the value of a measurement, and its standard error: NaN for a single input."""
+        """Return the value of a measurement and its standard error, which is NaN for a single input."""
         return cls(found.value, math.nan if found.error is None else found.error)
 
     def __str__(self) -> str:
@@ -51,22 +51,22 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A table of metrics. `table[predictor, data]` maps names of metrics to an `Estimate`, a value and its standard error."""
+    """A table of metrics. `table[predictor, data]` maps the name of each metric to an `Estimate`: a value and its standard error."""
 
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
-    """Number of inputs of each row."""
+    """Number of inputs in each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """Labelled classes: (15, 3), number of predictions, sum of confidences and correct predictions in each bin of confidence."""
+    """Sums over 15 confidence bins for labelled classes, shape (15, 3): predictions, sum of confidences, correct predictions."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
             listed = ", ".join(map(str, self.rows))
-            raise KeyError(f"no row {place!r}: expected (predictor, data), one of {listed}")
+            raise KeyError(f"there is no row {place!r}: expected (predictor, data), one of {listed}")
         return self.rows[place]
 
     def to_frame(self) -> Any:
-        """Convert to a pandas data frame: a row for each predictor and data set, a column for each metric and its error (`_se`)."""
+        """Return a pandas data frame with a row for each predictor and data set, and columns for each metric and its error (`_se`)."""
         with importing("to_frame", "pandas", "bench"):
             import pandas
         records = [
@@ -78,7 +78,7 @@ class Evaluation:
         return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
 
     def __repr__(self) -> str:
-        # One table for labelled data and one for outliers, with the header first.
+        # Labelled data and outliers have separate tables, each with a header.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
         for place, row in self.rows.items():
             table = tables.setdefault(tuple(row), [["predictor", "data", "count", *row]])
@@ -106,28 +106,28 @@ def evaluate(
     progress: bool = False,
     team: Team | None = None,
 ) -> Evaluation:
-    """Evaluate one or several predictors on test data, shifted data and outliers: metrics with standard errors.
+    """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
 
-    Labelled data: accuracy, log loss (nll), Brier score, calibration error (ece), area under the risk-coverage curve
-    (aurc) and mean confidence; for multi-label data these are means over all known labels. Regression: rmse, nll, crps,
-    and coverage of 90 % intervals. Outliers: auroc and fpr95 of low confidence (regression: of the predicted standard
-    deviation) and of `ood_score`, against the test data.
+    Classification has accuracy, log loss (nll), Brier score, calibration error (ece), area under the risk-coverage curve
+    (aurc) and mean confidence; for multi-label data these are means over all known labels. Regression has rmse, nll, crps,
+    and the coverage of 90 % intervals. Outliers are compared with the test data by auroc and fpr95 of low confidence (for
+    regression, of the predicted standard deviation) and of `ood_score`.
 
     Args:
-        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or
-            several, by name.
+        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a
+            dict of names to predictors.
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers by name; labels are ignored.
         shifted: loaders of labelled data by name, such as corrupted images.
-        likelihood: likelihood of callables that are not objects of this library; None is "categorical".
+        likelihood: likelihood of callables that are not objects of this library; None means "categorical".
         positions: for dense outputs, the number of positions to draw from each input; "all" uses every position.
         ignore_index: label of ignored positions.
-        progress: show a progress bar on stderr, if that is a terminal.
-        team: processes that evaluate together, each with its own shard.
+        progress: show a progress bar if stderr is a terminal.
+        team: processes that evaluate together, each on its own shard of the data.
     """
     if not isinstance(predictors, Mapping) and not callable(predictors):
         raise OptionError(
-            f"predictors: expected one predictor or a dict of names to predictors, such as {{'a': a, 'b': b}}; got "
+            f"predictors: expected one predictor or a dict of names to predictors, such as {{'a': a, 'b': b}}, got "
             f"{type(predictors).__name__}."
         )
     name = getattr(predictors, "__name__", type(predictors).__name__)
@@ -136,7 +136,7 @@ def evaluate(
     labelled = {"test": test_loader, **moved}
     if not named or "test" in moved or labelled.keys() & outliers.keys():
         raise OptionError(
-            f"expected at least one predictor, and a different name for each data set ('test' is the test data); got the "
+            f"expected at least one predictor, and a different name for each data set ('test' is reserved for the test data); got the "
             f"predictors {list(named)} and the data {[*moved, *outliers]}."
         )
     for name, loader in {**labelled, **outliers}.items():
@@ -155,7 +155,7 @@ def evaluate(
                     mixture, loader, f"{data} loader", labelled=data in labelled
                 )
             except DataError as error:
-                message = str(error).removeprefix("predictors[0]: ")  # the only one of a `_Callable`
+                message = str(error).removeprefix("predictors[0]: ")  # a `_Callable` has only one predictor
                 raise DataError(f"predictor {predictor!r} on the {data} loader: {message}") from error
             inliers = found if inliers is None else inliers
             measured = _metrics(scored) if data in labelled else _against(inliers, found)
@@ -174,7 +174,7 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
 
 
 class _Callable(Mixture):
-    # A predictor from elsewhere. It may return outputs by name, as exported models do.
+    # A predictor that is not an object of this library. It may return outputs by name, as exported models do.
 
     def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
@@ -182,7 +182,7 @@ class _Callable(Mixture):
         named = found if isinstance(found, Mapping) else {"probs": found}
         if "probs" not in named:
             raise DataError(
-                f"{place}: expected probabilities, or outputs with the name 'probs'; got {', '.join(named)}."
+                f"{place}: expected probabilities, or a mapping of outputs with the key 'probs'; got {', '.join(named)}."
             )
         checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood).predict_batch(inputs, seed, place)
         if "ood_score" not in named:
@@ -202,9 +202,9 @@ def _read(
     progress: bool,
     team: Team,
 ) -> tuple[Tally, Tally, int]:
-    # Scores of each label, outlier scores of each input or position, and the number of inputs.
+    # Return the scores of each label, the outlier scores of each input or position, and the number of inputs.
     scored, found, count = Tally(), Tally(), 0
-    empty = team.size > 1 and batch_count(loader) == 0  # the shard of this process
+    empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
     shown = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
     for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
         place = f"batch {index} of the {where}"
@@ -227,22 +227,24 @@ def _read(
     found, count = found.gather(team), sum(team.collect(count))
     scored = scored.gather(team) if labelled else scored
     if labelled and not scored.count:
-        raise DataError(f"the {where}: no datum has a label.")
+        raise DataError(f"the {where}: no datum has a label. At least one label is needed.")
     return scored, found, count
 
 
 def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict[str, Tensor]:
-    # Scores of each datum, or of each known label.
+    # Return the scores of each datum, or of each known label of multi-label data.
     likelihood = prediction.likelihood
     if not isinstance(prediction, RegressionPrediction):
         probs = prediction.probs.double()
-        checked = likelihood.check_labels(labels, probs, place) if len(labels) else labels  # all may be ignored
+        checked = (
+            likelihood.check_labels(labels, probs, place) if len(labels) else labels
+        )  # every position may be ignored
         if not likelihood.mutually_exclusive:
             inputs = inputs[:, None].expand_as(checked)[~checked.isnan()]
         return {INPUT: inputs, **likelihood.distribution(probs).scores(checked)}
     parts = (prediction.weights, prediction.component_mean, prediction.component_variance, prediction.component_noise)
     mixture = likelihood.mixture_type(*(part.double() for part in parts))
-    if isinstance(likelihood, Gaussian):  # the predicted means have one output for each target
+    if isinstance(likelihood, Gaussian):  # the means have one column for each target
         likelihood = replace(likelihood, heteroscedastic=False)
     targets = likelihood.check_labels(labels, mixture.means[0], place)
     below = mixture.cdf(targets)

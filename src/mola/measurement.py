@@ -1,13 +1,13 @@
 r"""Metrics with standard errors over data, and differences between predictors on the same data.
 
-To first order, every metric is a sum of means over samples: the test data, and for outlier scores also the outliers. Datum i
-contributes :math:`m_i` to the mean of its sample, and
+To first order, every metric is a sum of means over samples. The samples are the test data and, for outlier scores, the outliers.
+Datum i contributes :math:`m_i` to the mean of its sample, and
 
 .. math:: \mathrm{error}^2 = \sum_{\text{samples}} \frac{G}{(G - 1)\, n^2} \sum_g \Big(\sum_{i \in g} (m_i - \bar m)\Big)^2
 
 where g runs over the G groups of dependent data, such as the labels of one input or the pixels of one image. The error of a difference
-is computed from the differences of the contributions. Predictors vary together on the same data, so their difference has a smaller
-error than either metric. The error of an ECE does not include its bias: chance alone raises every ECE above 0.
+is computed from the differences of the contributions. Predictors are correlated on the same data, so their difference usually has a
+smaller error than either metric. The error of an ECE does not include its bias: chance alone raises every ECE above 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TPR = 0.95
 """Share of the inliers that pass the threshold of FPR95."""
 
 WIDTH = 0.025
-"""Half-width of the step, as a share of the inliers, for the slope of the ROC curve at `TPR`."""
+"""Half-width, as a share of the inliers, of the finite difference for the slope of the ROC curve at `TPR`."""
 
 Groups = tuple[Tensor | None, Tensor | None]
 """Groups of the inliers and of the outliers."""
@@ -32,13 +32,13 @@ Groups = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """A metric, and the contribution of each datum to it."""
+    """A metric, and the contribution of each datum to its value."""
 
     value: float
     contributions: tuple[Tensor, ...]
-    """Contributions (n,) of the data of each sample in float64, up to a constant."""
+    """Contributions (n,) of the data in each sample, in float64, up to a constant."""
     groups: tuple[Tensor | None, ...] = ()
-    """Groups (n,) of the data of each sample, or None if the data are independent."""
+    """Group indices (n,) of the data in each sample, or None if the data are independent."""
 
     @property
     def error(self) -> float | None:
@@ -48,13 +48,13 @@ class Measurement:
         return None if any(math.isnan(one) for one in parts) else math.hypot(*parts)
 
     def minus(self, other: Measurement) -> Measurement:
-        """Return the difference from another measurement of the metric on the same data."""
+        """Return the difference from another measurement of the same metric on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
         return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
-    """Return the standard error of the mean of values (n,) that depend on each other within groups (n,); NaN for one group."""
+    """Return the standard error of the mean of values (n,) that are dependent within groups (n,), or NaN for a single group."""
     totals, count = values - values.mean(), len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
@@ -68,15 +68,15 @@ def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the root of the mean of squares (n,) as a measurement."""
+    """Return the square root of the mean of squares (n,) as a measurement."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
-    """Return the expected calibration error from confidences (n,) in float64 and from correctness (n,), which is 1 or 0."""
+    """Return the expected calibration error from confidences (n,) in float64 and correctness (n,), which is 1 or 0."""
     sums = metrics.bin_sums(confidence, correct, bins)
-    # Each datum has the sign of its bin's gap, so that the mean is the calibration error.
+    # Each datum gets the sign of its bin's gap, so that the mean contribution is the calibration error.
     signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
     return Measurement(metrics.calibration_gap(sums), ((confidence - correct) * signs,), (groups,))
 
@@ -92,7 +92,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
-    def from_here(values: Tensor) -> Tensor:  # sum of each value and all later values
+    def from_here(values: Tensor) -> Tensor:  # the sum of each value and all later values
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
@@ -106,7 +106,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
     """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`.
 
     An inlier contributes the share of outliers above it, and an outlier contributes the share of inliers below it. A tie contributes
-    one half. The variances of both means add up (DeLong et al., 1988; Obuchowski, 1997, for groups).
+    one half. The variances of the two means are added (DeLong et al., 1988; Obuchowski, 1997, for groups).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     placed = metrics.share_below(outliers, inliers)
@@ -116,7 +116,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """Return the share of outliers that pass a threshold that 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
 
-    Inliers contribute to the error through the threshold.
+    Inliers contribute to the error because they determine the threshold.
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     low, high = (metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1))
@@ -127,10 +127,10 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean of the labels' AUROCs, or None if no label has both a yes and a no.
+    """Return the mean AUROC over labels, or None if no label has both a yes and a no.
 
     Args:
-        yes: probabilities (n,) of "yes" in float64, with a row for each label of each input.
+        yes: probabilities (n,) of yes in float64, one row for each label of each input.
         truth: true answers (n,), 1 for yes and 0 for no.
         labels: index (n,) of the label in each row.
         groups: index (n,) of the input in each row.
@@ -142,7 +142,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
             area = area_between(yes[no_rows], yes[yes_rows])
             areas.append(area.value)
             for rows, placed in zip((no_rows, yes_rows), area.contributions, strict=True):
-                # Deviations from the area, scaled so that their mean over all rows is their mean over this part.
+                # Scale deviations from the area so that their mean over all rows equals their mean over these rows.
                 contributions[rows] = (placed - area.value) * len(yes) / len(placed)
     if not areas:
         return None

@@ -1,8 +1,8 @@
-"""Metrics of probabilities and labels, and of outlier scores: pure functions of tensors.
+"""Metrics of probabilities and labels, and of outlier scores, as pure functions of tensors.
 
-Outlier scores are higher for more outlying inputs, as everywhere in this package. Papers often define these metrics for the
-confidence, with in-distribution data as positives; with score = -confidence the numbers are equal. Ties never depend on the order of
-the data.
+A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics for the
+confidence, with in-distribution data as positives. With score = -confidence the values are equal. The treatment of ties never depends
+on the order of the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mola.errors import DataError, OptionError
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
-    """Return the share of data whose most probable class is the label."""
+    """Return the share of data whose most probable class is the true label."""
     return float((probs.argmax(1) == labels).double().mean())
 
 
@@ -28,7 +28,7 @@ def mean_confidence(probs: Tensor) -> float:
 
 
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Return the mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
+    """Return the mean of `-log p(label)`; a probability that underflowed to 0 is replaced by the smallest positive number."""
     chosen = probs.gather(1, labels[:, None]).squeeze(1)
     return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
 
@@ -40,21 +40,22 @@ def brier(probs: Tensor, labels: Tensor) -> float:
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return the sums over equal-width bins of the largest probability: (bins, 3) of count, confidence, and correct predictions.
+    """Return sums (bins, 3) over equal-width confidence bins: number of predictions, sum of confidences, correct predictions.
 
-    Bins are closed on the right; every prediction is counted, those with confidence 1 in the last bin.
+    The confidence is the largest probability. Bins are closed on the right. Every prediction is counted; the last bin includes
+    confidence 1.
     """
     confidence, predicted = probs.double().max(1)
     return bin_sums(confidence, predicted == labels, bins)
 
 
 def bin_index(confidence: Tensor, bins: int) -> Tensor:
-    """Return the index of the equal-width bin, closed on the right, of each confidence."""
+    """Return the index of each confidence's equal-width bin; bins are closed on the right."""
     return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
 
 
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """Return the sums of `bin_confidences` (..., bins, 3) from confidences (..., n) in float64 and their correctness."""
+    """Return the sums of `bin_confidences` (..., bins, 3) from confidences (..., n) in float64 and correctness (..., n)."""
     index = bin_index(confidence, bins)
     sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
     for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
@@ -63,32 +64,32 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
 
 
 def calibration_gap(binned: Tensor) -> float:
-    """Return the mean over predictions of |confidence - accuracy| within each bin, from `bin_confidences` sums."""
+    """Return the mean of each bin's |confidence - accuracy| over all predictions, from the sums of `bin_confidences`."""
     return float(calibration_gaps(binned))
 
 
 def calibration_gaps(binned: Tensor) -> Tensor:
-    """Return calibration gaps (...) from sums (..., bins, 3)."""
+    """Return the calibration gaps (...) from sums (..., bins, 3)."""
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error of the largest probability (ECE), every prediction counted."""
+    """Return the expected calibration error (ECE) of the largest probability, over all predictions."""
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
 def largest_gap(binned: Tensor) -> float:
-    """Return the largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
+    """Return the largest |confidence - accuracy| of any bin, from the sums of `bin_confidences`; empty bins have gap 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Return the sums of `bin_sums` with the bins of the authors' scripts, for comparison with published figures.
+    """Return the sums of `bin_sums` with the bins of the authors' scripts, for comparison with published values.
 
-    Bins are closed on the left, and predictions in the last bin are left out: a network that is confident and always wrong there
-    looks calibrated.
+    Bins are closed on the left, and predictions in the last bin are left out. Very confident wrong
+    predictions therefore do not raise the calibration error.
     """
-    # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
+    # NumPy's edges differ from i / bins in the last bit, which determines the bin of a confidence on an edge.
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
     index = torch.bucketize(confidence, edges, right=True) - 1
     values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
@@ -97,27 +98,27 @@ def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
 
 
 def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    # Both in ascending order of the keys, the values of equal keys replaced by their mean.
+    # Sort both in ascending order of the keys, and replace the values of equal keys by their mean.
     distinct, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
     means = values.new_zeros(len(distinct)).index_add_(0, inverse, values) / counts
     return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
 
 
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the error rate if only the least uncertain inputs are predicted, at every coverage.
+    """Return the error rate at every coverage, if only the least uncertain inputs are predicted.
 
-    Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
+    Predictions of equal uncertainty are accepted in random order, and the curve is the mean over all such orders.
 
     Args:
-        uncertainty: (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
-        correct: (n,), whether each prediction is right.
+        uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
+        correct: correctness (n,) of each prediction, 1 or 0.
 
     Returns:
-        Coverage (n,): 1/n, 2/n, ..., 1; and the error rate (n,) among that share of the predictions.
+        The coverage (n,), which is 1/n, 2/n, ..., 1, and the error rate (n,) at each coverage.
     """
     if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
         raise DataError(
-            f"risk and coverage need one uncertainty per prediction, none of them nan; got {tuple(uncertainty.shape)} "
+            f"the risk-coverage curve needs one uncertainty per prediction, without nan; got {tuple(uncertainty.shape)} "
             f"uncertainties ({int(uncertainty.isnan().sum())} nan) for {tuple(correct.shape)} predictions."
         )
     _, wrong = _tied(uncertainty.double(), 1 - correct.double())
@@ -126,42 +127,45 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
 
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
-    """Return the mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random rejection gives the error rate."""
+    """Return the mean of the risk-coverage curve (AURC; Geifman et al., 2019).
+
+    The best value is 0, and random rejection gives the error rate.
+    """
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """Return the lowest possible AURC of `count` predictions with this number of errors: all errors are rejected first."""
+    """Return the lowest possible AURC of `count` predictions with `wrong` errors, reached if all errors are rejected first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
 
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores in float64."""
+    """Check that both tensors hold one score per input, without NaN, and return them in float64."""
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
-                f"{name}_scores must hold one number per input, at least one and none nan; "
+                f"{name}_scores must hold one number per input, for at least one input and without nan; "
                 f"got shape {tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
             )
     return inlier_scores.double(), outlier_scores.double()
 
 
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
+    """Return the probability that an outlier has a higher score than an inlier; a tie counts one half."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float(share_below(outliers, inliers).mean())
 
 
 def share_below(values: Tensor, others: Tensor) -> Tensor:
-    """Return the share (n,) of the `others` (m,) below each value (n,), ties counting half."""
+    """Return the share (n,) of the `others` (m,) below each value (n,); a tie counts one half."""
     ordered = others.sort().values
     ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
     return (ends[0] + ends[1]).double() / (2 * len(others))
 
 
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
-    # Sum over thresholds of the step in recall times the precision, if positives score high; no interpolation.
+    # Sum over thresholds of the step in recall times the precision, without interpolation. Positives have high scores.
     scores = torch.cat([positives, negatives])
     _, inverse = torch.unique(-scores, return_inverse=True)
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
@@ -170,7 +174,7 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
-    # The measure of each label's probabilities on negatives and on positives; missing labels are neither.
+    # Apply the measure to each label's probabilities of negatives and of positives. Missing labels are left out.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
             f"multi-label data need probabilities and labels (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
@@ -181,14 +185,14 @@ def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor
 
 
 def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return the area under the ROC curve of each label: the probability that a positive datum scores higher than a negative one.
+    """Return each label's area under the ROC curve: the probability that a positive datum scores higher than a negative datum.
 
     Args:
         probs: probabilities of yes (n, C).
-        labels: 0 or 1 (n, C); NaN or -100 if a label is missing.
+        labels: labels 0 or 1 (n, C); NaN or -100 marks a missing label.
 
     Returns:
-        (C,) in float64, NaN for a label that is always yes or always no; the mean over labels is the macro average.
+        Areas (C,) in float64, NaN for a label that is always yes or always no. The mean over labels is the macro average.
     """
     return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 
@@ -196,15 +200,16 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Return the average precision of each label: the mean of the precision over the steps of recall, without interpolation.
 
-    Arguments as for `auroc_of_labels`. NaN for a label that is never yes; it depends on how rare yes is.
+    The arguments are the same as for `auroc_of_labels`. The value depends on the frequency of yes. It is NaN for a label that is never
+    yes.
     """
     return _each_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return the calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
+    """Return the calibration error of each label: the mean |probability of yes - share of yes| over equal-width bins.
 
-    Arguments as for `auroc_of_labels`. Bins are closed on the right; NaN if every label is missing.
+    The arguments are the same as for `auroc_of_labels`. Bins are closed on the right. The value is NaN if every label is missing.
     """
 
     def gap(no: Tensor, yes: Tensor) -> float:
@@ -215,51 +220,51 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
+    """Return the average precision of detecting inliers by low scores. Unlike AUROC, it depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
+    """Return the average precision of detecting outliers by high scores. Unlike AUROC, it depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
 def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of outliers taken for inliers if `tpr` of the inliers pass (FPR95): 0 is best.
+    """Return the share of outliers accepted as inliers at a threshold that accepts a share `tpr` of the inliers (FPR95).
 
-    The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the inliers' scores
-    (linear between two of them), which is the 5th percentile of their confidence. Some packages take the outliers as positives
-    instead: see `fpr_at_tpr_out`.
+    The best value is 0. Inliers are the positives, as in the paper. An input passes if its score is at most the `tpr` quantile of the
+    inliers' scores, interpolated linearly; for 0.95 this is the 5th percentile of their confidence. Some packages use outliers as
+    positives instead: see `fpr_at_tpr_out`.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
 
 
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
-    """Return the share of inliers taken for outliers if at least `tpr` of the outliers are found: 0 is best.
+    """Return the share of inliers rejected as outliers at a threshold that detects at least a share `tpr` of the outliers.
 
-    The positives are the outliers, as in OpenOOD's FPR@95: the threshold is the highest score of an outlier at or above which that
-    share of the outliers lies, without interpolation.
+    The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score that this
+    share of the outliers reaches, without interpolation.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:
-        raise OptionError(f"tpr must be above 0 and at most 1 (the share of outliers to find), got {tpr!r}.")
-    # The tolerance keeps 0.07 of 100, which is 7.000000000000001, at 7.
+        raise OptionError(f"tpr must be above 0 and at most 1 (it is the share of outliers to detect), got {tpr!r}.")
+    # The tolerance rounds 0.07 * 100, which is 7.000000000000001, to 7.
     found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
     threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
     return float((inliers >= threshold).double().mean())
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
-    """Return the score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,)."""
+    """Return the highest score that passes if a share `tpr` of the inliers passes: a quantile of the inliers' scores (n,)."""
     if not 0 <= tpr <= 1:
-        raise OptionError(f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}.")
+        raise OptionError(f"tpr must be between 0 and 1 (it is the share of inliers that pass), got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
-    if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 of 100 is 57, not 56.99999999999999
+    if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 * 100 is 56.99999999999999 in floating point
         position = round(position)
     below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
     share = position - int(position)
-    # Equal neighbours are not averaged: rounding must not move the threshold off a tie, nor infinities cancel.
+    # Equal neighbours are not averaged, because rounding would move the threshold off a tie, and infinities would give NaN.
     return below if share == 0 or below == above else (1 - share) * below + share * above

@@ -2,7 +2,7 @@ r"""Mixtures of normal distributions: density, distribution function, quantiles 
 
 .. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
 
-Means and variances are tensors (K, ...), with the components first; weights are (K,). All is computed in float64.
+Means and variances are tensors (K, ...) with the components first, and weights are (K,). All functions compute in float64.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mola.numerics import to_float64
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 HALVINGS = 60
-"""Steps of bisection: an interval of the width of its ends is then narrower than float64 can distinguish."""
+"""Number of bisection steps, which shrinks an interval as wide as its ends below the resolution of float64."""
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # In float64, the weights as (K, 1, ..., 1), and deviations in place of variances.
+    # Return weights (K, 1, ..., 1), means, and standard deviations in place of variances, in float64.
     means, deviations = to_float64(means), to_float64(variances).sqrt()
     return to_float64(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
 
 
 def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    """Return the logarithm of one normal distribution's density."""
+    """Return the log density of one normal distribution."""
     return -0.5 * ((targets - mean).square() / variance + variance.log()) - HALF_LOG_TAU
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Return the logarithm (n, D) of the mixture's density at targets (n, D); with `joint`, (n,) of all D outputs together.
+    """Return the log density (n, D) of the mixture at targets (n, D); with `joint`, the joint log density (n,) of all D outputs.
 
     Outputs are independent within each component, not within the mixture.
     """
@@ -44,18 +44,18 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
-    """Return the probability (...) that a draw is at most `values`, which broadcast with (...)."""
+    """Return the probability (...) that a draw is at most `values`, whose shape must broadcast with (...)."""
     shares, means, deviations = _lifted(weights, means, variances)
     return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
-    """Return the value (...) that a draw stays below with probability `level`, to rounding in float64.
+    """Return the value (...) that a draw is below with probability `level`, up to rounding in float64.
 
-    The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection needs no density, which
-    is 0 in the gap between two far components.
+    The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection does not use the
+    density, which is 0 in the gap between two distant components.
     """
-    if level > 0.5:  # F has no digits left near 1; its mirror image has
+    if level > 0.5:  # near F = 1 digits are lost, so use the mirror image
         return -quantile(weights, -means, variances, 1 - level)
     shares, means, deviations = _lifted(weights, means, variances)
     known = shares.flatten() > 0
@@ -70,9 +70,9 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
 
 
 def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
-    r"""Return the continuous ranked probability score of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
+    r"""Return the continuous ranked probability score (CRPS) of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
 
-    In the targets' units: lower is better, and for a point prediction it is the absolute error.
+    The score has the targets' units, and lower is better. For a point prediction it is the absolute error.
     """
     shares, means, deviations = _lifted(weights, means, variances)
     distance = (shares * _mean_distance(to_float64(targets).to(means.device) - means, deviations)).sum(0)

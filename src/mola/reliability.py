@@ -1,4 +1,4 @@
-"""The reliability diagram: accuracy over confidence, on any matplotlib axes."""
+"""The reliability diagram, a plot of accuracy over confidence on any matplotlib axes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""Predictions, and share of all predictions, that a bin needs to be drawn: the accuracy of fewer is noise. They still count in the
-calibration error."""
+"""Minimum count, and minimum share of all predictions, of a bin in the diagram; the accuracy of smaller bins is noise. The calibration
+error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Sums over bins (bins, 3): count, confidence and correct predictions; and matplotlib's options for the line."""
+"""Sums over bins (bins, 3) of count, confidence and correct predictions, and matplotlib's options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:
-    """Draw accuracy over confidence; the area of a dot is the share of the predictions in its bin.
+    """Draw accuracy over confidence. The area of a dot shows the share of the predictions in its bin.
 
     Args:
         panel: axes to draw on.
-        curves: by label; a curve without a bin to draw is left out.
-        ink: colour of the diagonal, on which predictions are calibrated.
-        min_count: predictions that a bin needs to be drawn.
+        curves: curves by label; a curve without any bin to draw is left out.
+        ink: colour of the diagonal, which marks perfect calibration.
+        min_count: minimum number of predictions in a bin to draw.
     """
     panel.plot([0, 1], [0, 1], color=ink, linewidth=0.8, linestyle=(0, (4, 3)))
     for label, (given, stroke) in curves.items():
@@ -37,4 +37,4 @@ def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3",
             panel.plot(x, y, linewidth=1.2, label=label, **stroke)
             panel.scatter(x, y, s=area, color=stroke["color"], alpha=0.75, linewidths=0, zorder=3)
     panel.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03))
-    panel.set_aspect("equal", anchor="N")  # at the top, which leaves room for a legend below
+    panel.set_aspect("equal", anchor="N")  # anchored at the top to leave space for a legend below

@@ -1,7 +1,7 @@
 """Tables of predictions, collected over batches and processes, with a row for each input, label or position.
 
-Memory grows with the number of rows times a few columns, but not with the number of features or classes. Rows of one input are not
-independent, so each row of multi-label data and of dense outputs has the index of its input.
+Memory grows with the number of rows, but not with the number of features or classes. Rows of one input are not independent, so each
+row of multi-label data and of dense outputs has the index of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Name of the column with the index of each row's input, if inputs have several rows."""
+"""Name of the column with the index of each row's input, used if inputs have several rows."""
 
 
 @dataclass
@@ -31,18 +31,18 @@ class Tally:
     parts: list[Tensor] = field(default_factory=list)
     """Rows (n, columns) of each batch, in float64."""
     inputs: int = 0
-    """Number of inputs, if rows have the index of their input."""
+    """Number of inputs, counted only if rows have the index of their input."""
 
     @classmethod
     def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
-        """Collect the columns of all batches."""
+        """Return a table with the columns of all batches."""
         tally = cls()
         for columns in batches:
             tally.add(columns)
         return tally
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
-        """Add the columns (n,) of a batch. Its column `INPUT` counts from 0."""
+        """Add the columns (n,) of a batch, whose column `INPUT` starts at 0."""
         row = dict(columns)
         if (own := row.get(INPUT)) is not None and len(own):
             row[INPUT] = own + self.inputs
@@ -51,15 +51,15 @@ class Tally:
         self.parts.append(torch.stack([column.detach().double().cpu() for column in row.values()], dim=1))
 
     def gather(self, team: Team) -> Tally:
-        """Return the rows of all processes, on every process."""
+        """Return the rows of all processes, in every process."""
         if team.size == 1:
             return self
-        # A process without data has no columns, so it takes them from another process.
+        # A process without data has no columns, so it takes the column names from another process.
         columns = next((one for one in team.collect(list(self.columns)) if one), None)
         if columns is None:
             raise DataError("the data are empty in every process. Pass at least one batch.")
         own = torch.cat(self.parts) if self.parts else None
-        if own is not None and INPUT in columns:  # no two processes have the same input
+        if own is not None and INPUT in columns:  # make the indices unique over processes
             place = columns.index(INPUT)
             own[:, place] = own[:, place] * team.size + team.rank
         return Tally(tuple(columns), [team.gather(own)], sum(team.collect(self.inputs)))
@@ -79,11 +79,11 @@ class Tally:
         return torch.cat([part[:, index] for part in self.parts])
 
     def mean(self, column: str) -> Measurement:
-        """Return the mean of a column, with its standard error."""
+        """Return the mean of a column as a measurement."""
         return mean_of(self[column], self.groups)
 
     def classified(self) -> dict[str, Measurement]:
-        """Return the metrics of a classification with labels, from the scores of a `Predictive`."""
+        """Return the classification metrics of labelled data, from the scores of a `Predictive`."""
         return {
             "accuracy": self.mean("correct"),
             "nll": self.mean("nll"),
@@ -102,17 +102,17 @@ def rows_of(
     positions: str | int = "all",
     first: int = 0,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Return dense predictions and labels as rows, one for each position that is not ignored, and the input (m,) of each row.
+    """Return dense predictions and labels with one row for each position that is not ignored, and each row's input (m,).
 
     Predictions that are not dense are returned unchanged, with None for the inputs.
 
     Args:
-        prediction: the predictions for a batch.
-        labels: the labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
-        where: name of the batch in messages.
+        prediction: predictions for a batch.
+        labels: labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
+        where: name of the batch in error messages.
         ignore_index: label of ignored positions.
-        positions: number of positions to draw from each input; "all" takes every position.
-        first: number of inputs before this batch. The draw depends only on the index of an input.
+        positions: number of positions to draw from each input; "all" uses every position.
+        first: number of inputs before this batch; the draw depends only on the index of an input.
     """
     regression = isinstance(prediction, RegressionPrediction)
     outputs = prediction.component_mean[0] if regression else prediction.probs

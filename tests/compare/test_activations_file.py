@@ -40,7 +40,7 @@ def test_a_file_in_pieces_is_the_file_at_once(tmp_path):
 
 @pytest.mark.parametrize("size", [4, 12])
 def test_too_few_and_too_many_rows_leave_no_file(tmp_path, size):
-    with pytest.raises(DataError, match=f"expected 9 data of test, got {size}"):
+    with pytest.raises(DataError, match=f"expected 9 data in test, got {size}"):
         write_rows(tmp_path / "file", [{"labels": torch.zeros(size)}], 9, {}, {"set": "test"})
     assert not list(tmp_path.iterdir())
 

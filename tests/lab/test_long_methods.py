@@ -100,7 +100,7 @@ def test_damaged_predictions_are_named(plan, finished):
     for path, content in whole.items():
         path.write_bytes(content[:50])
     try:
-        with pytest.raises(StorageError, match="Delete it: it will be recomputed"):
+        with pytest.raises(StorageError, match="it will be recomputed"):
             run(plan, folder, fresh=True)
     finally:
         for path, content in whole.items():

@@ -1,1 +1,1 @@
-"""Methods compared on the same data: tallies of predictions, results with standard errors, records, and reports."""
+"""Comparison of methods on the same data: tallies of predictions, results with standard errors, records, and reports."""

@@ -1,6 +1,6 @@
-"""Features and logits of K networks on a set of data, on disk and read in slices: a large set does not fit in memory.
+"""Stored features and logits of K networks on a set of data, read in slices because a large set does not fit in memory.
 
-There are one or several safetensors files for each network and set; a large set has a file for each slice of its data.
+Each network has one or more safetensors files for each set; a large set has one file for each slice of its data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.saving.files import partial_file
 
 BATCH = 1024
-"""Rows of a batch for fitting and prediction."""
+"""Number of rows in a batch for fitting and prediction."""
 
 NUMBERS_AT_ONCE = 2**23
-"""Features of one network in a slice."""
+"""Maximum number of feature values of one network in a slice."""
 
 WHOLE = ("weight", "bias")
-"""Tensors of the head, which have no row for each datum."""
+"""Names of the head's tensors, which are stored whole and not in rows."""
 
 
 def write_rows(
@@ -38,11 +38,11 @@ def write_rows(
     whole: Mapping[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
-    """Write batches of rows, `count` in all, and tensors without rows as one safetensors file; its folder is created if missing."""
+    """Write batches with `count` rows in total, and whole tensors, to one safetensors file; create its folder if it is missing."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
     found = len(next(iter(rows.values())))
     if found != count:
-        raise DataError(f"expected {count} data of {metadata.get('set', 'the set')}, got {found}.")
+        raise DataError(f"expected {count} data in {metadata.get('set', 'the set')}, got {found}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial_file(path) as partial:
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
@@ -50,7 +50,7 @@ def write_rows(
 
 
 class TensorFile:
-    """One or several safetensors files, in the order of their rows, with one set; `content` describes them in messages."""
+    """One set in one or more safetensors files, given in the order of their rows; `content` names the data in error messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -59,19 +59,19 @@ class TensorFile:
                 self.parts.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise StorageError(
-                    f"{path} is not a whole file of {content} ({error}). Delete it: it will be recomputed."
+                    f"{path} is not a complete file of {content} ({error}). Delete it, and it will be recomputed."
                 ) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts[0].keys()  # noqa: SIM118  (not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor with a row for each datum."""
+        """Return the shape of a tensor that has one row for each datum."""
         count = sum(part.get_slice(name).get_shape()[0] for part in self.parts)
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows from `start` to `stop` of a tensor, or all of a tensor of `WHOLE`."""
+        """Return the rows from `start` to `stop` of a tensor, or the whole tensor if its name is in `WHOLE`."""
         if name in WHOLE:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
@@ -87,7 +87,7 @@ class TensorFile:
         return torch.cat(found)
 
     def rows(self, name: str, places: Sequence[int]) -> Tensor:
-        """Return some rows of a tensor, in the given order; neighbouring rows are read at once."""
+        """Return the rows of a tensor at `places`, in the given order; consecutive rows are read together."""
         if len(places) == 0:
             return self.read(name, 0, 0)
         breaks = [index for index, (one, after) in enumerate(pairwise(places), 1) if after != one + 1]
@@ -96,9 +96,9 @@ class TensorFile:
 
 
 class HeadOnly(nn.Module):
-    """The last layer of a network, over stored features (n, K, P) of all networks.
+    """The last layer of one network, applied to the stored features (n, K, P) of all networks.
 
-    P belongs to the widest network; a network with fewer features has them in front.
+    P is the number of features of the widest network. The features of a narrower network come first, followed by zeros.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
@@ -108,7 +108,7 @@ class HeadOnly(nn.Module):
         self.index = index
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return logits of this network."""
+        """Return the logits of this network."""
         logits: Tensor = self.head(features[:, self.index, : self.head.in_features])
         return logits
 
@@ -123,52 +123,52 @@ class Seen:
     """Features and logits of K networks for some data."""
 
     features: Tensor
-    """(n, K, P), with zeros behind the features of networks that have fewer than the widest."""
+    """Features, shape (n, K, P), with zeros after the features of networks narrower than the widest."""
     logits: Tensor
-    """(n, K, C)"""
+    """Logits, shape (n, K, C)."""
     labels: Tensor
     widths: tuple[int, ...]
-    """Features of each network."""
+    """Number of features of each network."""
 
     def by_network(self) -> list[Tensor]:
-        """Return the features of each network alone."""
+        """Return the features of each network without padding."""
         return [self.features[:, index, :width] for index, width in enumerate(self.widths)]
 
     def batches(self) -> list[Tensor]:
-        """Return features in batches, for `HeadOnly`."""
+        """Return the features in batches, as inputs of `HeadOnly`."""
         return list(torch.split(self.features, BATCH))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Features and logits of K networks for a set; a loader of (features, labels) for `HeadOnly`."""
+    """Stored features and logits of K networks for one set, and a loader of (features, labels) for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
     places: Sequence[int]
-    """Rows of the data in the files, in order."""
+    """Indices of the rows to read from the files, in order."""
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """Open a file for each network, or its files in the order of their rows; all of the same set."""
+        """Open one file for each network, or several files in the order of their rows; all files must hold the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
             raise OptionError(
-                f"the networks of a mixture need the same classes, got {outputs} outputs: leave out networks that differ."
+                f"all networks of a mixture need the same classes, got {outputs} outputs. Leave out the networks that differ."
             )
         return cls(files, range(files[0].shape("labels")[0]))
 
     def only(self, networks: slice) -> Stored:
-        """Return some of the networks."""
+        """Return the activations of a slice of the networks."""
         return Stored(self.files[networks], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
-        """Return some of the data, in this order."""
+        """Return the data at `places`, in this order."""
         return Stored(self.files, tuple(places))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
-        """The K last layers, as networks over the features."""
+        """The last layers of the K networks, as networks that take features."""
         return tuple(
             HeadOnly(file.read("weight"), file.read("bias") if "bias" in file else None, index).eval()
             for index, file in enumerate(self.files)
@@ -185,7 +185,7 @@ class Stored:
         return len(self.places)
 
     def slices(self) -> Iterator[Seen]:
-        """Yield all data, in slices of bounded size; all but the last are whole batches."""
+        """Yield all data in slices of bounded size; every slice except the last consists of full batches."""
         widths = tuple(file.shape("features")[1] for file in self.files)
         rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
         for start in range(0, self.count, rows):
@@ -200,5 +200,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """Return the logits (K, n, C) of all data, for small sets such as validation data."""
+        """Return the logits (K, n, C) of all data; use it only for small sets, such as validation data."""
         return torch.stack([file.rows("logits", self.places) for file in self.files])

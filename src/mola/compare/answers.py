@@ -14,30 +14,30 @@ from mola.tally import INPUT, Tally
 from mola.uncertainty import entropy
 
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
-"""Outlier scores of classifiers, higher for outliers."""
+"""Names of the outlier scores of classifiers; every score is higher for outliers."""
 
 ALL_SCORES = (*SCORES, "variance")
-"""Outlier scores of classifiers and of regression, whose score is the variance of the prediction."""
+"""Names of the outlier scores of classifiers, and of regression, whose score is the variance of the prediction."""
 
 FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
-"""Columns that are not outlier scores; "question" is the index of a label of multi-label data. Columns with brackets, such as
+"""Columns that are not outlier scores. For multi-label data, "question" is the index of the label. Columns with brackets, such as
 "held[0.9]" of `mola.compare.regression`, are not outlier scores either."""
 
 
 def outlier_columns(tally: Tally) -> dict[str, Tensor]:
-    """Return the outlier scores of each row, by name."""
+    """Return the columns that are outlier scores, by name."""
     return {name: tally[name] for name in tally.columns if name not in FIXED and not name.endswith("]")}
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
-    r"""Return GEN, the generalised entropy (n,) of probabilities (n, C) (Liu et al., 2023): higher for outliers.
+    r"""Return the generalised entropy GEN (n,) of probabilities (n, C), which is higher for outliers (Liu et al., 2023).
 
     .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
 
-    over the M largest probabilities. The small exponent makes it sensitive to the small probabilities of the other classes if a
-    network is almost certain. The defaults of gamma and M are the authors' choice for 1000 classes.
+    The sum runs over the M largest probabilities. The small exponent makes the score sensitive to the small probabilities of the other
+    classes when a network is almost certain. The defaults of gamma and M are the authors' choice for 1000 classes.
     """
-    # The rest of the largest probability is the sum of the others: 1 - p would be 0 for single-precision numbers near 1.
+    # The complement of the largest probability is the sum of all others, because 1 - p rounds to 0 for float32 numbers near 1.
     ordered = probs.double().sort(dim=1, descending=True).values.clamp(0, 1)
     rest = 1 - ordered
     rest[:, 0] = ordered[:, 1:].sum(1)
@@ -51,7 +51,7 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return all of `SCORES` (n,) that are known, in float64; `weights` (K,) are those of the networks' logits (K, n, C)."""
+    """Return every score of `SCORES` (n,) that can be computed, in float64; `weights` (K,) weight the networks' logits (K, n, C)."""
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {
@@ -71,22 +71,22 @@ class Answer:
     """Predictions of a classifier for a batch."""
 
     probs: Tensor
-    """(n, C)"""
+    """Probabilities, shape (n, C)."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     """Outlier scores (n,) by name."""
     sets: Tensor | None = None
-    """Classes (n, C) in each prediction set."""
+    """Prediction sets as masks, shape (n, C)."""
     likelihood: ClassificationLikelihood = CATEGORICAL
     inputs: Tensor | None = None
-    """Input (n,) of each row, if rows are positions; None if each row is an input."""
+    """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return columns of a tally from class indices (n,), or from 0 and 1 (n, C) for multi-label data; None if unlabelled."""
+        """Return the columns of a tally; labels are class indices (n,), 0 and 1 (n, C) for multi-label data, or None if unlabelled."""
         probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
         limits = torch.finfo(probs.dtype)
         if not self.likelihood.mutually_exclusive:  # 1 - p may round to 0
             return self._by_label(probs.double().clamp(limits.eps, 1 - limits.eps), labels)
-        # A probability that underflowed to 0 counts as the smallest positive number of its precision.
+        # A probability that underflowed to 0 is replaced by the smallest positive number of its precision.
         probs = probs.clamp_min(limits.tiny).double()
         confidence, predicted = probs.max(1)
         row = {} if self.inputs is None else {INPUT: self.inputs}

@@ -1,6 +1,6 @@
-"""Results of the demo: a comparison on digits, confidence far away from them and around two moons. The report reads nothing else.
+"""Results of the demo: a comparison on digits, confidence far from the digits, and confidence maps around two moons.
 
-Dictionaries by method have the keys and the order of `METHODS`, unless stated otherwise.
+The report reads nothing else. Dictionaries by method have the keys of `METHODS` in the same order, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from mola.compare.record import Comparison
 
 DEFAULT = "MoLA (calibrated)"
-"""MoLA tuned by the library's default rule."""
+"""Name of MoLA tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
-"""One network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and by the default rule."""
+"""Names of the methods: one network, an ensemble, the ensemble with a temperature, and MoLA by the paper's and by the default rule."""
 
 Array = NDArray[np.float64]
 
 TEST = "test digits"
-"""Name of the in-distribution set among the sets of inputs."""
+"""Name of the in-distribution set."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,34 @@ class DemoSettings:
 
     seed: int = 0
     members: int = 5
-    """Networks in the ensemble."""
+    """Number of networks in the ensemble."""
     epochs: int = 60
     outliers: int = 500
-    """Inputs in each out-of-distribution set."""
+    """Number of inputs in each out-of-distribution set."""
     moons_epochs: int = 150
     map_size: int = 181
-    """Points along each side of a confidence map."""
+    """Number of points along each side of a confidence map."""
 
 
 @dataclass(frozen=True)
 class DistanceResult:
-    """Confidence in inputs that are scaled away from the data."""
+    """Confidence for inputs that are scaled away from the data."""
 
     scales: Array
     curves: dict[str, dict[str, Array]]
     """Mean confidence at each scale, by kind of input and method."""
     limits: dict[str, dict[str, float]]
-    """Mean of the exact limit, by kind of input and method, for methods with a Laplace approximation."""
+    """Mean exact far-field limit by kind of input and method, for methods with a Laplace approximation."""
     bounds: dict[str, dict[str, float]]
-    """Mean of the Theorem's bound, by kind of input and method, for methods without a distance exponent."""
+    """Mean of the Theorem's bound by kind of input and method, for methods without a distance exponent."""
     precisions: Array
-    """Prior precisions of MoLA by the paper's rule in the next three curves."""
+    """Prior precisions at which the next three curves of MoLA are computed."""
     test_confidence: Array
-    """Mean confidence in the test digits."""
+    """Mean confidence for the test digits."""
     limit: Array
-    """Mean of the exact far-field limit in the directions of noise."""
+    """Mean exact far-field limit in the directions of noise inputs."""
     bound: Array
-    """Mean of the Theorem's bound in the directions of noise."""
+    """Mean of the Theorem's bound in the directions of noise inputs."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class MoonsResult:
     """Confidence over the plane around two moons."""
 
     points: Array
-    """(n, 2): training data."""
+    """Training data, shape (n, 2)."""
     labels: NDArray[np.int64]
     reach: float
-    """The maps cover the square from -reach to reach."""
+    """Half-width of the square that the maps cover, from -reach to reach."""
     maps: dict[str, Array]
-    """(size, size) by method; the first axis is y, upwards."""
+    """Confidence maps (size, size) by method; the first axis is y, from bottom to top."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DemoResult:
 
     settings: DemoSettings
     comparison: Comparison
-    """On test digits, rotated digits, and inputs that are not digits."""
+    """Comparison on test digits, rotated digits, and inputs that are not digits."""
     distance: DistanceResult
     moons: MoonsResult
     seconds: float
@@ -88,7 +88,7 @@ class DemoResult:
     """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return settings and results as plain JSON values, without curves and maps: `numbers.json`."""
+        """Return settings and results as plain JSON values for `numbers.json`, without curves and maps."""
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,

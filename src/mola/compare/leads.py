@@ -1,4 +1,4 @@
-"""The method that leads by a metric, and whether its lead over every other method is more than chance."""
+"""The best method by a metric, and a test of whether its lead over every other method is more than chance."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Literal
 from mola.measurement import Measurement
 
 CLEAR = 2.0
-"""Standard errors of the difference by which a method must lead every other one to be marked as best: about 95 %."""
+"""Number of standard errors by which a method must lead every other method to be marked as best: about 95 % confidence."""
 
 SAME = 1e-6
-"""Metrics whose difference and its error are smaller are equal: rounding may swap two inputs that are almost tied."""
+"""Tolerance for a difference and its error, below which two metrics are equal: rounding may swap two almost tied inputs."""
 
 Name = tuple[str, ...]
-"""`(method,)` or `(method, score)`."""
+"""Name of an entry: `(method,)` or `(method, score)`."""
 
 
 @dataclass(frozen=True)
 class Lead:
-    """The best method by a metric, and whether its lead is more than chance."""
+    """The best method by a metric, and the evidence that its lead is more than chance."""
 
     best: Name
     value: float
     level: tuple[Name, ...]
-    """Other methods that equal the best to every digit, such as scores of the same logits."""
+    """Other methods whose metric equals the best value, such as scores computed from identical logits."""
     rival: Name | None
-    """The next best method; if the lead is not clear, the closest in units of the error of the difference."""
+    """The second-best method, or, if the lead is not clear, the closest method in standard errors of the difference."""
     ahead: float | None
     """Difference between the best and the rival."""
     error: float | None
-    """Standard error of that difference."""
+    """Standard error of the difference."""
     clear: tuple[Name, ...]
-    """Names that lead every other method by more than `CLEAR` standard errors of the difference."""
+    """Entries that lead every other method by more than `CLEAR` standard errors of the difference."""
 
 
 Better = Literal["low", "high"]
 
 
 def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
-    """Compare methods by a metric on the same data; a method may have several entries, which do not compete with each other."""
+    """Compare methods by a metric on the same data; several entries of one method are not compared with each other."""
     sign = 1 if better == "high" else -1
 
     def rivals(name: Name) -> dict[Name, tuple[float, float, float | None]]:
-        # Lead over each other method: in standard errors, as a difference, and its error. Equal methods are left out.
+        # The lead over each other method in standard errors, the difference and its error. Equal methods are left out.
         behind: dict[Name, tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)
@@ -61,7 +61,7 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(
         name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
     )
-    # The next best; if the lead is not clear, the method that prevents it.
+    # The second-best method, or, if the lead is not clear, the closest method in standard errors.
     rival = min(others, key=lambda name: others[name][1] if best in clear else others[name][0], default=None)
     _, ahead, error = (0.0, None, None) if rival is None else others[rival]
     level = tuple(name for name in found if name[0] != best[0] and name not in others)

@@ -1,7 +1,7 @@
-"""Methods of a comparison, as values that are fitted and then predict.
+"""Methods of a comparison, declared as values, then fitted and used for prediction.
 
-`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them, by the public `mola.fit` and `tune` over stored
-features.
+`LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public `mola.fit` and `tune` to
+stored features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mola.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from mola.uncertainty import entropy
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
-"""Outlier scores of bare features and logits, by name."""
+"""Functions that compute outlier scores from stored features and logits, by name."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Material:
     """Data and settings of one run."""
 
     read: Callable[[str], Stored]
-    """Stored features and logits of a set, by its name."""
+    """Function that returns the stored features and logits of a set from its name."""
     threshold: float | None
     """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
-    """Function that makes scores from the activations of the training and of the validation set."""
+    """Function that returns outlier scores from the activations of the training set and of the validation set."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Function that makes the posterior with a structure over some heads from stored sums, if training activations are not stored."""
+    """Function that returns a posterior from a structure, heads and stored sums; used if training activations are not stored."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Fitted:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
-    """Batches of a set, by its name, with the labels."""
+    """Function that returns the batches of a set, with labels, from its name."""
     answer: Callable[[Any, bool], Answer]
-    """Predictions for a batch, with outlier scores or without."""
+    """Function that returns predictions for a batch, with or without outlier scores."""
     chosen: dict[str, Any]
     """Tuned values."""
     seconds: float
-    """Time to fit and tune."""
+    """Time to fit and tune, in seconds."""
 
 
 MaterialT = TypeVar("MaterialT", contravariant=True)
@@ -68,26 +68,26 @@ class Method(Protocol[MaterialT]):
 
     @property
     def name(self) -> str:
-        """Name shown in tables; unique within a comparison."""
+        """The name shown in tables, unique within a comparison."""
 
     @property
     def group(self) -> str:
-        """Group of methods that are compared with each other."""
+        """The group of methods that are compared with each other."""
 
     @property
     def components(self) -> int | None:
-        """Number of networks; None uses all networks of the run."""
+        """Number of networks, or None for all networks of the run."""
 
     def settings(self) -> dict[str, Any]:
         """Return settings as plain JSON values."""
 
     def fit(self, material: MaterialT, /) -> Fitted:
-        """Fit and tune."""
+        """Fit and tune the method."""
 
 
 @contextmanager
 def noting() -> Iterator[list[str]]:
-    """Yield a list of the library's warnings, complete when the context ends, instead of showing them; other warnings pass."""
+    """Collect the library's warnings in a list that is complete when the context ends; other warnings are shown as usual."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MolaWarning)
@@ -109,29 +109,29 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Rules by name, from the target confidence of the paper's rule."""
+"""Functions that return a rule, by name; their argument is the target confidence of the paper's rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
 
 @dataclass(frozen=True)
 class LastLayer:
-    """MAP, deep ensemble, LLLA or MoLA, with a temperature or without."""
+    """MAP, a deep ensemble, LLLA or MoLA, with or without a temperature."""
 
     name: str
     group: str = "main"
     components: int | None = None
     structure: str | None = None
-    """Structure of the Laplace approximation; None for none."""
+    """Structure of the Laplace approximation, or None for networks without a Laplace approximation."""
     link: str = "probit"
     rule: str = "threshold"
     weights: str = "uniform"
     temperature: bool = False
-    """Divide all logits by one temperature, tuned by validation NLL."""
+    """Switch for dividing all logits by one temperature, tuned by validation NLL."""
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that an ensemble averages."""
     detectors: bool = False
-    """Compare outlier scores, including scores of features and logits."""
+    """Switch for comparing outlier scores, including scores of features and logits."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")
@@ -154,7 +154,7 @@ class LastLayer:
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:
             raise OptionError(
-                f"{self.name} divides the logits before they are summed, which needs stored training data: omit --stream."
+                f"{self.name} scales the logits before the fit, which requires stored training activations. Omit --stream."
             )
         start = time.perf_counter()
         with noting() as notes:
@@ -187,10 +187,10 @@ class LastLayer:
                 "entropy": entropy(found.probs),
                 "GEN": gen_score(found.probs),
             }
-            if self.structure is not None or len(networks) > 1:  # a single network has none
+            if self.structure is not None or len(networks) > 1:  # a single network has no mutual information
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
-                # `chosen` has the name of this posterior's score.
+                # `chosen` stores the name of this score.
                 given["ood score"] = found.ood_score
                 if (distance := getattr(found, "distance", None)) is not None:
                     given["distance"] = distance
@@ -222,7 +222,7 @@ class LastLayer:
 
     @staticmethod
     def tuned(posterior: mola.MoLA) -> dict[str, Any]:
-        """Return tuned values as plain JSON values."""
+        """Return the tuned values as plain JSON values."""
         if posterior.structure is None:
             return {}
         chosen: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
-Suites store records as JSON (`mola-bench`, version 1). Standard errors over data and results by class exist in comparisons of one run
-only; the errors of a suite come from its runs, and its files have no such entries.
+Suites store records as JSON (`mola-bench`, version 1). Only comparisons of one run have standard errors over data and results by
+class. A suite computes its errors over runs, and its files omit these entries.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FORMAT = "mola-bench"
 VERSION = 1
 
 CONFIDENCE_BINS = 50
-"""Equal-width bins of the confidence histograms, from 0 to 1."""
+"""Number of equal-width bins from 0 to 1 in the confidence histograms."""
 
 Role = Literal["train", "validation", "test", "shift", "outlier"]
 
 
 @dataclass(frozen=True)
 class SetInfo:
-    """A set of data."""
+    """Description of a data set."""
 
     name: str
     title: str
@@ -37,17 +37,17 @@ class SetInfo:
     level: float = 0.0
     """Shift of the data (degrees, severity); 0 for the test set."""
     parts: str = ""
-    """Unit of `count` if it is not the input: "label" or "position"."""
+    """Unit of `count` if it does not count inputs: "label" or "position"."""
     inputs: int | None = None
-    """Number of inputs, if the unit is not the input."""
+    """Number of inputs if `count` counts labels or positions."""
 
 
 @dataclass(frozen=True)
 class OutputResult:
-    """A method on one output of a regression."""
+    """Results of a method on one output of a regression."""
 
     metrics: dict[str, float]
-    """"rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
+    """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
     errors: dict[str, float | None]
     """Standard errors over data."""
 
@@ -57,103 +57,103 @@ class RegressionDetail:
     """Details of a regression, in addition to its metrics."""
 
     coverage: list[list[float | None]]
-    """Triples: probability of central intervals, share of targets in them, and its standard error."""
+    """Triples of the probability of a central interval, the share of targets inside it, and the standard error of that share."""
     spread: dict[str, list[list[float]]]
-    """Calibration of each output's standard deviation, in groups of data: count, root mean square of the predicted standard
-    deviation, root mean squared error."""
+    """Calibration of each output's standard deviation. Each group of data has a count, the root mean square of the predicted standard
+    deviation, and the root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """Some data of each output: target, mean, and the ends of the 90 % interval."""
+    """Example data of each output: target, mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
     """Results of the first outputs, by name."""
 
 
 @dataclass(frozen=True)
 class LabelledResult:
-    """A method on labelled data: the test set, or a shifted one."""
+    """Results of a method on labelled data: the test set or a shifted set."""
 
     level: float
     """Shift of the data (degrees, severity); 0 for the test set."""
     count: int
     metrics: dict[str, float]
-    """Metrics by name, as in `mola.compare.results.METRICS`."""
+    """Metrics by name, listed in `mola.compare.results.METRICS`."""
     reliability: list[list[float]]
-    """Count, sum of confidences and number of correct predictions in each of 15 bins of confidence. Empty in ablations."""
+    """Count, sum of confidences and number of correct predictions in each of 15 confidence bins. The list is empty in ablations."""
     histogram: list[int]
-    """Number of predictions in each of `CONFIDENCE_BINS` bins of confidence. Empty in ablations."""
+    """Number of predictions in each of `CONFIDENCE_BINS` confidence bins. The list is empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
-    """Standard errors over data of accuracy, nll, brier, ece and confidence; None for a single datum."""
+    """Standard errors over data of accuracy, nll, brier, ece and confidence. An error is None for a single datum."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """"count", "accuracy" and mean "confidence" of each class in the data. Multi-label data have "auroc", "average_precision" and
-    "ece" (of the probability of yes), dense outputs "iou"."""
+    """Results of each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
+    "average_precision" and "ece" (of the probability of yes), and dense outputs have "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """"accuracy", "nll" and "ece" of each type of shift, to six digits, if the data have several types."""
+    """Results of each type of shift, if the data have several types: "accuracy", "nll" and "ece", rounded to six digits."""
     regression: RegressionDetail | None = None
 
 
 @dataclass(frozen=True)
 class OutlierResult:
-    """A method on outliers."""
+    """Results of a method on outliers."""
 
     count: int
     confidence: float | None
-    """Mean of the largest probability (MMC); None for regression."""
+    """Mean of the largest probability (MMC), or None for regression."""
     scores: dict[str, dict[str, float]]
-    """"auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and "fpr95_out" (outliers positive) of each outlier score, against
-    the test set. Some stored records lack "fpr95_out"."""
+    """Metrics of each outlier score against the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers are positive) and
+    "fpr95_out" (outliers are positive). Some stored records lack "fpr95_out"."""
     histogram: list[int]
     confidence_error: float | None = None
-    """Standard error over data; None for a single datum, and in suites."""
+    """Standard error of `confidence` over data, or None for a single datum and in suites."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """Standard errors over data of "auroc" and "fpr95" of each outlier score."""
+    """Standard errors over data of each outlier score's "auroc" and "fpr95"."""
     std: float | None = None
-    """Mean standard deviation over inputs and outputs, for regression."""
+    """Mean predicted standard deviation over inputs and outputs, for regression."""
     std_error: float | None = None
-    """Standard error over data."""
+    """Standard error of `std` over data."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """A method on the first few inputs of one set, in their order."""
+    """Predictions of a method for the first few inputs of one set, in order."""
 
     confidence: list[float]
     label: list[int]
-    """The class predicted."""
+    """Predicted classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One method, one run."""
+    """Settings and results of one method in one run."""
 
     suite: str
     method: str
-    """Name shown in tables; unique within the suite."""
+    """Name shown in tables, unique within the suite."""
     group: str = "main"
-    """"main", or the ablation it belongs to."""
+    """Group of the method: "main", or the name of an ablation."""
     run: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """Structure, link, rule, weights, number of components."""
     networks: list[str] = field(default_factory=list)
     """Checksums of the networks used."""
     data: dict[str, str] = field(default_factory=dict)
-    """Checksum of every set used, by name."""
+    """Checksums of the sets used, by name."""
     chosen: dict[str, Any]
-    """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), "notes", and the
-    name of the posterior's own "ood_score"."""
+    """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (a description) and "notes".
+    "ood_score" is the name of the posterior's outlier score."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
+    """Seconds to "fit" (including tuning) and to "predict". Suites measure both from stored activations."""
     labelled: dict[str, LabelledResult]
-    """Results on labelled sets, by name: the test set first."""
+    """Results on labelled sets by name, starting with the test set."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further measures of a suite, by name. Absent from files if empty."""
+    """Further measures of a suite, by name. Files omit this entry if it is empty."""
     overlap: float = 0.0
-    """Number of test data for each datum of fitting or tuning, if the runs of a cross-fit share data; 0 for runs with their own
-    networks. Not in files: it follows from the suite's document."""
+    """Ratio of test data to the data used for fitting or tuning, if the runs of a cross-fit share data, or 0 if every run has separate
+    networks. Files omit it because the suite's document determines it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
+        """Return a suite's record as plain JSON values, without the entries of comparisons of one run (errors over data, classes)."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("labelled", "outliers"):
             document[name] = {
@@ -167,18 +167,18 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Read the values that `to_json` returned."""
+        """Return the record from the JSON values that `to_json` returned."""
         check(document, SCHEMA, "")
         for name, known in ENTRIES.items():
             if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
-                raise StorageError(f"the record is garbled: unknown entries {unknown[:3]} under {name!r}.")
+                raise StorageError(f"the record is damaged: {name!r} has the unknown entries {unknown[:3]}.")
         results = [*document["labelled"].values(), *document["outliers"].values()]
         if any(len(one["histogram"]) not in (0, CONFIDENCE_BINS) for one in results):
-            raise StorageError(f"expected histograms of {CONFIDENCE_BINS} bins.")
+            raise StorageError(f"the record is damaged: expected histograms with {CONFIDENCE_BINS} bins.")
         for name, one in document["labelled"].items():
             check(one.get("types", {}), NUMBERS, f"labelled.{name}.types")
             if any(len(row) != 3 for row in one["reliability"]):
-                raise StorageError("expected three numbers for each bin of reliability.")
+                raise StorageError("the record is damaged: expected three numbers for each reliability bin.")
         check(document.get("measures", {}), NUMBERS, "measures")
         made = {"labelled": LabelledResult, "outliers": OutlierResult, "examples": Examples}
         plain = {one.name: document[one.name] for one in fields(cls) if one.name in SCHEMA}
@@ -215,7 +215,7 @@ SCHEMA: dict[str, Any] = {
 
 ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
 ENTRIES["labelled"].add("types")
-"""Entries of each result in a suite's record."""
+"""Allowed entries of each result in a suite's record."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,9 @@ class Pictures:
     """The first images of a set."""
 
     pixels: NDArray[np.uint8]
-    """(n, height, width, 1 or 3)"""
+    """Pixels, shape (n, height, width, channels) with 1 or 3 channels."""
     labels: tuple[int, ...] | None = None
-    """Their classes; None for outliers."""
+    """Classes of the images, or None for outliers."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,11 @@ class AnswerResult:
     promised: float
     certainty: float
     threshold: float | None
-    """Confidence above which inputs that raise no alarm are answered; None if no threshold can guarantee the rate."""
+    """Confidence above which an input without an alarm is answered, or None if no threshold guarantees the rate."""
     answered: float | None = None
-    """Share of the test data that are answered."""
+    """Share of the test data that is answered."""
     realised: float | None = None
-    """Error rate of these answers."""
+    """Error rate of the answers."""
     why: str = ""
     """Reason why there is no threshold."""
 
@@ -253,30 +253,30 @@ class SetResult:
     size: float
     """Mean number of classes in a set."""
     classes: dict[str, float]
-    """Coverage of each class that the test data have."""
+    """Coverage of each class in the test data."""
 
 
 @dataclass(frozen=True)
 class IntervalResult:
-    """A guaranteed coverage of intervals, and the coverage on the test data."""
+    """A guaranteed coverage of prediction intervals, and the coverage on the test data."""
 
     promised: float
     realised: float
     realised_error: float | None
-    """Standard error over data."""
+    """Standard error of `realised` over data."""
     width: float
-    """Mean over inputs and outputs."""
+    """Mean width of the intervals over inputs and outputs."""
 
 
 @dataclass(frozen=True)
 class DecisionResult:
-    """Decisions about the test data, by thresholds from validation data."""
+    """Decisions about the test data with thresholds calibrated on validation data."""
 
     false_alarm_rate: float
     alarms: float
-    """Share of the test data that raise the alarm."""
+    """Share of the test data that raises the alarm."""
     curves: dict[str, list[list[float]]]
-    """Pairs of coverage and error rate of each method, the most confident predictions first."""
+    """Pairs of coverage and error rate for each method, starting with the most confident predictions."""
     answers: list[AnswerResult]
     sets: SetResult | None
     intervals: list[IntervalResult] = field(default_factory=list)
@@ -285,34 +285,35 @@ class DecisionResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods side by side on the same sets: the content of a report."""
+    """Results of several methods on the same sets: the content of a report."""
 
     title: str
     sets: dict[str, SetInfo]
-    """Sets by name, in order: the test set, shifted sets by level, outliers."""
+    """Sets by name: first the test set, then shifted sets by level, then outliers."""
     records: tuple[Record, ...]
-    """Methods in order, each method's runs one after the other."""
+    """Records in the order of the methods; the runs of a method follow one another."""
     classes: tuple[str, ...] = ()
     """Names of the classes, or of a regression's outputs, in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """Best method on each set by each metric, for one run. Labelled data: "accuracy", "nll", "brier" and "ece", of `(method,)`.
-    Outliers: "confidence" and "max probability" (AUROC of that score), of `(method,)`; "auroc" and "fpr95", of `(method, score)`."""
+    """Best method on each set by each metric, for comparisons of one run. Labelled data have "accuracy", "nll", "brier" and "ece" with
+    keys `(method,)`. Outliers have "confidence" and "max probability" (the AUROC of this score) with keys `(method,)`, and "auroc" and
+    "fpr95" with keys `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
-    """Images of some sets."""
+    """The first images of sets that contain images, by name of the set."""
     notes: tuple[str, ...] = ()
-    """Remarks of tuning, and caveats."""
+    """Notes from tuning, and caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     """Inputs of each set that could not be used, with the reason."""
     made: Mapping[str, Any] = field(default_factory=dict)
-    """Versions, seconds and files of the comparison."""
+    """Provenance of the comparison: versions, seconds and files."""
     decisions: DecisionResult | None = None
-    """Decisions, if the posterior's folder has validation predictions."""
+    """Decisions on the test data, if the posterior's folder has validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """Excess of each other method's metrics over those of `own`, and its standard error, for regression."""
+    """Differences of each other method's metrics from the metrics of `own`, with standard errors, for regression."""
 
     def document(self) -> dict[str, Any]:
-        """Return sets, results of each method, leads and decisions as plain JSON values, without empty entries: `numbers.json`."""
+        """Return sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
         document = asdict(self)
         kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
         methods = {
@@ -325,7 +326,7 @@ class Comparison:
         return plain
 
     def of_role(self, role: Role) -> list[SetInfo]:
-        """Return the sets of a role."""
+        """Return the sets that have the given role."""
         return [one for one in self.sets.values() if one.role == role]
 
     @property
@@ -335,7 +336,7 @@ class Comparison:
 
     @property
     def methods(self) -> dict[str, Record]:
-        """The first run of each method."""
+        """The first record of each method."""
         found: dict[str, Record] = {}
         for record in self.records:
             found.setdefault(record.method, record)
@@ -343,12 +344,12 @@ class Comparison:
 
     @property
     def runs(self) -> dict[str, tuple[Record, ...]]:
-        """All records by method, in the order of the runs."""
+        """All records of each method, in the order of the runs."""
         return {name: tuple(one for one in self.records if one.method == name) for name in self.methods}
 
     @property
     def own(self) -> str:
-        """Name of the last method: MoLA, or LLLA of one network."""
+        """Name of the last method: MoLA, or LLLA for one network."""
         return self.records[-1].method
 
     @property

@@ -1,10 +1,10 @@
-"""Regression in a comparison: predictions as columns of a tally, and metrics and intervals from them.
+"""Regression in a comparison: predictions as columns of a tally, and the metrics and intervals computed from these columns.
 
-A central interval of probability p covers a target with distribution function u exactly if |2 u - 1| <= p, so one number for each
-target, the smallest p whose interval covers it, gives the coverage of intervals of every probability.
+Let u be the predicted distribution function at a target. A central interval of probability p covers the target exactly if
+|2 u - 1| <= p. One number for each target, the smallest such p, therefore gives the coverage of intervals of every probability.
 
-The log-likelihood of D outputs is that of all outputs together; every other metric is a mean over outputs, and is also kept for
-each of the first `MOST_OUTPUTS`.
+The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is a mean over outputs, and is also stored for each
+of the first `MOST_OUTPUTS` outputs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Probabilities of the intervals in tables."""
 
 NOMINAL = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Probabilities of the intervals in figures; `LEVELS` are among them."""
+"""Probabilities of the intervals in figures, including `LEVELS`."""
 
 INTERVAL = 0.9
-"""Probability of the intervals of examples."""
+"""Probability of the intervals shown for examples."""
 
 MOST_OUTPUTS = 16
-"""Outputs that are also shown separately."""
+"""Maximum number of outputs that are also shown separately."""
 
 EXAMPLES = 300
-"""Targets in a figure, at even distances in the data."""
+"""Maximum number of targets in a figure, evenly spaced in the data."""
 
 SPREAD_BINS = 10
-"""Groups of equally many inputs, by their predicted standard deviation."""
+"""Number of groups of equal size into which inputs are divided by their predicted standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,25 @@ class RegressionAnswer:
     """Predictions of a regression for a batch."""
 
     prediction: RegressionPrediction
-    """n rows of D outputs, in the targets' units."""
+    """Prediction with n rows and D outputs, in the targets' units."""
     ood_score: Tensor | None = None
-    """Outlier scores (n,), if the method has its own."""
+    """Outlier scores (n,), or None if the method has no outlier score."""
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
-    """Ends (n, D) of calibrated intervals, by coverage."""
+    """Lower and upper ends (n, D) of calibrated intervals, by coverage."""
     inputs: Tensor | None = None
-    """Input (n,) of each row, if rows are positions; None if each row is an input."""
+    """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return columns of a tally from targets (n, D), or (n,) if D is 1; None if unlabelled.
+        """Return the columns of a tally; targets are (n, D), (n,) if D is 1, or None if unlabelled.
 
-        A column "name[d]" belongs to output d, and "name[p]" to intervals of probability p.
+        A column "name[d]" belongs to output d, and a column "name[p]" to intervals of probability p.
         """
         prediction = self.prediction
         row: dict[str, Tensor] = {} if self.inputs is None else {INPUT: self.inputs}
         row["std[all]"] = prediction.std.mean(1)
         if labels is not None:
             row |= self._measured(labels[:, None] if labels.dim() == 1 else labels)
-        # Outputs may have different units: the mean of logarithms ranks inputs alike in any units.
+        # Outputs may have different units. The ranking by the mean of logarithms does not depend on units.
         row["variance"] = prediction.variance.log().mean(1)
         if self.ood_score is not None:
             row["ood score"] = self.ood_score
@@ -106,7 +106,7 @@ class RegressionAnswer:
 
 
 def regression_metrics(tally: Tally) -> dict[str, Measurement]:
-    """Return rmse, nll, crps and std, and coverage_90 and width_90 for each of `LEVELS` in percent."""
+    """Return rmse, nll, crps and std, and the coverage and width at each of `LEVELS`, named in percent (coverage_90, width_90)."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),
@@ -123,7 +123,7 @@ def _scores(tally: Tally, place: int | str) -> dict[str, Measurement]:
 
 
 def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
-    """Return the coverage at all probabilities, and the metrics, spread and examples of each output."""
+    """Return the coverage at every probability, and the metrics, spread and examples of each output."""
     shown = dict(enumerate(outputs[:MOST_OUTPUTS]))
     curve = [(level, tally.mean(f"held[{level}]")) for level in NOMINAL]
     by_output = {
@@ -144,9 +144,9 @@ def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
 
 
 def _spread(tally: Tally, place: int) -> list[list[float]]:
-    # For groups of rows by predicted standard deviation: count, its root mean square, root mean squared error.
+    # For each group of rows: count, root mean square of the predicted standard deviation, root mean squared error.
     std, squares = tally[f"std[{place}]"], tally[f"square[{place}]"]
-    # One group if all standard deviations are equal: more would be chance.
+    # If all standard deviations are equal, use one group, because several groups would differ only by chance.
     bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
     return [
         [len(part), math.sqrt(float(std[part].square().mean())), math.sqrt(float(squares[part].mean()))]
@@ -155,7 +155,7 @@ def _spread(tally: Tally, place: int) -> list[list[float]]:
 
 
 def _examples(tally: Tally, place: int) -> list[list[float]]:
-    # Target, mean, and the ends of the 90 % interval.
+    # Target, mean, and both ends of the 90 % interval of each example.
     count = tally.count
     chosen = torch.linspace(0, count - 1, min(count, EXAMPLES), dtype=torch.float64).round().long()
     columns = [tally[f"{name}[{place}]"][chosen] for name in ("target", "mean", "lower", "upper")]

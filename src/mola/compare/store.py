@@ -1,6 +1,6 @@
-"""A folder of results: one JSON file for each suite, method and run, written atomically.
+"""Storage of results in a folder, with one JSON file for each suite, method and run, written atomically.
 
-results/<suite>/suite.json            description of the suite, and its example images
+results/<suite>/suite.json            description and example images of the suite
 results/<suite>/<method>/run-0.json   one record
 results/<suite>/cost.json             time and memory of one run
 """
@@ -19,7 +19,7 @@ from mola.saving.schema import SEAL, check_seal, parse, sealed
 
 COST, SUITE = "cost.json", "suite.json"
 
-AGAIN = "Delete it and run the suite again: other records are kept."
+AGAIN = "Delete it and run the suite again. The other records are kept."
 
 
 class Store:
@@ -33,7 +33,7 @@ class Store:
         found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
         if not found:
             raise StorageError(
-                f"{self.directory} holds no results. Make some with: mola bench <suite> --results {self.directory}"
+                f"{self.directory} contains no results. Create results with: mola bench <suite> --results {self.directory}"
             )
         return found
 
@@ -42,13 +42,13 @@ class Store:
         return self.directory / suite / _slug(method) / f"run-{run}.json"
 
     def write(self, record: Record) -> Path:
-        """Write a record; a record of the same suite, method and run is replaced."""
+        """Write a record and replace any older record of the same suite, method and run."""
         path = self.path(record.suite, record.method, record.run)
         _write(path, record.to_json())
         return path
 
     def read(self, suite: str, method: str, run: int) -> Record | None:
-        """Return the record, or None if there is none."""
+        """Return a record, or None if it does not exist."""
         path = self.path(suite, method, run)
         return read_record(path) if path.exists() else None
 
@@ -57,11 +57,11 @@ class Store:
         return sorted((self.directory / suite).glob("*/run-*.json"))
 
     def records(self, suite: str) -> list[Record]:
-        """Return all records of a suite, in the order of their files."""
+        """Return all records of a suite, sorted by path."""
         return [read_record(path) for path in self.paths(suite)]
 
     def forget(self, suite: str) -> None:
-        """Remove the records and documents of a suite, but no other file."""
+        """Remove the records and documents of a suite, and keep all other files."""
         for path in (*self.paths(suite), *(self.directory / suite / name for name in (SUITE, COST))):
             path.unlink(missing_ok=True)
 
@@ -72,7 +72,7 @@ class Store:
         return path
 
     def read_document(self, suite: str, name: str) -> dict[str, Any] | None:
-        """Return `suite.json` or `cost.json`, or None if there is none."""
+        """Return the content of `suite.json` or `cost.json`, or None if the file does not exist."""
         path = self.directory / suite / name
         return _read(path) if path.exists() else None
 
@@ -83,13 +83,13 @@ def _slug(method: str) -> str:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A line for each entry: files stay small, and differences readable.
+    # One line for each entry keeps files small and diffs readable.
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read_record(path: Path) -> Record:
-    """Read a record; `StorageError` names its file."""
+    """Return the record in a file, or raise a `StorageError` that names the file."""
     document = _read(path)
     try:
         return Record.from_json(document)
@@ -103,12 +103,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (StorageError, OSError) as error:
         raise StorageError(f"{path} is not readable JSON ({error}). {AGAIN}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StorageError(f"{path} is no benchmark result: expected format {FORMAT!r}.")
+        raise StorageError(f"{path} is not a benchmark result: expected format {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise StorageError(
             f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
-            f"Write new results to another folder, or delete it and run the suite again."
+            f"Write new results to another folder, or delete this file and run the suite again."
         )
-    if SEAL in document:  # records written by hand have none
+    if SEAL in document:  # records written by hand have no seal
         check_seal(document, path)
     return document

@@ -1,7 +1,7 @@
-"""`mola evaluate`: MAP, temperature scaling or scaled noise, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
+"""The job of `mola evaluate`: MAP, temperature or noise scaling, the deep ensemble, LLLA and MoLA, compared on the user's test data.
 
-All methods but LLLA follow from the prediction of the posterior, so the data are read once and the networks run once; LLLA runs the
-first network once more. The validation data are also read once: temperatures, noise and LLLA are tuned on the networks' outputs.
+All methods except LLLA follow from the prediction of the posterior, so the data are read once and the networks run once. LLLA runs the
+first network once more. The validation data are also read once: temperatures, noise and LLLA are tuned on the stored outputs.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
-"""Decisions that the report shows."""
+"""Guaranteed error rates and coverage of the decisions in the report."""
 
 POSITIONS = 256
-"""Positions of dense outputs that are drawn from each input: neighbours are correlated, so more of them would add little."""
+"""Number of positions drawn from each input of dense outputs; neighbours are correlated, so more positions would add little."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
-"""Ending of the networks alone with a temperature (classes), or with scaled noise (regression)."""
+"""Suffix of networks without Laplace approximations: "-T" with a temperature (classes), "-N" with scaled noise (regression)."""
 
 LOGITS = "DE-L"
-"""The temperature-scaled mean of the networks' logits."""
+"""Name of the method that averages the networks' logits and scales the mean by a temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(Opening, Reporting):
-    """The options of `mola evaluate`."""
+    """Options of `mola evaluate`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
     test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
@@ -95,24 +95,24 @@ _Rows = Answer | RegressionAnswer
 
 @dataclass(frozen=True)
 class _Methods:
-    # All methods, from one posterior. The ensemble has the posterior's weights.
+    # All methods, derived from one posterior. The ensemble uses the posterior's weights.
     posterior: MoLA
     single: MoLA
-    """The first component alone, tuned as the posterior was."""
+    """The posterior of the first network alone, tuned by the same rule."""
     alone: Mapping[str, Any]
-    """Networks without Laplace approximations: the temperature, or factors (D,) of the noise, of each method; None if unscaled."""
+    """Methods without Laplace approximations, with their temperature or noise factors (D,), or None if unscaled."""
     sets: PredictionSets | None = None
-    """Conformal sets of the posterior for classes, if its folder has enough validation data."""
+    """Conformal sets for classes, if the posterior's folder has enough validation data."""
     intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
-    """Calibrated intervals of a regression by coverage, if the folder has enough validation data."""
+    """Calibrated intervals for regression, by coverage, if the posterior's folder has enough validation data."""
 
     @property
     def own(self) -> str:
-        """Name of the posterior."""
+        """Name of the posterior's method."""
         return LAPLACE if self.single is self.posterior else MIXTURE
 
     def chosen(self, method: str) -> dict[str, Any]:
-        """Return the tuned numbers of a method."""
+        """Return the tuned values of a method."""
         discrete, found = self.posterior.likelihood.classification, dict[str, Any]()
         if method in self.alone:
             factor = self.alone[method]
@@ -133,7 +133,7 @@ class _Methods:
         return found
 
     def columns(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the columns of every method's tally for a batch, and its number of inputs, after `start` others."""
+        """Return the columns of every method's tally for a batch, and its number of inputs; `start` inputs come before the batch."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, head = len(whole), self.posterior.components[0].head
@@ -180,11 +180,11 @@ def run_evaluate(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> Comparison:
-    """Compare the methods. Processes of a team read their own part of every set, and all return the same numbers."""
+    """Compare the methods. Each process of a team reads its part of every set, and all processes return the same numbers."""
     began = time.perf_counter()
     test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):
-        raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
+        raise OptionError(f"each data set can be named only once, got {', '.join([test, *outliers])}.")
     account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
 
     def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
@@ -194,7 +194,7 @@ def run_evaluate(
         on_share(0.0)
         return Loader(source, account, options.strict, labelled, on_share, together)
 
-    # All sets are opened first, so a wrong name is reported before any work.
+    # All sets are opened first, so that a wrong name is reported immediately.
     tuned_on = val or fitted.job.val
     sources = {
         name: fitted.open_set(name, labelled=name == test, directory=options.data, by_user=True)
@@ -202,7 +202,7 @@ def run_evaluate(
     }
     held_out = None
     if tuned_on is not None:
-        # A folder that was moved may name data that stayed behind.
+        # A folder that was moved may name data that no longer exist.
         absent = None if val else "name the validation data with --val DATA."
         source = fitted.open_set(
             tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
@@ -264,26 +264,26 @@ def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, tally: Tally
 def _tuned(
     fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team
 ) -> tuple[_Methods, list[str]]:
-    # The methods, tuned on the validation data as the posterior was, and notes for the reader.
+    # Return the methods, tuned on the validation data by the posterior's rule, and notes for the report.
     posterior, notes = fitted.posterior, []
     discrete = posterior.likelihood.classification
     if held_out is None:
         lacking = "temperatures" if discrete else "scaled noise"
-        notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
+        notes.append(f"There are no {lacking} because there are no validation data. Name validation data with --val.")
     if posterior.is_dense:
         notes.append(
-            f"Every number is computed over positions, at most {POSITIONS} of each input, drawn at random. Standard errors count "
-            f"inputs, since the positions of one input are correlated."
+            f"Every number is computed over at most {POSITIONS} random positions of each input. Standard errors count inputs, because "
+            f"the positions of one input are correlated."
         )
     elif discrete and not posterior.likelihood.mutually_exclusive:
         notes.append(
-            "Every number is computed over labels: each known label of an input counts once. Standard errors count inputs, whose "
-            "labels may depend on each other."
+            "Every number is computed over labels: each known label of an input counts once. Standard errors count inputs, because "
+            "the labels of one input may depend on each other."
         )
     shares = posterior.weights.tolist()
     if max(shares) - min(shares) > 1e-9:
         listed = ", ".join(f"{share:.3f}" for share in shares)
-        notes.append(f"{ENSEMBLE}, {ENSEMBLE}{SCALED[discrete]} and {MIXTURE} share these weights: {listed}.")
+        notes.append(f"{ENSEMBLE}, {ENSEMBLE}{SCALED[discrete]} and {MIXTURE} use these weights: {listed}.")
     single = posterior
     if len(posterior.components) > 1:
         single = type(posterior)(posterior.components[:1], posterior.link)
@@ -291,7 +291,7 @@ def _tuned(
             first = None
             if held_out is not None and fitted.job.rule != "evidence":
                 first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
-            with noting():  # the report shows the notes of the tuning
+            with noting():  # the report shows the notes of the tuning instead
                 single = single.tune(first, rule=rule, progress=False, team=team)
     alone, remarks = _alone(posterior, held_out, team)
     methods = _Methods(posterior, single, alone, *_guarantees(fitted))
@@ -305,7 +305,7 @@ def _tuned(
 
 
 def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, Any], list[str]]:
-    # The networks without Laplace approximations, plain and scaled, and notes; see `_Methods.alone`.
+    # Return the plain and scaled networks without Laplace approximations (see `_Methods.alone`), and notes.
     count, likelihood = len(posterior.components), posterior.likelihood
     members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
     if held_out is None:
@@ -328,7 +328,7 @@ def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[
         alone |= {name: None, f"{name}{SCALED[True]}": scaled}
         notes += [f"{name}{SCALED[True]}: {note}" for note in caught]
     if count > 1:
-        with noting():  # the ensemble has the same note
+        with noting():  # the ensemble gives the same notes
             alone[LOGITS] = fit_temperature(torch.tensordot(posterior.weights.to(logits), logits, 1), labels)
     return alone, notes
 
@@ -346,7 +346,7 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
             tallies.setdefault(method, Tally()).add(columns)
     names = next((one for one in team.collect(list(tallies)) if one), None)  # a process may have no data
     if names is None:
-        raise DataError(f"{loader.source.name} holds no input that can be used.")
+        raise DataError(f"{loader.source.name} has no usable input. Provide data that the networks can read.")
     tallies = {method: tallies.get(method, Tally()).gather(team) for method in names}
     if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
         single = tallies[SINGLE]
@@ -355,13 +355,13 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
 
 
 def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[float, PredictionIntervals]]:
-    # Conformal sets, or calibrated intervals, at the coverages for which there are enough validation data.
+    # Return conformal sets, or calibrated intervals at the coverages for which the validation data suffice.
     intervals: dict[float, PredictionIntervals] = {}
     with suppress(OptionError, DataError):
         if fitted.posterior.likelihood.classification:
             return prediction_sets(kept_calibration(fitted, "decisions")[0], None, COVERAGE), intervals
         prediction, targets = kept_predictions(fitted, "intervals")
-        for level in LEVELS:  # the data may be too few for the higher levels
+        for level in LEVELS:  # higher levels need more data
             intervals[level] = prediction_intervals(prediction, targets, level)
     return None, intervals
 
@@ -403,12 +403,15 @@ def _answers_at(fitted: PosteriorFolder, rate: float, tally: Tally, outlying: Te
 
 
 def _overlaps(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:
-    # Warnings of test data that were seen before.
+    # Return warnings about test data that were also used for training or tuning.
     notes = []
     for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
         if name is not None and len({Path(one).expanduser().resolve() for one in (name, test)}) == 1:
-            notes.append(f"The test data are the {what} data: the scores are too good.")
+            notes.append(f"The test data are also the {what} data, so the scores are too optimistic.")
         elif name is not None and overlap(name, test):
             base = test.partition(":")[0]
-            notes.append(f"{name}, the {what} data, and {test} share images: {base}:val and {base}:report do not.")
+            notes.append(
+                f"The {what} data {name} and the test data {test} share images. "
+                f"Use {base}:val and {base}:report, which share no images."
+            )
     return notes

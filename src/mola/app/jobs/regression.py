@@ -1,4 +1,4 @@
-"""Regression: the networks without Laplace approximations, whose noise is their own, and the scores in a folder's document."""
+"""Regression networks without Laplace approximations, and the metrics in a folder's document."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mola.tuning.held_out import HeldOut
 
 
 def untuned_noise(posterior: MoLA) -> Tensor:
-    """Return the noise variance of each network before tuning, divided by its noise variance now: factors (K, D) in float64.
+    """Return the ratio (K, D) of each network's noise variance before tuning to its current noise variance, in float64.
 
-    Before tuning it is the variance of the residuals of the training data, or the given noise; heteroscedastic networks return
-    their own.
+    The noise variance before tuning is the variance of the training residuals, the given noise, or the variance that a
+    heteroscedastic network predicts.
     """
     rows = []
     for component in posterior.components:
@@ -38,7 +38,7 @@ def networks_alone(
 ) -> RegressionPrediction:
     """Return the prediction of the first `count` networks of a posterior without Laplace approximations.
 
-    The noise is that before tuning (`untuned_noise`), multiplied by `factors` (D,) if it is scaled.
+    The noise is the noise before tuning (`untuned_noise`), multiplied by `factors` (D,) if they are given.
     """
     means = prediction.component_mean[:count]
     noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
@@ -51,15 +51,15 @@ def networks_alone(
 def regression_prediction(
     means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Likelihood = GAUSSIAN
 ) -> RegressionPrediction:
-    """Return a prediction from means, variances and noise variances (K, n, D) of its components; it has no outlier score."""
+    """Return a prediction without an outlier score from the components' means, variances and noise variances (K, n, D)."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
-    # Networks alone have no outlier score: their variance is one, and every method has that.
+    # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
     fields["ood_score"] = means.new_zeros(means.shape[1])
     return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
 
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Return the noise factors (D,) of the first `count` networks at which the validation data of all processes are most likely."""
+    """Return the noise factors (D,) of the first `count` networks that maximise the likelihood of all processes' validation data."""
     given, targets = [], None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)
@@ -70,7 +70,7 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """Return the metrics of a folder's document."""
+    """Return the metrics that a folder's document stores."""
     found = {name: one.value for name, one in measured(tally).items()}
     if "rmse" not in found:
         return found
