@@ -61,7 +61,7 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path, how):
     suite = read_suites(tmp_path)[0]
     assert [one.run for one in suite.runs["DE"]] == [0, 2]
     assert {**suite.runs, "DE": None} == {**whole.runs, "DE": None}
-    assert any(str(path) in warning and "Left out" in warning for warning in suite.warnings)
+    assert any(str(path) in warning and "left out" in warning for warning in suite.warnings)
     assert "over 2 to 3 runs." in suite_tables(suite)["outliers"].caption
     page = suites_page([SuiteReport(suite, {}, {})], "")
     assert str(path) in page[page.index("Compare with care") :]
@@ -73,7 +73,7 @@ def test_only_damaged_records_are_an_error(tmp_path, how, capsys, monkeypatch):
     paths = [store.path("mnist", method, 0) for method in QUALITY]
     for path in paths:
         damage(path, how)
-    with pytest.raises(StorageError, match=f"none of {len(paths)} records"):
+    with pytest.raises(StorageError, match=f"none of the {len(paths)} records"):
         read_suites(tmp_path)
     output = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["mola", "report", "--results", str(tmp_path), "--output", str(output)])
@@ -107,7 +107,7 @@ def test_a_damaged_document_is_named(tmp_path, name, entries, words):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"data": {"test": "other"}}, "Run 1: DE used other data .* 'test'"),
+        ({"data": {"test": "other"}}, "Run 1: DE used different data .* 'test'"),
         ({"networks": ["stranger"]}, "Run 1: DE used networks that .* did not"),
         ({"suite": "another"}, "another suite: DE"),
     ],

@@ -1,1 +1,1 @@
-"""Result objects in; tables, figures and pages out. Never a model."""
+"""Tables, figures and pages made from result objects, without access to models."""

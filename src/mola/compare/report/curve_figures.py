@@ -1,4 +1,4 @@
-"""Curves: lines and bands in panels, and the figures that consist of them."""
+"""Figures that consist of panels with lines and bands."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from mola.reliability import Curve, draw_reliability
 
 DOTTED, DASHED = (0, (1, 1.6)), (0, (5, 2.5))
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": DASHED, "linewidth": 0.9}
-"""Style of a diagonal on which predictions are calibrated."""
+"""Line style of the diagonal, on which calibrated predictions lie."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of a line."""
+    """A line through points, with its label and style."""
 
     x: ArrayLike
     y: ArrayLike
     label: str
     style: Mapping[str, Any]
     error: ArrayLike | None = None
-    """Half the height of a band around the line."""
+    """Half the height of the band around the line at each point."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines in one pair of axes."""
+    """A set of lines in one pair of axes."""
 
     title: str
     lines: Sequence[Line]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `Axes.set`."""
+    """Keyword arguments of `Axes.set`."""
 
 
 def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
-    """Draw panels, two in a row, with one legend for all."""
+    """Draw panels in rows of two, with one legend for all panels."""
     columns = min(2, len(panels))
     figure, axes = canvas(-(-len(panels) // columns), columns, height)
     for axis, panel in zip(axes, panels, strict=False):
@@ -64,11 +64,11 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
 
 
 Estimates = Mapping[float, Mapping[str, Estimate | None]]
-"""Estimates by place on the axis and label."""
+"""Estimates by position on the x-axis and by label."""
 
 
 def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
-    # Means over runs as lines, with bands of one standard error.
+    # Lines are means over runs; bands are one standard error wide on each side.
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: one for x, values in found.items() if (one := values.get(label)) is not None}
@@ -83,7 +83,7 @@ def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Ma
 def draw_against_level(
     comparison: Comparison, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], axis: str
 ) -> Figure:
-    """Draw metrics of some methods against the level of shift."""
+    """Draw the metrics of the given methods against the level of shift."""
     levels, numbers = levels_of(comparison), Numbers(methods)
     ticks = levels if len(levels) <= 10 else levels[::3]
     panels = []
@@ -95,10 +95,12 @@ def draw_against_level(
 
 
 def suite_components(suite: SuiteResults) -> Figure:
-    """Draw metrics of each family against the number of components: on test data, shifted data and outliers."""
+    """Draw metrics on test data, shifted data and outliers against the number of components, with a line for each family."""
     methods = suite.groups["components"]
     numbers = Numbers(methods)
-    sweep: dict[float, dict[str, str]] = {}  # methods by number of components and family, such as "DE" of "DE K=2"
+    sweep: dict[
+        float, dict[str, str]
+    ] = {}  # methods by number of components and family; "DE K=2" belongs to the family "DE"
     for method, records in methods.items():
         sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
     sweep = dict(sorted(sweep.items()))
@@ -122,7 +124,7 @@ def suite_components(suite: SuiteResults) -> Figure:
 
 
 def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]]) -> Figure:
-    """Draw accuracy over confidence, all runs together; by title, the level of shift and the methods."""
+    """Draw accuracy against confidence, with all runs pooled; `panels` maps each title to a level of shift and its methods."""
     figure, axes = canvas(-(-len(panels) // 2), 2, 3.4)
     drawn = strokes(comparison.runs)
     for axis, (title, (level, methods)) in zip(axes, panels.items(), strict=False):
@@ -139,9 +141,9 @@ def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[f
 
 
 def evaluation_decisions(comparison: Comparison) -> Figure:
-    """Draw risk against coverage for every method, and the points chosen on validation data."""
+    """Draw risk against coverage for every method, and mark the points chosen on the validation data."""
     found, drawn = comparison.decisions, strokes(comparison.runs)
-    assert found is not None  # drawn only if there are decisions
+    assert found is not None  # this figure is drawn only if there are decisions
     lines = []
     for method, points in found.curves.items():
         coverage, risk = 100 * np.array(points).T
@@ -151,12 +153,17 @@ def evaluation_decisions(comparison: Comparison) -> Figure:
             cross = {"marker": "x", "markersize": 8, "markeredgewidth": 1.8, "color": INK}
             lines.append(Line([0, 101], [100 * one.promised] * 2, "", {**GUIDE, "linestyle": DOTTED}))
             lines.append(Line([100 * one.answered], [100 * one.realised], "", cross))
-    settings = {"xlabel": "answered, %", "ylabel": "error rate of answers, %", "xlim": (0, 101), "ylim": (0, None)}
+    settings = {
+        "xlabel": "answered inputs, %",
+        "ylabel": "error rate of the answers, %",
+        "xlim": (0, 101),
+        "ylim": (0, None),
+    }
     return draw_panels([Panel("", lines, settings)])
 
 
 MOST_PANELS = 2
-"""Outputs of a regression in a figure."""
+"""Maximum number of regression outputs in one figure."""
 
 
 def _details(comparison: Comparison) -> dict[str, RegressionDetail]:
@@ -170,9 +177,9 @@ def _output_title(comparison: Comparison, output: str) -> str:
 
 
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
-    """Draw observed against nominal coverage of central intervals; a panel for each title, with its methods."""
+    """Draw the observed against the nominal coverage of central intervals; `panels` maps each title to its methods."""
     details, drawn = _details(comparison), strokes(comparison.methods)
-    settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "probability of the interval", "ylabel": "targets in it"}
+    settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     made = []
     for title, methods in panels.items():
         lines = [Line([0, 1], [0, 1], "", GUIDE)]
@@ -184,7 +191,7 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
 
 
 def draw_spread(comparison: Comparison) -> Figure:
-    """Draw root mean squared error against predicted standard deviation, for the first outputs."""
+    """Draw the root mean squared error against the predicted standard deviation for the first outputs."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     settings = {"xlabel": "predicted standard deviation", "ylabel": "root mean squared error"}
     panels = []
@@ -200,13 +207,13 @@ def draw_spread(comparison: Comparison) -> Figure:
 
 
 def draw_predicted(comparison: Comparison) -> Figure:
-    """Draw predictions of the posterior with their 90 % intervals, against the targets."""
+    """Draw the posterior's predictions and 90 % intervals against the targets."""
     examples, colour = _details(comparison)[comparison.own].examples, colours(comparison.methods)[comparison.own]
     panels = []
     for output in list(examples)[:MOST_PANELS]:
         target, mean, lower, upper = np.array(examples[output], dtype=float).T
         ends = [min(target.min(), mean.min()), max(target.max(), mean.max())]
-        # Each interval is a vertical piece of one line that is broken by NaN.
+        # All intervals are vertical segments of one line, separated by NaN.
         broken = np.stack([lower, upper, np.full_like(lower, np.nan)], axis=1).ravel()
         lines = [
             Line(ends, ends, "", GUIDE),
@@ -221,7 +228,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 def demo_distance(result: DemoResult) -> Figure:
-    """Draw confidence against distance with limit and bound, and both against the prior precision."""
+    """Draw the confidence against the distance with its limit and bound, and the limit and bound against the prior precision."""
     distance, drawn, green = result.distance, strokes(METHODS), COLOURS["MoLA"]
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []

@@ -1,8 +1,8 @@
-"""Means over runs with standard errors, and leads beyond chance.
+"""Means over runs with standard errors, and tests of whether a method leads by more than chance.
 
-Runs with their own networks are independent. Runs of a cross-fit share networks and data, so their spread understates the error of
-their mean; with n test data and m others in each of J runs, s^2 (1 / J + n / m) replaces s^2 / J (Nadeau and Bengio, Machine
-Learning 52, 2003).
+Runs with separately trained networks are independent. Runs of a cross-fit share networks and data, so their spread understates the
+error of their mean. If each of J runs has n test data and m other data, s^2 (1 / J + n / m) replaces s^2 / J (Nadeau and Bengio,
+Machine Learning 52, 2003).
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import Literal
 from mola.compare.leads import CLEAR
 
 SAME = 1e-9
-"""Methods whose means differ by less, in every run, are the same method under two names."""
+"""Largest difference, in every run, between the means of two methods that are treated as equal."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over runs."""
+    """A mean over runs with its standard error."""
 
     mean: float
     error: float | None
-    """Standard error; None if it is unknown, as for one run."""
+    """Standard error of the mean; None if it is unknown, for example after a single run."""
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Values by run: differences between methods are taken run by run."""
+    """Value of each run, which differences between methods need."""
     overlap: float = field(default=0.0, compare=False, repr=False)
-    """See `mola.compare.record.Record.overlap`."""
+    """Correction for runs that share data; see `mola.compare.record.Record.overlap`."""
 
     @classmethod
     def over(cls, values: Mapping[int, float], overlap: float = 0.0) -> Estimate | None:
-        """Return the mean m and standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)) of runs; None without values."""
+        """Return the mean m of n runs and its standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)), or None for n = 0."""
         if not values:
             return None
         mean = math.fsum(values.values()) / len(values)
         return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
 
     def minus(self, other: Estimate) -> Estimate:
-        """Return the difference over common runs; the difference of the means if fewer than two runs are common.
+        """Return the mean difference over the common runs, or the difference of the means if fewer than two runs are common.
 
-        A method with one run is then assumed to spread as the other does; if both have one run, the error is unknown.
+        In the second case, an estimate from one run is assumed to have the other estimate's spread. If both estimates come from
+        one run, the error is unknown.
         """
         shared = [run for run in self.by_run if run in other.by_run]
         if len(shared) > 1:
@@ -59,13 +60,13 @@ class Estimate:
         return other.error * math.sqrt(other.runs / self.runs)
 
     def scaled(self, factor: float) -> Estimate:
-        """Return the estimate in another unit."""
+        """Return the estimate multiplied by a factor."""
         error = None if self.error is None else abs(factor) * self.error
         by_run = {run: factor * value for run, value in self.by_run.items()}
         return replace(self, mean=factor * self.mean, error=error, by_run=by_run)
 
     def text(self, digits: int) -> str:
-        """Format as `98.9 ± 0.1`, or `98.9` without an error."""
+        """Return a text such as `98.9 ± 0.1`, or `98.9` if the error is unknown."""
         mean = f"{self.mean:z.{digits}f}"
         return mean if self.error is None else f"{mean} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
 
@@ -79,10 +80,10 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 
 
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Return the methods that are better than all others by more than chance: the best, and its equals in every run.
+    """Return the methods that are better than all other methods by more than chance: the best method and its ties.
 
-    The lead must be as certain as `mola.compare.leads.CLEAR` standard errors of many data: by Student's t, 2.9 errors of five
-    runs and 14 of two.
+    The lead must be as significant as `mola.compare.leads.CLEAR` standard errors of a normal distribution. By Student's t, this
+    requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
     known = {name: one for name, one in found.items() if one is not None}
@@ -102,7 +103,7 @@ def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
 
 
 def is_clear(gap: Estimate) -> bool:
-    """Return whether a difference is more than chance."""
+    """Return True if the difference is larger than chance explains."""
     if gap.error is None or gap.mean == 0 or gap.runs < 2:
         return False
     from scipy.special import stdtr

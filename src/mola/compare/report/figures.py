@@ -1,4 +1,4 @@
-"""The figures of each report: name, title, caption, and the function that draws them."""
+"""Names, titles and captions of the figures in each report, and the functions that draw the figures."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ from mola.compare.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablati
 
 RELIABILITY = (
     "Calibration",
-    "Accuracy over confidence, in bins of confidence: overconfident predictions are below the dashed line.",
+    "Accuracy against confidence in bins of equal width. Overconfident predictions are below the dashed line.",
 )
-SHARES = "Share of inputs by confidence, on a square-root scale: outliers belong left of the test data."
-BANDS = "Lines are means over runs, bands one standard error."
+SHARES = "Share of inputs by confidence, on a square-root scale. Good predictions are less confident on outliers than on test data."
+BANDS = "Lines are means over runs, and bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
-"""Metrics against the level of shift in ablations and in the demo."""
+"""Metrics that ablations and the demo show against the level of shift."""
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
-    """Return the figures of the demo by name, in the order of the page."""
+    """Return the figures of the demo by name, in page order."""
     comparison = result.comparison
     outliers, names = comparison.of_role("outlier")[:3], list(comparison.methods)
     panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
     turning = partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)")
-    inputs = "The first inputs of each kind: patches and noise have the size and the value range of the digits."
-    rotation = "Beyond 45° every method is overconfident; the methods differ in the log-likelihood that this costs."
+    inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
+    rotation = "Beyond 45°, every method is overconfident, but some lose more log-likelihood than others."
     distance = (
-        "Inputs multiplied by δ: a single network becomes certain, and MoLA approaches the dotted limits, below the bound of the "
-        "Theorem; the last panel has limit and bound at other prior precisions."
+        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which are below "
+        "the bound of the theorem. The last panel shows the limit and the bound at other prior precisions."
     )
-    plane = "Two moons, in a window six times wider than the data."
+    plane = "Confidence around two moons, in a window six times as wide as the data."
     return {
         "examples": Planned("The inputs", inputs, partial(draw_examples, comparison)),
         "histograms": Planned("Confidence in outliers", SHARES, partial(draw_histograms, comparison, outliers)),
         "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, panels)),
-        "rotation": Planned("As the digits turn", rotation, turning),
-        "distance": Planned("Far away from the data", distance, partial(curves.demo_distance, result)),
+        "rotation": Planned("Rotated digits", rotation, turning),
+        "distance": Planned("Far from the data", distance, partial(curves.demo_distance, result)),
         "moons": Planned("Confidence over the plane", plane, partial(demo_moons, result)),
     }
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
-    """Return the figures of a comparison on a user's data by name, in the order of the page."""
+    """Return the figures of a comparison on the user's data by name, in page order."""
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
         panels = {"networks alone": alone, "with Laplace": beside}
-        held = "Share of the test targets in central intervals: overconfident intervals are below the dashed line."
-        spread = "Test data in groups of equal size by predicted standard deviation; a constant standard deviation is a cross."
-        some = "Means and 90 % intervals for some of the test data."
+        held = "Share of the test targets inside central intervals. Overconfident intervals are below the dashed line."
+        spread = "Test data in groups of equal size, sorted by predicted standard deviation. A cross is a constant standard deviation."
+        some = "Predicted means and 90 % intervals for some of the test data."
         return {
             "coverage": Planned("Coverage of intervals", held, partial(curves.draw_coverage, comparison, panels)),
             "spread": Planned("Standard deviation and error", spread, partial(curves.draw_spread, comparison)),
-            "predicted": Planned("Predicted and true", some, partial(curves.draw_predicted, comparison)),
+            "predicted": Planned("Predictions and targets", some, partial(curves.draw_predicted, comparison)),
         }
     outliers = comparison.of_role("outlier")[:MOST_SETS]
-    at_zero = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
+    at_zero = {"networks, with and without temperature": (0.0, alone), "with Laplace": (0.0, beside)}
     figures = {
         "reliability": Planned(*RELIABILITY, partial(curves.draw_reliability_panels, comparison, at_zero)),
         "confidence": Planned("Distribution of confidence", SHARES, partial(draw_histograms, comparison, outliers)),
     }
     if comparison.decisions is not None:
         risk = (
-            "Error rate of the most confident predictions by coverage; crosses are answers chosen on the validation data to keep, "
-            "with 95 % certainty, below the dotted line."
+            "Error rate of the most confident predictions against coverage. Each cross is a threshold from the validation data that "
+            "keeps the error rate below the dotted line with 95 % certainty."
         )
         make = partial(curves.evaluation_decisions, comparison)
         figures["decisions"] = Planned("Fewer answers, fewer errors", risk, make)
@@ -78,23 +78,23 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Return the figures that the records can fill by name, in the order of the page."""
+    """Return the figures for which the suite has records by name, in page order."""
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:
         histograms = partial(draw_histograms, suite, outliers[:MOST_SETS])
-        figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs together.", histograms)
+        figures["histograms"] = Planned("Confidence in outliers", f"{SHARES} All runs are pooled.", histograms)
     if suite.runs and len(levels) > 1:
         shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
-        # The test set, the middle of the shift and its end.
+        # The panels show the test set, the middle level of shift and the last level.
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
         titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
         panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
         figures["reliability"] = Planned(*RELIABILITY, partial(curves.draw_reliability_panels, suite, panels))
     if example_sets(suite):
-        caption = "The first images of each set, with the confidence of each method in the first run."
+        caption = "The first images of each set, with each method's confidence in the first run."
         figures["examples"] = Planned("Example images", caption, partial(draw_examples, suite))
     for group in ablation_groups(suite):
         along = partial(curves.draw_against_level, suite, suite.groups[group], ABLATED, suite.axis)

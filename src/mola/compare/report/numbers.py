@@ -1,4 +1,4 @@
-"""The numbers of records, and estimates over runs from them."""
+"""Numbers from records, and their estimates over runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mola.compare.report.estimate import Estimate
 from mola.metrics import least_area_under_risk_coverage
 
 BY_CONFIDENCE = "max probability"
-"""The outlier score of tables that show one score."""
+"""Outlier score in tables that show only one score."""
 
 EXCESS = "excess_aurc"
-"""AURC less the smallest AURC that the number of errors allows."""
+"""Name of the excess AURC, the AURC minus its minimum for this number of errors."""
 
 
 def _excess(result: LabelledResult) -> dict[str, float]:
@@ -25,18 +25,18 @@ def _excess(result: LabelledResult) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class On:
-    """A metric on a set, or its mean over several sets: unknown unless every set has it."""
+    """A metric on one set, or its mean over several sets, which is unknown if any set lacks the metric."""
 
     sets: str | tuple[str, ...]
     metric: str
     score: str = ""
-    """Outlier score of "auroc", "fpr95" and the like."""
+    """Outlier score from which a metric such as "auroc" or "fpr95" is computed."""
     kind: str = ""
-    """Type of shift."""
+    """Type of shift, such as "fog"; empty for all types."""
 
 
 def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None]]:
-    # Every number, and its standard error over data if it is known.
+    # Yield every number with its standard error over data, or None if the error is unknown.
     for name, found in record.labelled.items():
         for metric, value in {**found.metrics, **_excess(found)}.items():
             yield On(name, metric), value, found.errors.get(metric)
@@ -55,7 +55,7 @@ def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None
 
 
 class Numbers:
-    """The numbers of some methods: estimates over runs, or with the error over data for one run."""
+    """Estimates over runs for some methods; for a single run, the standard error is over data."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
         records = [record for found in methods.values() for record in found]
@@ -73,7 +73,7 @@ class Numbers:
         }
 
     def __call__(self, quantity: On, factor: float = 1.0) -> dict[str, Estimate | None]:
-        """Return estimates by method, times a factor; None if a method has no such number."""
+        """Return the estimate of each method multiplied by a factor, or None for a method without this quantity."""
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
         keys = [replace(quantity, sets=name) for name in sets]
         estimates: dict[str, Estimate | None] = {}
@@ -92,34 +92,34 @@ class Numbers:
         return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
-        """Return a metric at a level of shift: the mean over the sets of that level."""
+        """Return the mean of a metric over all sets at a level of shift."""
         return On(self._sets.get(level, ()), metric, kind=kind)
 
     def shifted(self, metric: str) -> On:
-        """Return a metric on shifted data: the mean over all shifted sets."""
+        """Return the mean of a metric over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
 
 
 def levels_of(comparison: Comparison) -> list[float]:
-    """Return the levels of shift, 0 (the test set) among them."""
+    """Return the levels of shift, including 0 for the test set."""
     return sorted({one.level for one in comparison.sets.values() if one.role in ("test", "shift")})
 
 
 def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
-    """Return sets of outliers that all records have: means over different sets could not be compared."""
+    """Return the outlier sets that all records contain, because means over different sets are not comparable."""
     records = [record for found in methods.values() for record in found]
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
 
-LEADS = "Bold: leads every other method, run by run, by more than chance (Student's t, 95 %)."
-"""Caption of bold numbers in the tables of suites."""
+LEADS = "Bold numbers lead every other method by more than chance (paired t-test over runs, 95 %)."
+"""Caption that explains bold numbers in the tables of suites."""
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Return the caption's sentence about the number of runs: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
+    """Return a sentence about the number of runs, such as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
-        return "One run: the spread is unknown and nothing is bold."
+        return "With one run, the spread is unknown, so no number is bold."
     counted = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
     if any(record.overlap > 0 for records in methods.values() for record in records):
         counted += " rotations of a cross-fit, corrected for shared data (Nadeau and Bengio, 2003)"

@@ -1,4 +1,4 @@
-"""Render HTML pages from the templates next to this file; styles and figures are inlined, without scripts or requests."""
+"""HTML pages rendered from the templates in this package, with styles and figures inlined and without scripts or requests."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mola.compare.report.tables import Table, as_html
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """A suite with its tables and figures."""
+    """Results of a suite with their tables and figures."""
 
     suite: SuiteResults
     tables: dict[str, Table]
     figures: dict[str, Drawn]
 
     def named(self, beginning: str) -> list[Table]:
-        """Return the tables whose names have this prefix."""
+        """Return the tables whose names begin with this prefix."""
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 
 
 def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
-    """Return the page of the demo."""
+    """Return the HTML page of the demo."""
     return _render(
         "demo",
         result=result,
@@ -47,7 +47,7 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
-    """Return the page of a comparison on a user's data."""
+    """Return the HTML page of a comparison on the user's data."""
     return _render(
         "evaluation",
         comparison=comparison,
@@ -62,7 +62,7 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
 
 
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
-    """Return the page of several suites; `made_by` is its footer."""
+    """Return the HTML page of several suites, with `made_by` as the footer."""
     return _render("suites", reports=reports, made_by=made_by)
 
 
@@ -88,12 +88,12 @@ def _render(template: str, **context: object) -> str:
 
 
 def _prose(text: str) -> Markup:
-    # Commands in backticks are code.
+    # Text in backticks becomes code.
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _inline_svg(svg: str, label: str) -> Markup:
-    # Sized by the page, in its text colour, and named for screen readers.
+    # The page sets the size and the text colour; the label is for screen readers.
     opening, rest = svg.split(">", 1)
     opening = re.sub(r'\s(?:width|height|xmlns(?::\w+)?|version)="[^"]*"', "", opening)
     return Markup(f'{opening} role="img" aria-label="{escape(label)}">{rest}'.replace(INK, "currentColor"))

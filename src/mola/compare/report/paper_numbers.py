@@ -1,6 +1,6 @@
-"""Numbers of the paper (arXiv 2111.03577), shown next to our own.
+"""Numbers published in the paper (arXiv 2111.03577), which reports show next to ours.
 
-Mean confidence (MMC) and AUROC in %, mean and standard error over five runs. The paper's "MSWAG" is MultiSWAG here.
+Mean confidence (MMC) and AUROC are in %, with means and standard errors over five runs. MultiSWAG is called "MSWAG" in the paper.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from mola.compare.report.estimate import Estimate
 
 NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
-"""The paper's networks, by suite."""
+"""Network architecture in the paper, by suite."""
 
 RUNS = 5
 
@@ -44,7 +44,7 @@ OUTLIERS: dict[str, dict[str, dict[str, Estimate]]] = {
         "MoLA": _row("98.3 0.0  44.0 0.5 99.5 0.0  67.4 0.2 95.7 0.1  56.8 0.4 98.5 0.0", _MNIST),
     },
 }
-"""Numbers by suite, method and "<title of the set> MMC" or "... AUROC"."""
+"""Published numbers by suite, method and column, such as "SVHN MMC" or "SVHN AUROC"."""
 
 VARIANTS: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
     "cifar10": {
@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
         ("full", "probit"): (-0.1584, -0.4253, -0.7041, -1.0762, -1.3116, -1.4996),
     }
 }
-"""Log-likelihood of LLLA at severities 0 to 5, by suite, structure and link."""
+"""Log-likelihoods of LLLA at severities 0 to 5, by suite, structure and link."""
 
 CURVES: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     "imagenet": {
@@ -74,7 +74,7 @@ CURVES: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
         },
     }
 }
-"""Curves by suite, metric and method, at severities 0 to 5. The other figures of the paper give no numbers."""
+"""Published curves at severities 0 to 5, by suite, metric and method. The paper's other figures give no numbers."""
 
 COST_SETTING = "WRN-16-4, five components, CIFAR-10 test set, one RTX 2080 Ti"
 
@@ -86,4 +86,4 @@ COST: dict[str, tuple[float | None, float, float]] = {
     "MoLA": (155.70, 4.04, 58.0),
     "MultiSWAG": (6718.42, 114.48, 2200.0),
 }
-"""Seconds to fit, seconds to predict, megabytes."""
+"""Seconds to fit, seconds to predict and memory in megabytes, by method."""

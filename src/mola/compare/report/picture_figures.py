@@ -1,4 +1,4 @@
-"""Pictures: example images with confidences, confidence over the plane, and histograms of confidence."""
+"""Figures of example images with confidences, maps of confidence over the plane, and histograms of confidence."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
 from mola.compare.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 
 IMAGES = 6
-"""Images in a row."""
+"""Number of images in a row."""
 
 SIZE, BAR, STEP = 0.86, 0.115, 0.145
-"""Side of an image, height of a bar, and distance between bars, in units of the distance between two images."""
+"""Side length of an image, height of a bar and distance between bars, in units of the distance between two images."""
 
 MOST_SHIFTED = 2
-"""Shifted sets, of those with images: the middle and the end."""
+"""Number of shifted sets with images: the middle level and the last level."""
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
-    """Return sets with images and with the confidence of at least one method."""
+    """Return the sets that have images and the confidence of at least one method."""
     shown = {name for records in comparison.runs.values() for name in records[0].examples}
     known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
@@ -33,7 +33,7 @@ def example_sets(comparison: Comparison) -> list[SetInfo]:
 
 
 def draw_examples(comparison: Comparison) -> Figure:
-    """Draw the first images of each set in the first run, with a bar for each method's confidence."""
+    """Draw the first images of each set, with a bar for each method's confidence in the first run."""
     sets, drawn = example_sets(comparison), strokes(comparison.runs)
     height = 1.12 + len(drawn) * STEP
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
@@ -56,14 +56,14 @@ def draw_examples(comparison: Comparison) -> Figure:
         panel.set_title(one.title, fontsize=9)
     handles = [Patch(facecolor=_paint(stroke), label=name) for name, stroke in drawn.items()]
     if any(comparison.pictures[one.name].labels is not None for one in sets):
-        handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow: wrong class"))
+        handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow bar: wrong class"))
     shared_legend(figure, panels, len(panels), handles)
     return figure
 
 
 def _bar(panel: Axes, place: tuple[float, float], confidence: float, colour: Any, *, hollow: bool) -> None:
     left, middle = place
-    full = SIZE - 0.24  # leaves room for the number
+    full = SIZE - 0.24  # the rest is for the number
     panel.barh(middle, full, BAR, left, facecolor=INK, alpha=0.08, linewidth=0)
     face = "none" if hollow else colour
     panel.barh(middle, confidence * full, BAR, left, facecolor=face, edgecolor=colour, linewidth=0.8)
@@ -75,7 +75,7 @@ def _paint(stroke: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def demo_moons(result: DemoResult) -> Figure:
-    """Draw confidence maps of the methods around two moons, on one colour scale."""
+    """Draw each method's map of confidence around two moons, on a common colour scale."""
     moons, drawn = result.moons, colours(METHODS)
     figure, panels = canvas(-(-len(METHODS) // 3), 3, 2.6)
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
@@ -92,11 +92,11 @@ def demo_moons(result: DemoResult) -> Figure:
 
 
 MOST_SETS = 4
-"""Sets of outliers in a figure."""
+"""Maximum number of outlier sets in one figure."""
 
 
 def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
-    """Draw, for every method, confidence in each set of outliers over confidence in the test set; all runs together."""
+    """Draw histograms of each method's confidence on every outlier set and on the test set, with all runs pooled."""
     test, numbers, painted = comparison.of_role("test"), Numbers(comparison.runs), colours(comparison.runs)
     shown = list(sets or test)
     figure, panels = canvas(len(comparison.runs), len(shown), 1.35, sharex=True, sharey=True)
@@ -108,7 +108,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
             panel.set_ylabel(method, fontweight="bold", fontsize=8)
         if place >= len(panels) - len(shown):
             panel.set_xlabel("confidence")
-        # Most of the test data are in the last bin; a square-root scale shows the others, too.
+        # Most of the test data are in the last bin; a square-root scale makes the other bins visible.
         panel.set_yscale("function", functions=(np.sqrt, np.square))
         panel.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.1, 0.5, 1])
         quiet_axes(panel)
@@ -123,7 +123,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
                 panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
         means = {"mean": numbers(On(one.name, "confidence")), "AUROC": numbers(On(one.name, "auroc", BY_CONFIDENCE))}
         words = [f"{name} {found.mean:.3f}" for name, by in means.items() if (found := by[method]) is not None]
-        # Above the panel: inside, the words would hide bars.
+        # The text is above the panel because it would hide bars inside it.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data" if sets else "share of the test data", fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""Read suites from a store and check them; records that cannot be read or compared are reported."""
+"""Suites read from a store, with warnings about records that cannot be read or compared."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from mola.options import one_of
 from mola.saving.schema import Optional, check
 
 MAIN = "main"
-"""The group of the methods that a suite compares; other groups are ablations."""
+"""Name of the group of methods that a suite compares; all other groups are ablations."""
 
 METHODS = {
-    "MAP": "the first network unchanged",
-    "MAP-T": "MAP with a temperature, tuned on the validation data",
+    "MAP": "the first network, unchanged",
+    "MAP-T": "MAP with a temperature tuned on the validation data",
     "DE": "the deep ensemble: the mean of all networks' probabilities",
-    "DE-T": "DE with a temperature, tuned on the validation data",
+    "DE-T": "DE with a temperature tuned on the validation data",
     "DE-L": "the mean of all networks' logits, with a temperature",
     "SWAG": "a Gaussian fitted to the last steps of training",
     "MultiSWAG": "a mixture of SWAGs",
-    "MIMO": "one network that makes several predictions at once",
+    "MIMO": "one network that makes several predictions in one forward pass",
     "LLLA": "the first network with a Laplace approximation of its last layer",
-    "LLLA (distance)": "MoLA (distance) of the first network alone",
-    "LLLA (calibrated)": "MoLA (calibrated) of the first network alone",
-    "MIMO-MoLA": "MIMO, each of its outputs with a Laplace approximation",
+    "LLLA (distance)": "MoLA (distance) of the first network only",
+    "LLLA (calibrated)": "MoLA (calibrated) of the first network only",
+    "MIMO-MoLA": "MIMO with a Laplace approximation of each output",
     "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
-    "MoLA (NLL)": "MoLA, tuned by validation log loss",
-    "MoLA (distance)": "MoLA, its logits divided by the distance of the features from the training classes",
-    "MoLA (calibrated)": "MoLA by the default rule: temperature, pooling, prior precision and distance tuned for calibration",
+    "MoLA (NLL)": "MoLA tuned by validation log loss",
+    "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
+    "MoLA (calibrated)": "MoLA tuned by the default rule: temperature, pooling, prior precision and distance tuned for calibration",
     "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
     "MoLA (subnetwork)": "all networks, each with a Laplace approximation of its 1000 weights of largest variance",
 }
-"""Known methods in the order of tables; others follow by name."""
+"""Descriptions of known methods, in table order; unknown methods follow, sorted by name."""
 
 SCORE_ORDER = (
     "max probability",
@@ -77,12 +77,12 @@ COST_SCHEMA: dict[str, Any] = {
     "environment": {},
 }
 
-AGAIN = "Run the suite again: records are kept."
+AGAIN = "Run the suite again; finished records are kept."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResults(Comparison):
-    """A suite: the comparison of its methods over several runs, and its ablations."""
+    """Results of a suite: a comparison of methods over several runs, and ablations."""
 
     name: str
     network: str
@@ -91,31 +91,31 @@ class SuiteResults(Comparison):
     shift_title: str
     axis: str
     groups: dict[str, dict[str, tuple[Record, ...]]]
-    """Records in the order of the runs, by group and method. The methods compared are the group `MAIN`."""
+    """Records by group and method, sorted by run. The group `MAIN` contains the compared methods."""
     cost: dict[str, Any]
-    """Content of `cost.json`: "rows" by method in order, "settings" and "environment"."""
+    """Content of `cost.json`: "rows" in the order of the methods, "settings" and "environment"."""
     warnings: tuple[str, ...]
 
     @property
     def runs(self) -> dict[str, tuple[Record, ...]]:
-        """All records of the methods compared, by method."""
+        """Records of the compared methods, by method."""
         return self.groups.get(MAIN, {})
 
     @property
     def run_count(self) -> int:
-        """Number of runs of the methods compared."""
+        """Number of runs of the compared methods."""
         return len({record.run for records in self.runs.values() for record in records})
 
 
 def known_scores(suite: SuiteResults) -> list[str]:
-    """Return the outlier scores of the records: the known ones in order, then others."""
+    """Return the outlier scores in the records: known scores in table order, then all other scores by name."""
     results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
     found = {score for result in results for score in result.scores}
     return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
 
 
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
-    """Read suites, each once; without names, all that have results."""
+    """Read the named suites, or all suites with results if no names are given."""
     store = Store(results)
     known = store.suites()
     chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
@@ -171,27 +171,29 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
         try:
             records.append(read_record(path))
         except StorageError as error:
-            warnings.append(f"Left out, so that its method lacks a run: {error}")
+            warnings.append(f"A record was left out, so its method lacks a run: {error}")
     if not records and warnings:
-        raise StorageError(f"{place}: none of {len(warnings)} records can be read. {warnings[0]}")
+        raise StorageError(f"{place}: none of the {len(warnings)} records can be read. {warnings[0]}")
     if not records:
-        raise StorageError(f"{place} holds no records yet: run `mola bench {suite}` first.")
+        raise StorageError(f"{place} contains no records. Run `mola bench {suite}` first.")
     return records, warnings
 
 
 def _overlap(document: dict[str, Any], path: Path) -> float:
-    # See `Record.overlap`.
+    # Return the correction for runs that share data; see `Record.overlap`.
     if not document.get("experiment", {}).get("options", {}).get("cross_fit"):
         return 0.0
     try:
         tested, *others = (document["sets"][role]["count"] for role in ("test", "train", "validation"))
     except KeyError as error:
-        raise StorageError(f"{path}: expected the size of {error} of a cross-fit. {AGAIN}") from error
+        raise StorageError(
+            f"{path}: expected the size of set {error} of a cross-fit, but it is missing. {AGAIN}"
+        ) from error
     return float(tested / sum(others))
 
 
 def _rank(method: str) -> tuple[int, list[str]]:
-    # Numbers in names are compared as numbers: K=2 comes before K=10.
+    # Numbers within names are compared as numbers, so that K=2 comes before K=10.
     parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
     return (list(METHODS).index(method) if method in METHODS else len(METHODS), parts)
 
@@ -223,16 +225,16 @@ def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
 # --- records that can be compared ------------------------------------------------------------------------------------
 
 OWN_WEIGHTS = re.compile("SWAG|MIMO")
-"""Methods that train their own weights."""
+"""Pattern of methods that train their own weights."""
 
 
 def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
-    # Warnings about records that cannot be compared with the others of their run.
+    # Yield warnings about records that cannot be compared with other records of the same run.
     if strangers := {record.method: None for record in records if record.suite != suite}:
         yield f"This folder contains records of another suite: {', '.join(strangers)}."
     for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
         together = list(found)
-        different: dict[str, list[str]] = {}  # sets by the methods whose data differ
+        different: dict[str, list[str]] = {}  # names of sets, by the methods whose data differ
         for name in dict.fromkeys(name for record in together for name in record.data):
             methods: dict[str, list[str]] = {}
             for record in together:
@@ -241,15 +243,15 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
             if len(methods) > 1:
                 different.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
         for odd, names in different.items():
-            yield f"Run {run}: {odd} used other data than the rest: the checksums of {listed(names)} differ."
+            yield f"Run {run}: {odd} used different data from the other methods: the checksums of {listed(names)} differ."
         for group in {record.group: None for record in together}:
             given = [one for one in together if one.group == group and not OWN_WEIGHTS.search(one.method)]
             most = max(given, key=lambda record: len(record.networks), default=None)
             if most and (others := [one.method for one in given if not set(one.networks) <= set(most.networks)]):
-                yield f"Run {run}: {listed(others)} used networks that {most.method} did not (checksums differ)."
+                yield f"Run {run}: {listed(others)} used networks that {most.method} did not use (their checksums differ)."
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return the first few names, and the number of others."""
+    """Return the first few names and the number of the remaining names."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,4 +1,4 @@
-"""Tables of one run, of `mola evaluate` or of the demo: standard errors over data, and bold for a clear lead on them."""
+"""Tables of a single run, for `mola evaluate` and the demo, with standard errors over data and clear leads in bold."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SCORE_NAMES = {
     "ood score": "ood_score",
     "variance": "variance",
 }
-"""Short names of outlier scores."""
+"""Short names of outlier scores, for column headings."""
 
 FEW = 10
-"""Classes in a short list."""
+"""Number of classes in a short list."""
 
-BOLD = f"bold leads every other method{{}}, ties aside, by more than {CLEAR:g} standard errors of their difference, input by input"
+BOLD = f"Bold numbers lead every other method{{}}, except ties, by more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
-    """Return the size and name of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
+    """Return the size and name of a set, such as "300 inputs of test.npz" or "900 labels of 300 inputs of test.npz"."""
     if one.inputs is None:
         return f"{counted(one.count, 'input')} of {one.name}"
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
@@ -53,32 +53,32 @@ TEST_DATA = {
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables of the test data, of decisions, and of each set of outliers."""
+    """Return the tables about the test data, decisions and each outlier set."""
     inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
     outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
     return [*inside, *_decision_tables(comparison), *outside]
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return results by output for a regression, otherwise by class, with the `most` worst classes first."""
+    """Return a table of all outputs for regression, otherwise of the `most` worst classes, worst first."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
 def _test_table(comparison: Comparison) -> Table:
     test = comparison.test
-    caption = f"{set_words(test)}, with standard errors over inputs; {BOLD.format('')}."
+    caption = f"{set_words(test)}, with standard errors over inputs. {BOLD.format('')}."
     columns = on_set(test.name, TEST_DATA)
     return records_table("On the test data", caption, Numbers(comparison.runs), columns, leads=comparison.leads)
 
 
 def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
-    # AUROC and false positives have separate tables: one table with both would be too wide.
+    # AUROC and FPR95 have separate tables because a common table would be too wide.
     numbers, leads = Numbers(comparison.runs), comparison.leads
     first = Column("MMC %", "", "low", 1, On(one.name, "confidence"), 100)
     if comparison.regression:
         first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
-    caption = f"{set_words(one)}, with standard errors: AUROC of 50 is guessing; {BOLD.format(', by any score')}."
-    below = "FPR95: outliers that pass where 95 % of the test data do, with errors and bold as above."
+    caption = f"{set_words(one)}, with standard errors. An AUROC of 50 is guessing. {BOLD.format(' and score')}."
+    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data, with errors as above."
     areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
     rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
     return (
@@ -90,18 +90,18 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
 def _by_score(numbers: Numbers, like: Column) -> list[Column]:
     columns = [replace(like, name=SCORE_NAMES[score], on=replace(like.on, score=score)) for score in ALL_SCORES]
     known = [one for column in columns for one in numbers(column.on, 100).values() if one is not None]
-    # A second digit is meaningful if all errors are below a tenth of a point.
+    # A second digit is meaningful if all errors are below 0.1 percentage points.
     digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
     return [replace(column, digits=digits) for column in columns]
 
 
 def _decision_tables(comparison: Comparison) -> list[Table]:
-    # The guarantees made on the validation data, beside the rates on the test data.
+    # Rows compare guarantees from the validation data with rates on the test data.
     found = comparison.decisions
     if found is None:
         return []
     values: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
-    caption = "Thresholds come from the validation data, so test data may miss a promise by chance."
+    caption = "Thresholds come from the validation data, so rates on the test data may exceed their bound by chance."
     if comparison.regression:
         for interval in found.intervals:
             realised = Estimate(interval.realised, interval.realised_error, 1).scaled(100)
@@ -121,8 +121,8 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
     worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
     by_class = (
-        f"Sets of {comparison.own} with a coverage of {100 * sets.promised:g} % have {sets.size:.2f} classes on average; the least "
-        f"covered classes are first, and `mola predict --by-class` gives every class this coverage."
+        f"Sets of {comparison.own} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on average. Classes "
+        f"with the lowest coverage come first. `mola predict --by-class` gives every class this coverage."
     )
     covered = {name: [100 * sets.classes[name]] for name in worst}
     return [
@@ -143,7 +143,7 @@ CLASS_COLUMNS = {
 
 def _class_table(comparison: Comparison, most: int | None) -> Table:
     methods = [comparison.baseline, comparison.own]
-    # A label is counted once for each input that has it, a class once for each position.
+    # Labels are counted by input; classes of dense outputs are counted by position.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
     order = sorted(results[1], key=lambda name: (results[1][name]["accuracy"], -results[1][name]["count"]))
@@ -158,7 +158,7 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
     title = f"{one.capitalize()} by {one}"
     if len(values) < len(order):
         title = f"The worst {len(values)} of {len(order)} {many}"
-    return make_table(title, f"{many.capitalize()} with the most errors of {comparison.own} first.", columns, values)
+    return make_table(title, f"The {many} with the lowest accuracy of {comparison.own} come first.", columns, values)
 
 
 # --- regression ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,8 @@ MOST_DIGITS = 8
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Decimals that show two digits of the smallest error, but at most five of the values: constants have almost no error.
+    # Return decimals that show two digits of the smallest error, but at most five digits of the values, since constants have
+    # almost no error.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
     if largest == 0:
@@ -179,13 +180,13 @@ def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
-    """Return the number of decimals of a metric on the test data: targets may have any unit."""
+    """Return the number of decimals for a metric on the test data, which depends on the unit of the targets."""
     found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
     return _digits((one.metrics[metric], one.errors.get(metric)) for one in found)
 
 
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
-"""Metrics of a regression; lower is better."""
+"""Metrics of regression, for which lower is better."""
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
@@ -195,19 +196,19 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     }
     columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
     caption = (
-        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs; {BOLD.format('')}."
+        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs. {BOLD.format('')}."
     )
     levels = [f"{100 * level:g}" for level in LEVELS]
     wide = max(digits_of(comparison, f"width_{name}") for name in levels)
     intervals = [Column(f"{one} %", "covered, in %", None, 1, On(test, f"coverage_{one}"), 100) for one in levels]
     intervals += [Column(f"{one} %", "mean width", None, wide, On(test, f"width_{one}")) for one in levels]
-    below = "Share of targets in central intervals by their probability, and the mean width of the intervals."
+    below = "Share of targets inside central intervals at each nominal coverage, and the mean width of the intervals."
     tables = [
         records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
         records_table("Intervals", below, numbers, intervals, leads={}),
     ]
     if found := comparison.differences:
-        caption = f"Each method minus {own}, input by input: above 0, {own} is better."
+        caption = f"Paired differences between each method and {own}. {own} is better if the difference is positive."
         heads = [Column(title, digits=_digits(one[key] for one in found.values())) for key, title in REGRESSION.items()]
         values = {method: [Estimate(*one[key], 1) for key in REGRESSION] for method, one in found.items()}
         tables.append(make_table(f"Compared with {own}", caption, heads, values, best=()))
@@ -218,7 +219,7 @@ OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
 def _output_table(comparison: Comparison) -> Table | None:
-    # The networks and the posterior for each output; None for one output.
+    # Return the results of the networks and the posterior for each output, or None if there is only one output.
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
     details = [comparison.methods[name].labelled[test].regression for name in methods]
     found = [one.outputs for one in details if one is not None]
@@ -233,7 +234,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
     title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
-    return make_table(title, "Each output in its own units, with standard errors.", columns, values)
+    return make_table(title, "Each output is in its own unit, with standard errors.", columns, values)
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
@@ -247,10 +248,10 @@ TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
-    """Return tables in distribution, under rotation, and against each set of outliers by every score."""
+    """Return the tables about test digits, rotated digits and each outlier set with all scores."""
     turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
     columns = [column for one in turned for column in on_set(one.name, ROTATED, f"{one.level:g}°")]
-    caption = "Test digits turned counter-clockwise."
+    caption = "Test digits rotated counter-clockwise by the given angle."
     return [
         _test_table(comparison),
         records_table("Under rotation", caption, Numbers(comparison.runs), columns, leads=comparison.leads),

@@ -1,4 +1,4 @@
-"""Style and formats of figures: one colour and stroke for each method, SVG for pages, PNG for documents."""
+"""Style and file formats of figures: a colour and line style for each method, SVG for pages and PNG for documents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with importing("drawing figures", "matplotlib", "bench"):
     from matplotlib.figure import Figure as Figure
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
-"""Okabe and Ito's palette, for colour-blind readers; grey for the plain network."""
+"""Colours of the main methods from Okabe and Ito's palette for colour-blind readers, with grey for the plain network."""
 
 DASHED = (0, (3.2, 1.6))
 
@@ -40,19 +40,19 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MIMO": ("#9467bd", DASHED),
     "MIMO-MoLA": ("#9467bd", "-"),
 }
-"""Related methods share a colour; the less important one is dashed."""
+"""Colour and line style of each known method. Related methods share a colour, and the less important method is dashed."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
 PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 INK = "#25303b"
-"""Text and axes. Pages replace it by their own text colour, so that figures follow light and dark."""
+"""Colour of text and axes. Pages replace it with their text colour, so that figures follow the light or dark theme."""
 
 PAPER = "#ffffff"
 
 WIDTH = 7.2
-"""Inches: two panels side by side, which stay readable on a phone."""
+"""Width of a figure in inches. Two panels side by side stay readable on a phone."""
 
 SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -69,14 +69,14 @@ SETTINGS: dict[Any, Any] = {
     "figure.constrained_layout.w_pad": 0.07,
     "figure.facecolor": "none",
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same figure everywhere
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so figures look the same everywhere
     "font.size": 9,
     "grid.alpha": 0.15,
     "grid.color": INK,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",  # text stays text: selectable, searchable, small
+    "svg.fonttype": "none",  # text stays selectable and searchable, and files stay small
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
@@ -96,14 +96,14 @@ def colours(methods: Iterable[str]) -> dict[str, str]:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Apply these settings of matplotlib within the context."""
+    """Apply the matplotlib settings of `SETTINGS` within the context."""
     return mpl.rc_context(SETTINGS)
 
 
 def canvas(
     rows: int, columns: int, row_height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a grid of panels, row by row. It belongs to no window, so it need not be closed."""
+    """Return a figure and its grid of panels, row by row. The figure has no window, so it need not be closed."""
     figure = Figure(figsize=(width, rows * row_height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.flat)
@@ -116,7 +116,7 @@ def quiet_axes(panel: Axes) -> None:
 
 
 def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
-    """Draw one legend for all panels: in place of the first unused panel if it has room, below the figure otherwise."""
+    """Draw one legend for all panels, in the first unused panel if the legend fits there, or else below the figure."""
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
@@ -128,7 +128,7 @@ def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[A
         return
     longest = max((len(one.get_label()) for one in handles), default=1)
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
-    # The legend adds to the height instead of taking it from the panels.
+    # The figure grows by the height of the legend, so that the panels keep their size.
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, **style)
 
@@ -147,7 +147,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as SVG without a background, and as PNG on white."""
+    """A drawn figure, as SVG without a background and as PNG on white."""
 
     name: str
     title: str
@@ -163,11 +163,11 @@ class Drawn:
 
 
 def render(name: str, planned: Planned) -> Drawn:
-    """Draw a figure; its name is part of all ids in the SVG."""
+    """Draw a figure, whose name becomes part of every id in the SVG."""
     with drawing():
         figure = planned.make()
         figure.draw_without_rendering()
-        figure.set_layout_engine(None)  # arranged once, instead of once for each format
+        figure.set_layout_engine(None)  # lay out once, not once for each format
         return Drawn(name, planned.title, planned.caption, as_svg(figure, name), as_png(figure))
 
 
@@ -179,7 +179,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """Return the bare `<svg>` element on a transparent ground; the name is a prefix of every id in it."""
+    """Return the bare `<svg>` element with a transparent background; every id begins with `name`."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

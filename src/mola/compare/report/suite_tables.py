@@ -1,4 +1,4 @@
-"""Tables of a suite: methods in distribution, under shift and against outliers, ablations and cost, beside the paper's numbers."""
+"""Tables of a suite: test data, shifted data, outliers, ablations and cost, with the paper's numbers for comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Tables in the terminal; the files have all of them."""
+"""Names of the tables that the terminal shows; the files contain all tables."""
 
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),
@@ -30,7 +30,7 @@ SHIFT_METRICS = {
     "accuracy": Column("accuracy", better="high", factor=100),
     "confidence": Column("mean confidence", factor=100),
 }
-"""Metrics along a shift."""
+"""Metrics that are shown against the level of shift."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
@@ -38,13 +38,13 @@ GROUP_TITLES = {
     "components": "Number of components",
     "rules": "Rules for the prior precision",
     "weights": "Weights of the mixture",
-    "tempered": "A temperature first, then Laplace",
-    "many-classes": "Very many classes: structure and link",
+    "tempered": "Temperature before Laplace",
+    "many-classes": "Many classes: structure and link",
 }
 
 
 def suite_tables(suite: SuiteResults) -> dict[str, Table]:
-    """Return all tables by name, in order."""
+    """Return all tables of a suite by name, in page order."""
     tables: dict[str, Table | None] = {}
     if suite.runs:
         numbers = Numbers(suite.runs)
@@ -87,8 +87,8 @@ def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
         return ""
     there, here = paper_numbers.NETWORKS[suite.name], suite.network
     same = there.lower().replace("-", "") == here.lower().replace("-", "")
-    network = f"also with {there}" if same else f"with another network: {there} there, {here} here"
-    return f" Rows that begin with 'paper' are the paper's numbers, {network}."
+    network = f"also for {there}" if same else f"for {there} instead of {here}"
+    return f" Rows that begin with 'paper' contain the paper's numbers, {network}."
 
 
 def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
@@ -99,8 +99,8 @@ def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
     titles = [f"{one.group} {one.name}" for one in columns]
     aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
-        f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well low confidence separates outliers from test "
-        f"data; 50 is guessing.{_paper_words(suite, aside)}"
+        f"In %. {runs_words(suite.runs)} MMC is the mean confidence. AUROC measures how well low confidence separates outliers from "
+        f"test data; 50 is guessing.{_paper_words(suite, aside)}"
     )
     return records_table(f"{suite.title} against outliers", caption, numbers, columns, aside)
 
@@ -118,7 +118,9 @@ def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
             mine, theirs = found[method], paper[method].get(f"{one.group} {one.name}")
             gap = None if mine is None or theirs is None else mine.minus(theirs)
             row.append(gap if gap is None or mine is None or mine.error is not None else replace(gap, error=None))
-    caption = "In percentage points, with the error of the difference. Positive: higher here."
+    caption = (
+        "Differences in percentage points, with standard errors. Positive differences mean that our numbers are higher."
+    )
     columns = [replace(one, better=None) for one in columns]
     return make_table(f"{suite.title}: ours minus the paper's", caption, columns, values)
 
@@ -142,9 +144,9 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test data. {runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and maximum "
-        f"calibration error. Legacy: the error of published scripts, which leave out predictions of confidence 0.99 and more; "
-        f"only for comparison with published numbers. AURC: area under the risk-coverage curve."
+        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} NLL is the log loss; ECE and MCE are the expected and the "
+        f"maximum calibration error. Legacy ECE follows published scripts, which omit predictions with a confidence of 0.99 or more; "
+        f"use it only for comparison with published numbers. AURC is the area under the risk-coverage curve."
     )
     return records_table(f"{suite.title}: in distribution", caption, numbers, on_set("test", IN_DISTRIBUTION))
 
@@ -155,9 +157,10 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("test", "excess %", "low", 3, On("test", EXCESS), 100))
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
-        f"{runs_words(suite.runs)} AURC: error rate of the most confident predictions, mean over all coverages (Geifman et al., "
-        f"2019); refusing at random gives the error rate. Excess: AURC less that of refusing all errors first, so that only the "
-        f"order of the predictions counts{'; shifted: mean over levels' if len(levels) > 1 else ''}."
+        f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
+        f"al., 2019); rejecting at random gives the overall error rate. Excess AURC is the difference from the AURC of rejecting all "
+        f"errors first, so it depends only on the ranking of the predictions."
+        f"{' The column for shifted data is a mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
 
@@ -179,17 +182,17 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
     paper = {name: curve for name, curve in paper.items() if len(curve) == len(levels)}
     aside = _paper_rows({name: [like.factor * one for one in curve] for name, curve in paper.items()})
     caption = (
-        f"{like.name[0].upper()}{like.name[1:]}{', in %' if like.factor == 100 else ''}. {runs_words(methods)} 0 is the test set "
-        f"itself.{_paper_words(suite, aside)}"
+        f"{like.name[0].upper()}{like.name[1:]}{', in %' if like.factor == 100 else ''}. {runs_words(methods)} Level 0 is the "
+        f"test set.{_paper_words(suite, aside)}"
     )
     return records_table(title, caption, numbers, columns, aside)
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics by type of shift: name, digits, and the factor to their unit."""
+"""Metrics that are shown by type of shift, with their names, digits and unit factors."""
 
 BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
-"""Methods compared by type of shift."""
+"""Methods whose difference is shown by type of shift."""
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
@@ -205,8 +208,8 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
         values[kind.replace("_", " ")] = [mine.minus(theirs) if mine and theirs else None for mine, theirs in pairs]
     difference = f"{BY_DISTANCE} minus {PAPERS_RULE}"
     caption = (
-        f"{title[0].upper()}{title[1:]} of {BY_DISTANCE} minus that of {PAPERS_RULE}: below 0, {BY_DISTANCE} is better. "
-        f"{runs_words(methods)} Each row has its own test images: types were dealt over them."
+        f"{title[0].upper()}{title[1:]}, {BY_DISTANCE} minus {PAPERS_RULE}. {BY_DISTANCE} is better if the difference is negative. "
+        f"{runs_words(methods)} Rows have different test images because each image received one type of shift."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
     return make_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
@@ -224,7 +227,7 @@ SCORED = {
 
 
 def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers, columns: Sequence[Column]) -> Table:
-    # A row for each method and score; a metric such as "recall, {}" has the score in its name.
+    # Each row is a method with a score; a metric such as "recall, {}" contains the name of the score.
     scores, kept = known_scores(suite), []
     rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
     for column in columns:
@@ -253,10 +256,10 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     for method, records in suite.runs.items():
         for name in dict.fromkeys(str(one.chosen["ood_score"]) for one in records if "ood_score" in one.chosen):
             own.setdefault(name, []).append(method)
-    listed = "; ".join(f"{name} of {', '.join(methods)}" for name, methods in own.items())
+    listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} The scores of a method compete "
-        f"with each other. Scores are higher for outliers.{f' The ood score is: {listed}.' if listed else ''}"
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} Bold numbers compare "
+        f"the scores within each method. Scores are higher for outliers.{f' The ood score is: {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
@@ -264,14 +267,15 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
     caption = (
-        "In %: AUPR with test data (in) or outliers (out) as the positive class; FPR95 of outliers that pass where 95 % of the test "
-        "data do, or (out) of test data refused where 95 % of the outliers are."
+        "In %. AUPR has test data (in) or outliers (out) as the positive class. FPR95 is the share of outliers accepted at the "
+        "threshold that accepts 95 % of the test data. FPR95 out is the share of test data rejected at the threshold that rejects "
+        "95 % of the outliers."
     )
     return _every_score(f"{one.title}: every method by every score", caption, suite, numbers, on_set(one.name, SCORED))
 
 
 NEAR_AND_FAR = {"cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}}
-"""Near and far sets of OpenOOD's benchmark, by suite."""
+"""Near and far outlier sets of the OpenOOD benchmark, by suite."""
 
 OPENOOD_METRICS = {"auroc": "AUROC", "fpr95_out": "FPR95", "aupr_in": "AUPR in", "aupr_out": "AUPR out"}
 
@@ -288,14 +292,15 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         shown += sets
     counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
     caption = (
-        f"In %. {runs_words(suite.runs)} Means over sets, as in OpenOOD (Zhang et al., 2023). FPR95: share of test data refused where "
-        f"95 % of the outliers are. AUPR in, out: test data, or outliers, as the positive class. Scores of features and logits are "
-        f"in the rows of MAP and DE. Differences from OpenOOD: networks are {suite.network}, not ResNet-18, and DE and MoLA use "
-        f"{suite.components} of them; {suite.test.count:,} test images, and as outliers {counts}, without its Textures and Places365; "
-        f"TinyImageNet's classes that are also CIFAR-10's are left out by our own list; no outliers were used to choose settings of "
-        f"scores; AUPR is the average precision. Do not rank these numbers among published ones."
+        f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
+        f"data rejected at the threshold that rejects 95 % of the outliers. AUPR has test data (in) or outliers (out) as the positive "
+        f"class and is computed as the average precision. The rows of MAP and DE contain the scores of features and logits. There "
+        f"are several differences from OpenOOD: The networks are {suite.network}, not ResNet-18, and DE and MoLA use "
+        f"{suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without Textures and "
+        f"Places365. Our own list determines which classes of TinyImageNet are left out because CIFAR-10 has them too. No outliers "
+        f"were used to choose the settings of scores. Therefore, do not rank these numbers among published numbers."
     )
-    title = f"{suite.title}: near and far outliers, as OpenOOD shows them"
+    title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
 
 
@@ -306,11 +311,11 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
     columns = [Column(name, better="high", on=On("rejection", f"{name}, {{}}")) for name in named]
     caption = (
-        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds the threshold that treats most validation "
-        f"requests correctly, 3000 in scope and 100 out of it. Rejected requests count as wrong in the in-scope accuracy. Larson "
-        f"et al. (EMNLP 2019, arXiv 1909.02027) report the same two numbers, with other features and networks."
+        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold, which maximises the number of "
+        f"correctly handled validation requests, 3000 in scope and 100 out of scope. The in-scope accuracy treats rejected requests "
+        f"as errors. Larson et al. (EMNLP 2019, arXiv 1909.02027) report the same two metrics for different features and networks."
     )
-    return _every_score(f"{suite.title}: requests out of scope, rejected", caption, suite, numbers, columns)
+    return _every_score(f"{suite.title}: rejection of out-of-scope requests", caption, suite, numbers, columns)
 
 
 def _people(suite: SuiteResults) -> Table | None:
@@ -327,17 +332,17 @@ def _people(suite: SuiteResults) -> Table | None:
         for score in known_scores(suite)
     ]
     caption = (
-        "NLL of the published labels, cross-entropy of the labels of about 50 people for each image (CIFAR-10H, Peterson et al., "
-        "2019), divergence from these, and Spearman's correlation of scores with their entropy."
+        "NLL uses the published labels. Cross-entropy and divergence use the labels of about 50 people for each image (CIFAR-10H, "
+        "Peterson et al., 2019). The rank correlation is Spearman's, between scores and the entropy of the people's labels."
     )
-    return records_table(f"{suite.title}: people's doubt", caption, Numbers(methods), columns)
+    return records_table(f"{suite.title}: human uncertainty", caption, Numbers(methods), columns)
 
 
 # --- ablations, settings and cost ------------------------------------------------------------------------------------
 
 
 def ablation_groups(suite: SuiteResults) -> list[str]:
-    """Return ablations of a suite: the known ones in order, then others."""
+    """Return the names of a suite's ablations: known ablations in page order, then all other ablations."""
     found = [group for group in suite.groups if group != MAIN]
     return [group for group in GROUP_TITLES if group in found] + [group for group in found if group not in GROUP_TITLES]
 
@@ -357,11 +362,13 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         Column("MMC %", "outliers", "low", 1, On(outliers, "confidence"), 100),
         Column("AUROC", "outliers", "high", 2, On(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
-    along = f" Shifted: mean over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
+    along = (
+        f" Columns for shifted data are means over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
+    )
     every = len(sets) == len(suite.of_role("outlier"))
     caption = (
-        f"{runs_words(methods)}{along} Outliers: mean over {'all sets' if every else ', '.join(one.title for one in sets)}; "
-        f"AUROC of low confidence."
+        f"{runs_words(methods)}{along} Columns for outliers are means over "
+        f"{'all sets' if every else ', '.join(one.title for one in sets)}. AUROC is computed from the confidence."
     )
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
 
@@ -382,8 +389,8 @@ def _settings(suite: SuiteResults) -> Table:
     kept = [index for index in range(len(headings)) if any(row[index] for row in rows.values())]
     columns = [Column(headings[index]) for index in kept]
     values = {method: [row[index] for index in kept] for method, row in rows.items()}
-    caption = "Ranges are over components and runs."
-    return make_table(f"{suite.title}: settings, and what was tuned", caption, columns, values)
+    caption = "Ranges are the smallest and largest values over components and runs."
+    return make_table(f"{suite.title}: settings and tuned values", caption, columns, values)
 
 
 def _plain(value: Any) -> str:
@@ -393,7 +400,7 @@ def _plain(value: Any) -> str:
 
 
 def _range(given: Iterable[Any]) -> str:
-    # Return the range of numbers, some of which may be lists or None.
+    # Return the range of all numbers; the given values are numbers, lists of numbers, or None.
     numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))
@@ -404,7 +411,7 @@ COSTS = (
     ("predict", "s", "predict_seconds", 1.0, "MAP"),
     ("memory", "MB", "bytes", 1e-6, "MAP"),
 )
-"""Each cost: its heading, unit, entry and factor, and the method of the ratios. MAP fits nothing."""
+"""Heading, unit, entry, unit factor and reference method of each cost. MAP needs no fit, so ratios of fitting use LLLA."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:
@@ -420,8 +427,9 @@ def _cost(suite: SuiteResults) -> Table | None:
             row += [ours[method], *(_ratio(costs.get(method), costs.get(base)) for costs in (ours, paper))]
     settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
-        f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN}: ratio to MAP, for fitting to LLLA; MAP "
-        f"fits nothing. Paper: the same ratios in the paper's table ({paper_numbers.COST_SETTING}). Memory: what prediction needs."
+        f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN} is the ratio to MAP, or to LLLA for "
+        f"fitting, because MAP needs no fit. The paper's columns have the same ratios in its table ({paper_numbers.COST_SETTING}). "
+        f"The memory is the amount needed for prediction."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
 

@@ -1,6 +1,6 @@
-"""Tables as data frames of texts, and their forms: terminal, Markdown, HTML and LaTeX.
+"""Tables of formatted texts for the terminal, Markdown, HTML and LaTeX.
 
-A column is declared once: its heading, its number in the records, and its format. Every form shows the same texts.
+Each `Column` defines a heading, a quantity of the records and a number format. All output formats show the same texts.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and a format; in tables of records, also the number."""
+    """The heading and number format of a column and, in tables of records, its quantity."""
 
     name: str
     group: str = ""
-    """Heading of several columns side by side."""
+    """Heading above several adjacent columns."""
     better: Literal["low", "high"] | None = None
-    """Direction of improvement; None if neither."""
+    """Direction of improvement; None if neither direction is better."""
     digits: int = 1
     on: On = NOWHERE
     factor: float = 1.0
-    """Factor from the number of the records to the unit of the column."""
+    """Factor that converts the number in the records to the unit of the column."""
 
     @property
     def heading(self) -> str:
-        """Name and arrow."""
+        """Name of the column with an arrow in the direction of improvement."""
         return f"{self.name} {ARROWS[self.better]}" if self.better else self.name
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Texts under columns."""
+    """A table of formatted texts with a title and a caption."""
 
     title: str
     caption: str
     columns: tuple[Column, ...]
     texts: pd.DataFrame
-    """A row for each method; the columns are headed by group and heading."""
+    """Formatted texts with a row for each method and a column for each heading, below the headings of groups if there are any."""
     best: Collection[tuple[str, int]]
-    """Row and column of each cell in bold."""
+    """Row name and column index of each bold cell."""
     aside: Collection[str]
-    """Rows that do not compete, such as published numbers."""
+    """Rows that are excluded from the comparison, such as published numbers."""
 
     def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
-        """Return the frame with escaped texts; templates such as "**{}**" mark the best cells and the rows aside."""
+        """Return the escaped texts; templates such as "**{}**" mark the best cells and the names of excluded rows."""
         cells = [
             [
                 bold.format(escape(text)) if (row, place) in self.best else escape(text)
@@ -83,9 +83,9 @@ def make_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     best: Collection[tuple[str, int]] | None = None,
 ) -> Table:
-    """Format numbers by row and mark the best of each column; rows aside do not compete.
+    """Format the numbers of each row and mark the best number of each column; the rows of `aside` are never marked.
 
-    `best` is the row and column of each cell to mark; None marks estimates over runs that lead by more than chance, see `leaders`.
+    `best` contains the row name and column index of each cell to mark. None marks the estimates over runs that `leaders` returns.
     """
     if best is None:
         best = [
@@ -125,7 +125,7 @@ def _text(number: Number, column: Column) -> str:
 
 
 def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return columns of metrics, by name, on one set."""
+    """Return the given columns, a mapping from metrics, with their metrics evaluated on one set."""
     return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
 
 
@@ -137,9 +137,9 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Return a table of methods and numbers of their records; a column without numbers is omitted, unless there are rows aside.
+    """Return a table of the methods' numbers; columns without numbers are omitted unless `aside` has rows.
 
-    `leads` has the methods that lead in a comparison of one run, by set and metric; see `Comparison.leads`.
+    `leads` contains the leading methods of a comparison of one run, by set and metric; see `Comparison.leads`.
     """
     found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
     best = None
@@ -151,7 +151,7 @@ def records_table(
 
 
 def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
-    # Methods that lead clearly, by this outlier score if the metric has scores.
+    # Return the methods that lead clearly, with this outlier score if the metric depends on a score.
     lead = leads.get(str(on.sets), {}).get(on.metric)
     return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
 
@@ -160,7 +160,7 @@ def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print title, table and caption. A table that is too wide for the terminal is shown without standard errors."""
+    """Print the title, table and caption, without standard errors if the table is too wide for the terminal."""
     from rich.measure import Measurement
     from rich.text import Text
 
@@ -169,7 +169,7 @@ def print_table(console: Console, table: Table) -> None:
     if Measurement.get(console, unlimited, shown).maximum > console.width:
         shown = _rich_table(table, errors=False)
         shown.width = Measurement.get(console, unlimited, shown).maximum
-        caption += " The terminal is too narrow for standard errors: the files have them." if caption else ""
+        caption += " The terminal is too narrow for standard errors, which are in the files." if caption else ""
     console.print(Text(table.title, style="bold"))
     console.print(shown, crop=False)
     if caption:
@@ -184,7 +184,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     shown.add_column("", no_wrap=True)
     for index, column in enumerate(table.columns):
-        # A group's heading is above its first column, a word to a line, so that numbers set the width.
+        # The heading of a group is above its first column, one word per line, so that the numbers determine the width.
         first = index == 0 or table.columns[index - 1].group != column.group
         name = "\n".join(
             [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
@@ -205,7 +205,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
 
 
 def as_markdown(table: Table) -> str:
-    """Return title, table and caption. Headings of groups precede the names of columns; a heading shared by all is in the corner."""
+    """Return the title, table and caption as Markdown; a group that all columns share is in the top left cell."""
     shared = {(column.group, column.better) for column in table.columns}
     if len(shared) == 1 and table.columns[0].group:
         corner = replace(table.columns[0], name=table.columns[0].group).heading
@@ -219,26 +219,26 @@ def as_markdown(table: Table) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return rows of text as a Markdown table: the first columns are left-aligned, the others right-aligned."""
+    """Return rows of text as a Markdown table; the first `left` columns are left-aligned, all other columns right-aligned."""
     aligned = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
 
 def as_html(table: Table) -> str:
-    """Return the `<table>` element."""
+    """Return the table as a `<table>` element."""
     with pd.option_context("display.max_colwidth", None):
         text: str = table.marked(html.escape, "<b>{}</b>", "<i>{}</i>").to_html(escape=False, border=0)
     return text
 
 
 def escape_latex(text: str) -> str:
-    """Return the text for LaTeX, without backslashes, tildes and carets; the sign of a negative number becomes a minus."""
+    """Escape a text for LaTeX: backslashes, tildes and carets become spaces, and a leading hyphen of a number becomes a minus sign."""
     plain = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\~^]", " ", text))
     return re.sub(r"^-(?=\d)", "$-$", plain)
 
 
 def as_latex(table: Table) -> str:
-    """Return a table for a document with booktabs; it may break over pages with longtable."""
+    """Return the table for LaTeX documents with the packages booktabs and longtable, which allows page breaks."""
     text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
         column_format="l" + "r" * len(table.columns),
         escape=False,

@@ -1,4 +1,4 @@
-"""Sentences of reports: findings made from the numbers, and remarks."""
+"""Sentences of reports: findings computed from the numbers, and remarks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace appr
 
 REGRESSION_METHODS = {
     **EVALUATION_METHODS,
-    "MAP": "the first network as it is, with the noise of the training data",
-    "MAP-N": "MAP, its noise scaled on the validation data",
+    "MAP": "the first network, unchanged, with the noise estimated from the training data",
+    "MAP-N": "MAP with its noise scaled on the validation data",
     "DE": "the deep ensemble: a mixture of all networks, each with its noise",
-    "DE-N": "DE, its noise scaled on the validation data",
+    "DE-N": "DE with its noise scaled on the validation data",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A few sentences under a title."""
+    """A finding of a few sentences, with a title."""
 
     title: str
     text: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """A number of MAP and of MoLA by the default rule; the sentence has those of the methods between them."""
+    """A metric of MAP and of MoLA with the default rule; the sentence gives the metric of the methods between them."""
 
     title: str
     before: str
@@ -46,7 +46,7 @@ class Headline:
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
-    """Return the cards at the top of the page, which the terminal shows as well."""
+    """Return the cards at the top of the page, which the terminal also shows."""
     comparison = result.comparison
     numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
@@ -70,9 +70,9 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
 
 
 def tuning_remarks(result: DemoResult) -> list[str]:
-    """Return tuned values, and remarks of tuning."""
+    """Return sentences about the tuned values, and notes from tuning."""
     chosen = [
-        f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, by {record.chosen['rule']}."
+        f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, tuned by rule {record.chosen['rule']}."
         for name, record in result.comparison.methods.items()
         if "prior_precision" in record.chosen
     ]
@@ -80,15 +80,15 @@ def tuning_remarks(result: DemoResult) -> list[str]:
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
-    """Return the small print."""
+    """Return the remarks below the demo: data, networks, tuned values and limits."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
-        f"Data: scikit-learn's 1797 handwritten digits, 8 by 8 pixels, split at random into {sizes['train']} for training, "
+        f"Data: scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
         f"{sizes['validation']} for tuning and {sizes['test']} for testing; patches of its two sample photographs; uniform noise.",
         f"Networks: two hidden layers, no biases, {result.comparison.made['parameters']} weights, {result.settings.epochs} "
-        f"epochs, hardly regularised and therefore overconfident. With strong weight decay MoLA comes close to the ensemble.",
+        f"epochs, with little regularisation and therefore overconfident. With strong weight decay, MoLA is close to the ensemble.",
         *tuning_remarks(result),
-        "One run of one seed on a small data set: small differences between methods may change sign with another seed.",
+        "This is one run with one seed on a small data set, so small differences between methods may change sign with another seed.",
     ]
 
 
@@ -96,12 +96,12 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
-    """Return the findings on the test data and on outliers."""
+    """Return the findings on the test data and on each outlier set."""
     own, base, test = comparison.own, comparison.baseline, comparison.test.name
     mine, plain = (comparison.methods[name].labelled[test].metrics for name in (own, base))
     metrics = ("rmse", "nll", "crps") if comparison.regression else ("accuracy", "nll", "brier", "ece")
     same = own != base and all(abs(mine[name] - plain[name]) < SAME for name in metrics)
-    sentences = [f"{own} equals {base} to all digits."] if same else []
+    sentences = [f"{own} and {base} have the same metrics."] if same else []
     leads = comparison.leads[test]
     if comparison.regression:
         for metric, what in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
@@ -110,7 +110,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     else:
         sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
-        # Standard error of the accuracy if the mean confidence were right.
+        # This is the standard error of the accuracy if the mean confidence is correct.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
         if abs(gap) > chance:
             sentences.append(f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.")
@@ -125,7 +125,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
 
 
 def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
-    """State the best method: MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 +- 0.0010)."""
+    """Return a sentence such as "MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 ± 0.0010)."."""
 
     def named(one: tuple[str, ...]) -> str:
         return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
@@ -136,7 +136,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
     names = named(found.best)
     if found.level:
         level = [named(one) for one in found.level]
-        names += f" (level with {', '.join(level) if len(level) < 4 else f'{len(level)} others'})"
+        names += f" (tied with {', '.join(level) if len(level) < 4 else f'{len(level)} others'})"
     by = f"{factor * found.ahead:.{digits}f}"
     if found.error is not None:
         by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
@@ -147,7 +147,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
-    """Tuned values, notes, and inputs that were left out."""
+    """Return sentences about tuned values, notes, and inputs that were left out."""
     lines = []
     for entry, title in (("prior_precision", "Prior precision"), ("noise", "Noise"), ("temperature", "Temperature")):
         for method, record in comparison.methods.items():
@@ -165,11 +165,11 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Methods, and the ensembles that they must beat."""
+"""Pairs of a method and the ensemble with which it is compared."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Return clear differences between MoLA and ensembles."""
+    """Return the clear differences between MoLA and ensembles."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
@@ -179,7 +179,7 @@ def suite_findings(suite: SuiteResults) -> list[Finding]:
 
 def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
     outliers = tuple(one.name for one in shared_outliers(suite, suite.runs))
-    # Name, number, its sign if higher is better, digits, and the factor to its unit.
+    # Each entry has a name, a quantity, a sign (1 if higher is better), digits and a unit factor.
     quantities = (
         ("log loss on test data", On("test", "nll"), -1, 4, 1),
         ("calibration error on test data (%)", On("test", "ece"), -1, 2, 100),
@@ -201,14 +201,14 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
         elif is_clear(gap):
             words = f"{name} {mine.mean:.{digits}f} against {theirs.mean:.{digits}f}"
             (better if sign * gap.mean > 0 else worse).append(words)
-    parts = [f"{own} equals {base} to all digits: {', '.join(same)}."] if same else []
+    parts = [f"{own} equals {base} in {', '.join(same)}."] if same else []
     parts += [f"Clearly better than {base}: {'; '.join(better)}."] if better else []
     parts += [f"Clearly worse: {'; '.join(worse)}."] if worse else []
     return Finding(f"{own} and {base}", " ".join(parts)) if parts else None
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the small print: data, remarks of tuning, time."""
+    """Return the remarks below a suite: data, notes from tuning, and computing time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}
@@ -217,5 +217,5 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
         f"Data: {sets}.",
         *suite.notes,
         *notes,
-        f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of given networks.",
+        f"{len(records)} records took {seconds:.0f} seconds to fit, tune and predict, without forward passes of the trained networks.",
     ]

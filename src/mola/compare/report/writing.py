@@ -1,4 +1,4 @@
-"""Reports on disk: the page, the figures, the tables and the numbers."""
+"""Functions that write reports to disk: the page, figures, tables and numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mola.compare.report.tables import as_latex, as_markdown
 from mola.errors import OptionError
 
 Progress = Callable[[str, float], None]
-"""Called with the current step and the share of the work that is done."""
+"""Function that is called with the current step and the completed share of the work."""
 
 
 def _quiet(doing: str, done: float) -> None: ...
 
 
 def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet) -> Path:
-    """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
+    """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; return the path of the page."""
     with _named(directory):
         figures = _draw(demo_figures(result), directory, progress)
         texts = {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
@@ -40,7 +40,7 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet)
 def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
 ) -> Path:
-    """Write `index.html`, `numbers.json`, `tables.md`, and each figure as `figures/<name>.svg` and `.png`; return the page."""
+    """Write `index.html`, `numbers.json`, `tables.md`, and figures as `figures/<name>.svg` and `.png`; return the path of the page."""
     tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
     lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]
@@ -52,7 +52,7 @@ def write_evaluation(
 
 
 def write_report(suites: Sequence[SuiteResults], directory: Path, progress: Progress = _quiet) -> Path:
-    """Write `index.html`, `tables.md`, `tables.tex`, and figures as `figures/<suite>-<name>.svg` and `.png`; return the page."""
+    """Write `index.html`, `tables.md`, `tables.tex`, and `figures/<suite>-<name>.svg` and `.png`; return the path of the page."""
     named = {(suite.name, name): one for suite in suites for name, one in suite_figures(suite).items()}
     files = {key: "".join(letter if letter.isalnum() else "-" for letter in "-".join(key)) for key in named}
     with _named(directory):
@@ -110,5 +110,5 @@ def _named(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OptionError(
-            f"cannot write the report to {directory} ({error.strerror}): make room, or choose another output folder."
+            f"cannot write the report to {directory} ({error.strerror}): free some disk space or choose another output folder."
         ) from error
