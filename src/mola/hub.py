@@ -1,4 +1,4 @@
-"""Folders for a model hub: networks, posterior and a model card. Nothing is sent or fetched, and no code of a folder is run.
+"""Folders for a model hub: networks, posterior and a model card. Nothing is uploaded or downloaded, and no code from a folder is run.
 
 config.json                     class names, and the type and precision of each network; written last
 networks/0/model.safetensors    weights of each network, with the network's own config.json for transformers
@@ -33,7 +33,7 @@ FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, WEIGHTS = "config.json", "README.md", "model.safetensors"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
-"""The hub's task, by the end of the class name of a transformers network."""
+"""The hub's task names, by the ending of the class names of transformers networks."""
 
 TAGS = ("mola", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
 SCHEMA: dict[str, Any] = {
@@ -57,29 +57,30 @@ def save(
     """Write a posterior and its networks as a folder for a model hub, with a model card.
 
     Args:
-        posterior: from `mola.fit`.
-        folder: to write to; made if missing. The folder name is the model's name.
-        classes: names of the outputs; None uses the names of a transformers configuration, or numbers.
-        evaluation: results of this posterior alone, from `mola.evaluate(posterior, ...)`; its data sets and metrics go into the
-            card.
-        license: identifier of a license, such as "mit".
+        posterior: the posterior from `mola.fit`.
+        folder: the folder to write, created if it is missing. Its name is the model's name.
+        classes: names of the outputs; None uses the names in a transformers configuration, or numbers.
+        evaluation: results of this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists its data sets and metrics.
+        license: identifier of the licence, such as "mit".
         tags: further tags for the hub.
-        pipeline_tag: the hub's name of the task, such as "tabular-classification"; None uses that of transformers.
-        tokenizer: prepares texts: any object with `save_pretrained`, written into the folder.
-        processor: prepares images: any object with `save_pretrained`, written into the folder.
+        pipeline_tag: the hub's task name, such as "tabular-classification"; None uses the task of a transformers network.
+        tokenizer: any object with `save_pretrained` that prepares texts; it is saved in the folder.
+        processor: any object with `save_pretrained` that prepares images; it is saved in the folder.
 
     Returns:
-        The folder; `StorageError` if it contains the files of something else.
+        The folder. `StorageError` is raised if it contains a model of another library.
     """
     if not isinstance(posterior, MoLA) or posterior.structure is None:
         got = "a plain ensemble" if isinstance(posterior, MoLA) else type(posterior).__name__
-        raise OptionError(f"expected a posterior of mola.fit, got {got}.")
+        raise OptionError(f"expected a posterior from mola.fit, got {got}.")
     helpers = {name: one for name, one in (("tokenizer", tokenizer), ("processor", processor)) if one is not None}
     for name, helper in helpers.items():
         if not hasattr(helper, "save_pretrained"):
             raise OptionError(f"{name}: expected an object with save_pretrained, got {type(helper).__name__}.")
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
-        raise OptionError("evaluation: expected that of this posterior alone: mola.evaluate(posterior, test_loader).")
+        raise OptionError(
+            "evaluation: expected the results of this posterior alone, from mola.evaluate(posterior, test_loader)."
+        )
     try:
         import huggingface_hub as library
     except ImportError as error:
@@ -136,14 +137,14 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
     """Read a folder that `save` wrote, and check that it is complete and unchanged.
 
     Args:
-        folder: the folder, downloaded.
-        build: a function that makes one network of the architecture (its weights are replaced); a class with
-            `from_pretrained`, such as transformers' `AutoModelForImageClassification`; the networks themselves, with
-            their weights; or None for transformers networks.
+        folder: the downloaded folder.
+        build: a function that builds one network of the architecture, whose weights are replaced; a class with `from_pretrained`, such
+            as `AutoModelForImageClassification` of transformers; a list of networks with their weights; or None for transformers
+            networks.
 
     Returns:
-        The posterior; `StorageError` if a file is missing, damaged, newer than this library, or belongs to another
-        network, and `OptionError` if `build` is needed.
+        The posterior. `StorageError` is raised if a file is missing, damaged, newer than this library, or belongs to another network,
+        and `OptionError` if `build` is needed.
     """
     place = Path(folder)
     config = _read_config(place)
@@ -181,16 +182,16 @@ def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> l
 
 
 def _plain(text: str) -> str:
-    # Text that stays text in Markdown: on one line, without marks of HTML, tables, code and links.
+    # Return the text on one line, with the special characters of HTML and Markdown escaped.
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def _clear(folder: Path) -> None:
-    # Remove the previous model in this folder; until the new one is complete, the folder does not load.
+    # Remove the previous model in this folder. The folder cannot be loaded until the new model is complete.
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file; expected a folder.")
     if (folder / CONFIG).exists():
-        _read_config(folder)  # refuses the folder of another library
+        _read_config(folder)  # raises StorageError for the folder of another library
         (folder / CONFIG).unlink()
         for name in ("networks", "tokenizer", "processor", "posterior"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -228,14 +229,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = parse(path.read_bytes(), path)
     except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror}): expected a folder of mola.hub.save.") from error
+        raise StorageError(
+            f"{path} cannot be read ({error.strerror}). Expected a folder written by mola.hub.save."
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise StorageError(
             f"{path} was not written by mola: expected format {FORMAT!r}. Use a separate folder for mola."
         )
     if config.get("version") != VERSION:
         raise StorageError(
-            f"{path} has version {config.get('version')!r}; this mola reads version {VERSION}. Update mola."
+            f"{path} has version {config.get('version')!r}, but this version of mola reads version {VERSION}. Update mola."
         )
     check_seal(config, path)
     check(config, SCHEMA, "")
@@ -243,10 +246,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
-    # Weights that are damaged, or that transformers made up, do not have the checksum in the posterior.
+    # The checksums in the posterior reveal damaged weights and weights that transformers initialised at random.
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if entry["dtype"] and not isinstance(dtype, torch.dtype):
-        raise StorageError(f"{place}: its {CONFIG} names an unknown precision {entry['dtype']!r}.")
+        raise StorageError(
+            f"{place}: the precision {entry['dtype']!r} in {CONFIG} is unknown; expected the name of a torch dtype. Download the "
+            f"folder again."
+        )
     if build is None:
         build = _transformers_class(entry, place)
     network: nn.Module
@@ -257,7 +263,7 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
         return network.eval()
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
     if str(getattr(build, "__module__", "")).startswith("transformers.models.auto"):
-        options["trust_remote_code"] = False  # otherwise transformers offers to run code of the folder
+        options["trust_remote_code"] = False  # otherwise transformers offers to run code from the folder
     try:
         network = build.from_pretrained(place, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -266,11 +272,11 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
 
 
 def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
-    # Only classes of transformers are looked up by name: any other name could run code.
+    # Look up only classes of transformers by name, since any other name could run code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
         raise OptionError(
-            f"{place} holds a {entry['type']}: pass a function that builds one, mola.hub.load(folder, build)."
+            f"{place} holds a {entry['type']}. Pass a function that builds this network: mola.hub.load(folder, build)."
         )
     try:
         import transformers
@@ -279,6 +285,7 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise StorageError(
-            f"{place} holds a {kind[-1]}, which this version of transformers does not have. Pass build=."
+            f"{place} holds a {kind[-1]}, which this version of transformers does not provide. Pass a function that builds it as "
+            f"build=."
         )
     return found

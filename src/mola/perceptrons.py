@@ -1,7 +1,7 @@
-"""Multilayer perceptrons for tables, trained side by side: each layer of all K networks is one batched product.
+"""Multilayer perceptrons for tables, trained in parallel: one batched product computes a layer of all K networks.
 
-Training side by side gives the same networks as training one by one, up to rounding: each network has its own seed for its
-initial weights and its order of the data.
+Up to rounding, training in parallel gives the same networks as training one by one: each network has its own seed for its initial
+weights and for the order of its data.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from mola.errors import DataError
 
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-"""From outputs (n, C) and labels to the loss (n,) of each datum."""
+"""Function from outputs (n, C) and labels to the loss (n,) of each datum."""
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) -> nn.Sequential:
-    """Build linear layers with ReLU between them; inputs of any shape are flattened.
+    """Build a network of linear layers with ReLUs in between; inputs of any shape are flattened.
 
     Args:
         inputs: number of input values.
-        hidden: widths of the hidden layers; the last is the number of features.
+        hidden: widths of the hidden layers; the last width is the number of features.
         outputs: number of outputs.
-        bias: without biases the network is positively homogeneous, and the far-field theory holds exactly.
+        bias: include biases. Without biases, the network is positively homogeneous, and the far-field theory holds exactly.
     """
     widths = [inputs, *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -60,20 +60,20 @@ def train_mlps(
         outputs: number of outputs.
         loss: loss to minimise.
         hidden: widths of the hidden layers.
-        members: K.
-        seed: random seed of all members; a larger ensemble begins with the same members.
+        members: number of networks K.
+        seed: random seed for all members; a larger ensemble begins with the same members.
         epochs: passes over the data, reshuffled for every epoch and member.
-        batch_size: rows of a training step.
+        batch_size: number of rows in a training step.
         learning_rate: learning rate at the start.
         weight_decay: weight decay of the optimiser.
-        optimiser: from parameters, `lr` and `weight_decay` to an optimiser.
+        optimiser: function from parameters, `lr` and `weight_decay` to an optimiser.
 
     Returns:
         The networks in eval mode, in the precision of the inputs.
     """
     if not len(inputs):
-        raise DataError("there are no training data: expected at least one row.")
-    # Seeds are drawn, not counted up, so that ensembles of neighbouring seeds share no member.
+        raise DataError("expected at least one row of training data, got none.")
+    # Member seeds are drawn at random, so that ensembles with consecutive seeds share no member.
     seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
     networks, orders = [], []
     with torch.random.fork_rng(devices=[]):
@@ -107,7 +107,7 @@ def train_mlps(
             schedule.step()
         if not math.isfinite(float(losses.detach().sum())):
             raise DataError(
-                f"the loss is {losses.tolist()} after epoch {epoch}: lower the learning rate (now {learning_rate})."
+                f"expected finite losses, got {losses.tolist()} after epoch {epoch}. Use a learning rate below {learning_rate}."
             )
     with torch.no_grad():
         for (weight, bias), same in zip(stacked, layers, strict=True):

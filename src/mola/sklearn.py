@@ -1,6 +1,6 @@
-"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, standardised and tuned inside.
+"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, built-in scaling and tuning.
 
-`mola.MolaClassifier` and `mola.MolaRegressor` are imported from here on first use: scikit-learn is an extra.
+`mola.MolaClassifier` and `mola.MolaRegressor` are imported from this module on first use, because scikit-learn is an extra.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
 Array = np.ndarray[Any, Any]
 
 STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
-"""The default batch size makes about this number of steps per epoch, between these sizes."""
+"""Steps per epoch at the default batch size, and the limits of the default batch size."""
 
 ROWS = 4096
-"""Rows of one batch in fit and predict."""
+"""Number of rows in a batch when fitting and predicting."""
 
 
 class _Perceptrons(BaseEstimator):  # type: ignore[misc]
@@ -58,7 +58,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     tuning_: Tuning | None
 
     def _store(self, parameters: dict[str, Any]) -> None:
-        # scikit-learn wants each parameter of __init__ as an attribute, unchanged.
+        # scikit-learn requires each parameter of __init__ as an unchanged attribute.
         for name in parameters.keys() - {"self"}:
             setattr(self, name, parameters[name])
 
@@ -67,7 +67,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     ) -> Self:
         hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
         if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
-            raise OptionError(f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}.")
+            raise OptionError(f"hidden must be one or more whole numbers above 0, such as (64,), got {self.hidden!r}.")
         for name in ("members", "epochs"):
             whole_number(getattr(self, name), name)
         batch_size = min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH) if self.batch_size is None else self.batch_size
@@ -77,7 +77,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             rule = as_rule(rule, likelihood, [] if needs_data else None)
         if needs_data and not (is_real(self.validation_fraction) and 0 < self.validation_fraction < 1):
             raise OptionError(
-                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set no data aside, use "
+                f"validation_fraction must be above 0 and below 1, got {self.validation_fraction!r}. To set no data aside, use "
                 f'rule="evidence" or rule=None.'
             )
         random = check_random_state(self.random_state)
@@ -120,8 +120,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             return self
         aside = torch.from_numpy(self._set_aside(labels, random))
         with warnings.catch_warnings():
-            # They are in tuning_.notes. On small tables the search often ends at a limit, and a cross-validation would repeat the
-            # warning for every fold.
+            # The warnings are in tuning_.notes. On small tables, the search often ends at a limit, and a cross-validation would repeat
+            # the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
             start = posterior(~aside)
             tuned = start.tune(batches(aside), rule=rule, progress=False)
@@ -142,27 +142,27 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
-        """Return the full prediction for each row: a `mola.Prediction` or `mola.RegressionPrediction`."""
+        """Return the full prediction for each row, a `mola.Prediction` or a `mola.RegressionPrediction`."""
         batches = self._batches(X)  # checks that the estimator is fitted
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """Return the outlier score (n,) of each row: higher = more outlying. It does not depend on the prior precision."""
+        """Return the OOD score (n,) of each row, higher for outliers. The score does not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
 
 
 class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
-    """A mixture of Laplace approximations on multilayer perceptrons, for classification of tables.
+    """A mixture of Laplace approximations of multilayer perceptrons, for classification of tables.
 
-    `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half
-    cosine), fits their posterior and chooses its prior precision by the evidence, so that no data are needed for
-    validation. Other rules need data that the networks have not seen: a stratified share is set aside, networks trained
-    on the rest are tuned on it, and networks trained on all data take over the prior precision and the scaling of the
-    logits. Everything is computed in float64; the same `random_state` gives the same bits. Sample weights are not
-    supported: the curvature cannot represent them.
+    `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
+    fits their posterior. By default, it chooses the prior precision by the evidence, which needs no validation data. Other rules need
+    held-out data: `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes them on this share. Networks
+    trained on all data then use the tuned prior precision and scaling of the logits. Everything is computed in float64, and the same
+    `random_state` gives identical results. Sample weights are not supported, because the curvature cannot represent them.
 
-    Labels y are (n,), one of several classes for each row, or (n, L) of 0 and 1 for multi-label data: then the
-    likelihood is Bernoulli, probabilities and predictions are (n, L), and `classes_` are the columns.
+    Labels y have shape (n,), with one of several classes for each row, or (n, L) with values 0 and 1 for multi-label data. For
+    multi-label data, the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` are the column
+    indices.
 
     Args:
         hidden: widths of the hidden layers.
@@ -173,17 +173,17 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         weight_decay: decoupled weight decay, as in AdamW.
         structure: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
-        rule: how to choose the prior precision: "evidence"; "nll", "brier", "ece", "threshold" or "distance" on data
-            set aside; an object of `mola.rules`; or None to keep `prior_precision`.
+        rule: rule that chooses the prior precision: "evidence"; "nll", "brier", "ece", "threshold" or "distance" on held-out data; an
+            object of `mola.rules`; or None to keep `prior_precision`.
         prior_precision: lambda, if `rule` is None.
-        validation_fraction: share of each class set aside for the rule, at least one row of each class that has two.
-            With "evidence" or None nothing is set aside.
+        validation_fraction: share of each class set aside for the rule, at least one row of each class with two or more rows. With
+            "evidence" or None, nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
 
     Attributes:
-        classes_: the labels, sorted.
+        classes_: the sorted class labels.
         posterior_: the `mola.MoLA` over standardised features.
-        tuning_: how the prior precision was chosen, with notes; None if it was not.
+        tuning_: record of the choice of the prior precision, with notes; None without tuning.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -219,8 +219,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         """Train the networks and fit the posterior.
 
         Args:
-            X: (n, features), without missing values.
-            y: (n,) labels of any kind, of at least two classes; or (n, L), 0 or 1 for each of L labels.
+            X: feature values (n, features), without missing values.
+            y: class labels (n,) of any kind, of at least two classes; or (n, L), 0 or 1 for each of L labels.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
@@ -234,9 +234,9 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, self.rule)
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
-        if labels.ndim > 1:  # most combinations of labels may occur only once
+        if labels.ndim > 1:  # not stratified, since most combinations of labels may occur only once
             return super()._set_aside(labels, random)
-        # The same share of every class, at least one row, never all of them.
+        # Set aside the same share of every class: at least one row, and never all rows.
         aside = np.zeros(len(labels), dtype=bool)
         for label in np.unique(labels):
             rows = random.permutation(np.flatnonzero(labels == label))
@@ -244,18 +244,19 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
             aside[rows[: min(share, len(rows) - 1)]] = True
         if not aside.any():
             raise DataError(
-                f"expected a class with at least 2 rows, to set some aside for rule={self.rule!r}; got {len(labels)} rows, each "
-                f'of its own class. Pass more data, or use rule="evidence".'
+                f"expected a class with at least 2 rows, so that rows can be set aside for rule={self.rule!r}; got {len(labels)} "
+                f"rows, each "
+                f'of a different class. Pass more data, or use rule="evidence".'
             )
         return aside
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Return probabilities (n, C) in the order of `classes_`; for multi-label data (n, L), the probability of each label."""
+        """Return probabilities (n, C) in the order of `classes_`; for multi-label data, return probabilities (n, L)."""
         batches = self._batches(X)
         return self.posterior_.predict_proba(batches)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """Return the most probable label of each row; for multi-label data (n, L) of 0 and 1."""
+        """Return the most probable class of each row; for multi-label data, return 0 or 1 for each label (n, L)."""
         probs = self.predict_proba(X)
         if self.posterior_.likelihood == BERNOULLI:
             return (probs > 0.5).astype(np.int64)
@@ -263,13 +264,13 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
 
 class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
-    """A mixture of Laplace approximations on multilayer perceptrons, for regression of tables.
+    """A mixture of Laplace approximations of multilayer perceptrons, for regression on tables.
 
-    `fit` standardises features and targets, sets a share of the rows aside, trains `members` networks on the rest by
-    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine), fits their posterior, and
-    chooses its prior precision and noise on the rows set aside; networks trained on all rows take these over. With
-    `rule="evidence"` nothing is set aside; the noise is then estimated from the training data, and is too small if the networks
-    overfit. Everything is computed in float64; the same `random_state` gives the same bits.
+    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest by the squared
+    error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the prior
+    precision and the noise on the held-out rows. Networks trained on all rows use the same prior precision and noise. With
+    `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too small if the networks
+    overfit. Everything is computed in float64, and the same `random_state` gives identical results.
 
     Args:
         hidden: widths of the hidden layers.
@@ -278,19 +279,19 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: learning rate at the start.
         weight_decay: decoupled weight decay, as in AdamW.
-        structure: "kron-exact" (for constant noise, the exact posterior), "kron", "kron-diag", "diag" or "full", or an
-            object of `mola.structures`.
-        rule: how to choose prior precision and noise: "nll" or "crps" on rows set aside, "distance" (the standard
-            deviation also grows with the distance from the training data), "evidence", an object of `mola.rules`, or
-            None to keep `prior_precision`.
+        structure: "kron-exact" (the exact posterior for constant noise), "kron", "kron-diag", "diag" or "full", or an object of
+            `mola.structures`.
+        rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", with which the
+            standard deviation also grows with the distance from the training data; "evidence"; an object of `mola.rules`; or None to
+            keep `prior_precision`.
         prior_precision: lambda, if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.
-        validation_fraction: share of the rows set aside for the rule. With "evidence" or None nothing is set aside.
+        validation_fraction: share of the rows set aside for the rule. With "evidence" or None, nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
 
     Attributes:
         posterior_: the `mola.MoLA` over standardised features, in the targets' units.
-        tuning_: how prior precision and noise were chosen, with notes; None if they were not.
+        tuning_: record of the choice of prior precision and noise, with notes; None without tuning.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -324,16 +325,20 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         """Train the networks and fit the posterior.
 
         Args:
-            X: (n, features), without missing values.
-            y: (n,) or (n, outputs), without missing values.
+            X: feature values (n, features), without missing values.
+            y: targets (n,) or (n, outputs), without missing values.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
         self._single = y.ndim == 1
-        targets: Array = np.array(y, dtype=np.float64).reshape(len(X), -1)  # a copy: torch refuses read-only memory
+        targets: Array = np.array(y, dtype=np.float64).reshape(
+            len(X), -1
+        )  # a copy, since torch rejects read-only memory
         scaler = StandardScaler().fit(targets)
         location, scale = scaler.mean_, scaler.scale_
         noise, rule = self.noise, self.rule
-        if (targets == targets[0]).all():  # nothing to learn: predict the constant, with noise of its rounding
+        if (
+            targets == targets[0]
+        ).all():  # constant targets: predict the constant, with noise the size of its rounding error
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
             rule = None
         likelihood = Gaussian(noise, location=location.tolist(), scale=scale.tolist())
@@ -345,14 +350,14 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._fit(X, targets, targets.shape[1], likelihood, rule, squared_error)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """Predict the mean of each row, and with `return_std` the standard deviation, as scikit-learn's Gaussian processes do.
+        """Predict the mean of each row and, with `return_std`, the standard deviation, like scikit-learn's Gaussian processes.
 
         Args:
-            X: (n, features).
-            return_std: whether to return (mean, standard deviation).
+            X: feature values (n, features).
+            return_std: return (mean, standard deviation) instead of the mean alone.
 
         Returns:
-            (n,), or (n, outputs) if y had several columns.
+            Values of shape (n,), or (n, outputs) if y had several columns.
         """
         if not return_std:
             return self._shaped(torch.cat([self.posterior_(part) for part in self._batches(X)]))
@@ -360,7 +365,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._shaped(prediction.mean), self._shaped(prediction.std)
 
     def predict_interval(self, X: Any, probability: float = 0.9) -> tuple[Array, Array]:  # noqa: N803
-        """Return the lower and upper ends of intervals that contain the targets with that probability."""
+        """Return the lower and upper ends of intervals that contain the targets with the given probability."""
         lower, upper = self.prediction(X).interval(probability)
         return self._shaped(lower), self._shaped(upper)
 
@@ -369,8 +374,8 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
-    # Apply the values tuned on held-out data to networks trained on all data, which have no held-out data. Reference distances are
-    # carried over relative to the training data's: held-out data are that much farther away.
+    # Apply the values tuned on held-out data to networks trained on all data. Reference distances keep their ratio to the distances of
+    # the training data, because held-out data are farther away by this ratio.
     scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
     if scaling.reference is not None and before is not None and now is not None:
         scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)

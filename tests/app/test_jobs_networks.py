@@ -126,7 +126,7 @@ def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
     # The middle of an image whose proportions are kept, as in timm's own evaluation: 6 / 0.875 = 6.86.
     assert built.hints == Intake(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
-    with pytest.raises(OptionError, match="timm cannot make 'large'"):
+    with pytest.raises(OptionError, match="timm cannot build 'large'"):
         build_networks(["timm:large"], [str(tmp_path / "small.safetensors")])
 
 

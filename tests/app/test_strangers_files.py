@@ -94,5 +94,5 @@ def test_objects_in_weights_are_not_made(tmp_path, monkeypatch, form):
 
 @pytest.mark.parametrize("name", ["hf-hub:stranger/model", "hf_hub:stranger/model", "local-dir:/tmp"])
 def test_names_of_timm_fetch_nothing(name):
-    with pytest.raises(OptionError, match="expected the plain name of an architecture"):
+    with pytest.raises(OptionError, match="Expected the plain name of an architecture"):
         timm_builder(name)

@@ -288,7 +288,7 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("timm:any", "comes without trained weights: add their file"),
+        ("timm:any", "has no trained weights. Add a file with weights"),
         ("timm:any=nowhere.pt", "nowhere.pt of timm:any do not exist"),
         ("no_such_module_here:build", "cannot import 'no_such_module_here'"),
     ],

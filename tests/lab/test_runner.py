@@ -273,7 +273,9 @@ def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
 
 
 def test_a_network_of_another_recipe_is_refused(trained):
-    with pytest.raises(mola.errors.StorageError, match=r"00\.safetensors is another network.*another folder"):
+    with pytest.raises(
+        mola.errors.StorageError, match=r"00\.safetensors was trained with other options.*another folder"
+    ):
         train_networks(Training(SUITE, 1, replace(SUITE.recipe, epochs=9)), trained, lambda doing, done: None)
 
 

@@ -164,7 +164,7 @@ def test_files(tmp_path):
     assert torch.equal(swag.network[1].running_mean, again.network[1].running_mean)
     wider = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Identity(), nn.Linear(7, 4))
     for other in (problem.network, wider):
-        with pytest.raises(StorageError, match="does not fit Sequential"):
+        with pytest.raises(StorageError, match="does not match Sequential"):
             Swag.load(tmp_path, other)
 
 
@@ -172,7 +172,7 @@ def test_a_complete_path_is_extended_but_not_shortened_nor_used_for_another_netw
     problem = make_problem()
     fit(problem, epochs=4, checkpoint=tmp_path)
     assert torch.equal(fit(problem, checkpoint=tmp_path)(problem.inputs), fit(problem)(problem.inputs))
-    with pytest.raises(StorageError, match="another training or another network"):
+    with pytest.raises(StorageError, match="another training run or another network"):
         fit(problem, make_problem(1).network, checkpoint=tmp_path)
     with pytest.raises(StorageError, match="holds 6 epochs, more than"):
         fit(problem, epochs=3, checkpoint=tmp_path)

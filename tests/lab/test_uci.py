@@ -58,11 +58,11 @@ def test_files_that_are_missing_or_garbled_are_named(folder):
     with pytest.raises(OptionError, match="set must be one of"):
         read_uci(folder, "boats")
     (folder / "yacht" / "index_test_1.txt").write_text("1\n1\n", encoding="utf-8")
-    with pytest.raises(DataError, match="different whole numbers"):
+    with pytest.raises(DataError, match="distinct whole numbers"):
         read_uci(folder, "yacht")
     for path in (folder / "yacht").glob("index_test_*"):
         path.unlink()
-    with pytest.raises(DataError, match="splits are missing"):
+    with pytest.raises(DataError, match="the first published split"):
         read_uci(folder, "yacht")
 
 
@@ -87,7 +87,7 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     assert gap_table(records).count("| yacht | 3 |") == 5
     damaged = next(iter(times))
     damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")
-    with pytest.raises(StorageError, match="Delete it"):
+    with pytest.raises(StorageError, match="Delete this file"):
         read_records(tmp_path / "results")
 
 

@@ -67,7 +67,7 @@ def test_wrong_use_is_refused():
     dense = mola.ensemble(nn.Conv2d(3, 2, 1), likelihood="gaussian")
     fitted = mola.fit(net, [(x, y)], likelihood="gaussian", progress=False)
     for error, words, predictor, loader in (
-        (DataError, "batch 1 of the validation loader: targets must be finite", ensemble, [(x, y), (x, y * math.nan)]),
+        (DataError, "batch 1 of the validation loader: expected finite targets", ensemble, [(x, y), (x, y * math.nan)]),
         (DataError, r"batch 0 .* shape \(60, 2\)", ensemble, [(x, y[:, 0])]),
         (DataError, "no targets", ensemble, [x]),
         (DataError, "exactly", ensemble, [(x, net(x).detach())]),

@@ -1,4 +1,4 @@
-"""Cost of the methods: time to fit, time to predict and memory, measured side by side in one run."""
+"""Cost of the methods: fit time, prediction time and memory, measured together in one run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from mola.lab.training.swag import fit_swag, norm_layers, recompute_statistics, 
 REPEATS = 5
 
 FEWER = 16
-"""Factor by which methods that draw many networks for each prediction are measured on fewer images."""
+"""Factor by which the number of images is reduced for methods that draw many networks for each prediction."""
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
-"""A part of a fit: what is done to a loader, the loader, and how often."""
+"""A part of a fit: a function of a loader, the loader, and the number of calls."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Method:
     name: str
     predictor: Any
     networks: Sequence[nn.Module]
-    """Networks that are kept besides the predictor's files."""
+    """Networks that are stored in addition to the predictor's files."""
     test: Loader
     fit: Sequence[Work] = ()
 
@@ -55,13 +55,13 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Measure time and memory of all methods on real networks, including whole forward passes; return the document for `cost.json`.
 
-    Repeats are interleaved, so that all methods share the conditions of a busy machine; medians are reported, of CPU time with one
-    thread. Methods are fitted on the first `images` training images and on half of them, and the time is extended to all along a
-    straight line. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
-    a pass over all training images; without a budget, SWAG and MIMO are left out.
+    Repeats are interleaved, so that the load of the machine affects all methods equally. The results are medians of CPU time with one
+    thread. Methods are fitted on the first `images` training images and on half of these images, and the time is extrapolated linearly
+    to all images. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
+    with a pass over all training images. Without a budget, SWAG and MIMO are left out.
 
-    Denormal numbers are flushed to zero meanwhile: they slow a processor down many times, and weight decay leaves thousands in some
-    networks, but none in SWAG's draws from these.
+    Denormal numbers are flushed to zero during the measurement. They make a processor many times slower, and weight decay leaves
+    thousands of them in some networks, but none in SWAG's draws from these networks.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
@@ -78,11 +78,11 @@ def measure_cost(
                 times[method.name, "predict", 0].append(_seconds(partial(_predict, method.predictor, method.test)))
     finally:
         torch.set_flush_denormal(False)
-    # Medians before the line: it multiplies the noise of one measurement.
+    # Take medians before the extrapolation, which multiplies the noise of a measurement.
     median = {key: statistics.median(values) for key, values in times.items()}
 
     def extended(name: str, part: int, loader: Loader) -> float:
-        # Along a line through the times on the loader and on half of it, so that fixed costs are not multiplied.
+        # Extrapolate along a line through the times on the loader and on half of it, so that fixed costs are not multiplied.
         more, fewer = _count(loader), _count(_half(loader))
         whole, half = median[name, part, more], median[name, part, fewer]
         if more == fewer:
@@ -131,7 +131,7 @@ def _methods(
         _Method("DE", mola.ensemble(models), models, testing),
         *laplace,
         *(
-            # Any exponent costs the same.
+            # All exponents have the same cost.
             replace(one, name=f"{one.name} (distance)", predictor=one.predictor.with_distance_exponent(1.0))
             for one in laplace
         ),
@@ -139,7 +139,7 @@ def _methods(
     if budget is None:
         return methods
     count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training costs more than predicting
-    # SWAGs of the real size from few tiny steps: their predictions take as long, and activations stay finite.
+    # SWAGs of full size after a few tiny steps: their predictions take the usual time, and activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
     work = _swag_work(models[0], part, budget.swag)
@@ -154,7 +154,7 @@ def _methods(
 
 
 def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[Work]:
-    # An epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
+    # One epoch for each snapshot, and one pass for the BatchNorm statistics of each draw.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
 
@@ -199,10 +199,10 @@ def _predict(predictor: Any, batches: Loader) -> None:
 
 
 def _bytes(method: _Method) -> int:
-    # Heads may share a trunk, which is counted once.
+    # Heads may share a trunk, which must be counted only once.
     tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if method.name in ("MAP", "DE", "MIMO"):  # networks alone
+    if method.name in ("MAP", "DE", "MIMO"):  # only the networks
         return networks
     with tempfile.TemporaryDirectory() as folder:
         path = method.predictor.save(folder)

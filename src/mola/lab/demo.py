@@ -1,4 +1,4 @@
-"""The demo: train, fit, tune and compare on handwritten digits of scikit-learn, scale inputs away from them, and map two moons."""
+"""The demo: train, fit, tune and compare on scikit-learn's handwritten digits, scale inputs far away, and map two moons."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mola.posterior import MoLA
 from mola.tally import Tally
 
 FAR = 1000.0
-"""Factor by which far-away sets are scaled."""
+"""Factor by which inputs of far-away sets are scaled."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 SHOWN = (0, 45, 90)
-"""Angles of the example digits."""
+"""Rotation angles of the example digits, in degrees."""
 
 NEAR = ("natural patches", "noise")
-"""Outliers in the value range of the digits."""
+"""Outlier sets whose values are in the range of the digits."""
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return one network, the ensemble, the ensemble with a temperature, MoLA by the paper's rule and MoLA by the default rule."""
+    """Return one network, the ensemble, the ensemble with a temperature, and MoLA by the paper's rule and by the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {
@@ -53,7 +53,7 @@ def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation
 
 
 def compare_on_digits(methods: Mapping[str, MoLA], digits: Digits, outliers: Mapping[str, Tensor]) -> Comparison:
-    """Score fitted methods on the test digits, plain and rotated, and on outliers."""
+    """Score fitted methods on the original and rotated test digits, and on outliers."""
     names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
     turned = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
 
@@ -125,7 +125,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
         return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
 
     tuned = {name: method for name, method in methods.items() if method.structure is not None}
-    # With a distance exponent the bound differs for each input, and falls to 1/C with the limit.
+    # With a distance exponent, the bound differs for each input, and falls to 1/C like the limit.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
@@ -142,11 +142,11 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
 
 POINTS = 200
 REACH = 12.0
-"""Half the side of the maps; the data are within 2 of the origin."""
+"""Half the side length of the maps; the data are within a distance of 2 from the origin."""
 
 
 def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
-    """Train an ensemble on two moons, fit and tune, and map each method's confidence far beyond the data."""
+    """Train an ensemble on two moons, fit and tune a posterior, and map each method's confidence far beyond the data."""
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
     # Without biases, the predicted class would be constant along a ray from the origin.
@@ -155,7 +155,7 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
     methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
     axis = torch.linspace(-REACH, REACH, size, dtype=torch.float32)
-    plane = torch.cartesian_prod(axis, axis).flip(1)  # row by row from the lowest, each from left to right
+    plane = torch.cartesian_prod(axis, axis).flip(1)  # rows from bottom to top, each from left to right
     maps = {
         name: np.asarray(method(plane).double().max(1).values.reshape(size, size).numpy())
         for name, method in methods.items()
@@ -169,14 +169,14 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
 
 
 Progress = Callable[[str, float], None]
-"""Called with the current step and the share of the work that is done, from 0 to 1."""
+"""Function that is called with the current step and the completed share of the work, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Share of the time after each part, as measured."""
+"""Measured share of the time that has passed after each part."""
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
-    """Run the whole comparison. The same settings give the same numbers."""
+    """Run the whole comparison. The same settings give identical numbers."""
 
     def during(words: str, begin: float, end: float, epochs: int) -> Callable[[int, int], None]:
         def on_epoch(member: int, epoch: int) -> None:
@@ -205,7 +205,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: networks this small lose more by sharing work than they gain."""
+    """Compute with one thread, since small networks lose more time to synchronisation than they gain from parallel work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,11 +1,11 @@
 r"""Outlier detectors on the features of a trained network, to compare with the scores of a posterior.
 
 Each function fits a detector on training features and returns a function from features (n, d) to scores (n,), higher for outliers.
-Training features come some rows at a time, for bounded memory.
+Training features are read in chunks of rows, to bound the memory.
 
-The networks of an ensemble have their own features, and distances in their own units: a plain mean would weigh the network
-whose scores spread most. `feature_scores` therefore standardises each network's scores by their mean and standard deviation on
-held-out in-distribution data before it averages them.
+Each network of an ensemble has its own features, and distances in its own units. In a plain mean, the network with the most widely
+spread scores would dominate. Before averaging, `feature_scores` therefore standardises each network's scores by their mean and
+standard deviation on held-out in-distribution data.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mola.numerics import to_float64
 from mola.outliers import energy_score, max_logit_score
 
 Detector = Callable[[Tensor], Tensor]
-"""Features (n, d) in, scores (n,) out, higher for outliers."""
+"""Function from features (n, d) to scores (n,), higher for outliers."""
 
 Parts = Callable[[], Iterable[Tensor]]
-"""Returns features some rows at a time, from the first row every time."""
+"""Function that returns features in chunks of rows, from the first row in every call."""
 
 PAIRS_AT_ONCE = 2**23
-"""Distances to training points in memory at once."""
+"""Number of distances to training points in memory at once."""
 
 NEIGHBOUR = 50
-"""Nearest neighbour whose distance is the score: the authors' choice for CIFAR-10."""
+"""Rank k of the neighbour whose distance is the score: the authors' choice for CIFAR-10."""
 
 BANK = 10_000
-"""Training points for nearest neighbours, evenly spaced: more would cost much and change little."""
+"""Number of training points for nearest neighbours, evenly spaced. More points would cost much and change little."""
 
 
 def _directions(features: Tensor) -> Tensor:
@@ -43,11 +43,12 @@ def _directions(features: Tensor) -> Tensor:
 
 
 def _whitening(covariance: Tensor) -> Tensor:
-    # A (d, r) whose A A' is the pseudo-inverse of the covariance, without directions that training data never take (dead ReLUs).
+    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, without directions in which training data never vary
+    # (dead ReLUs).
     values, vectors = torch.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     if not kept.any():
-        raise DataError("features do not vary within the classes: give more than one example of each class.")
+        raise DataError("the features do not vary within the classes. Pass more than one example of each class.")
     return vectors[:, kept] * values[kept].rsqrt()
 
 
@@ -56,8 +57,8 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
     .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
 
-    with :math:`\Sigma` the covariance within classes. The relative form subtracts the distance to the mean of all data under the
-    covariance of all data. Mahalanobis++ (Mueller and Hein, 2025) scales features to length 1 first: `normalised`.
+    Here, :math:`\Sigma` is the covariance within classes. The relative form subtracts the distance to the mean of all data under the
+    covariance of all data. With `normalised`, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein, 2025).
     """
 
     def prepared(part: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
         means.index_add_(0, owner, values / counts[owner, None])
         total += values.T @ values / len(labels)
     for values, owner in centred():
-        # Not total minus between: if classes are far apart, the difference would be rounding.
+        # Not computed as total minus between-class covariance: if classes are far apart, the difference would be rounding error.
         residuals = values - means[owner]
         within += residuals.T @ residuals / len(labels)
     whitening, background = _whitening(within), _whitening(total)
@@ -96,10 +97,10 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return the distance to the k-th nearest training point, features scaled to length 1 (Sun et al., 2022).
+    """Return the distance to the k-th nearest training point after scaling features to length 1 (Sun et al., 2022).
 
-    Distances are computed in the features' precision: about 4 digits for close neighbours in float32. A feature vector of
-    length 0 stays 0 and has distance 1 from everything.
+    Distances are computed in the features' precision. In float32, the distances of close neighbours have about 4 correct digits. A
+    feature vector of length 0 stays 0, and its distance to all other points is 1.
     """
     bank = _directions(features.detach())
     sizes = bank.square().sum(1)
@@ -115,14 +116,14 @@ def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
 
 
 def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimension: int | None = None) -> Detector:
-    r"""Fit ViM, virtual-logit matching (Wang et al., 2022): how far features leave the training data's subspace, against the logits.
+    r"""Fit virtual-logit matching (ViM; Wang et al., 2022): the distance from the training data's subspace against the logits.
 
     .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
         \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}
 
-    with :math:`f(\phi) = W \phi + b`, the head, the origin :math:`o = -W^+ b`, and R the directions in which training features from o
-    have the least second moment. The sums are over the training data. The paper's score, the probability of the virtual logit, is a
-    monotone function of this score. The default dimension of the subspace is the authors' choice.
+    Here, :math:`f(\phi) = W \phi + b` is the head, :math:`o = -W^+ b` is the origin, and R contains the directions in which training
+    features relative to o have the smallest second moments. The sums are over the training data. The paper's score, the probability of
+    the virtual logit, is a monotone function of this score. The default dimension of the subspace is the authors' choice.
     """
     linear = to_float64(weight.detach())
     width = linear.shape[1]
@@ -136,12 +137,12 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
     spread, directions = torch.linalg.eigh(moment)
     if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
         raise DataError(
-            f"the training features lie in a subspace of {kept} of their {width} dimensions, so that no distance from it can be "
-            f"compared with logits."
+            f"the training features lie in a subspace of {kept} of their {width} dimensions, so distances from it cannot be compared "
+            f"with logits."
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
-        # Distances (n,) from the subspace, and logits (n, C).
+        # Return distances (n,) from the subspace, and logits (n, C).
         values = to_float64(features.detach()).to(origin)
         residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
         return residual, values @ linear.T + offset
@@ -161,7 +162,8 @@ def standardised(
 ) -> Callable[[Sequence[Tensor]], Tensor]:
     """Return the mean over networks of standardised scores; a batch has features (n, d_k) of each network.
 
-    `reference` are batches of held-out in-distribution data, on which every network's scores get mean 0 and standard deviation 1.
+    `reference` contains batches of held-out in-distribution data, on which each network's standardised scores have mean 0 and standard
+    deviation 1.
     """
 
     def scores(batch: Sequence[Tensor]) -> Tensor:
@@ -170,14 +172,14 @@ def standardised(
     known = torch.cat([scores(batch) for batch in reference], dim=1)
     centres, scales = known.mean(1, keepdim=True), known.std(1, correction=0, keepdim=True)
     if not (scales > 0).all():
-        raise DataError("a network gives all reference data the same score: give more varied reference data.")
+        raise DataError("a network gives all reference data the same score. Pass more varied reference data.")
     return lambda batch: ((scores(batch) - centres) / scales).mean(0)
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
-    """Return the outlier scores of bare logits and features by name, averaged over networks.
+    """Return the OOD scores that use only logits or features, by name, averaged over networks.
 
-    Energy and largest logit are in nats for every network; the other scores are standardised on the validation data first.
+    Energy and largest logit are in nats for every network. The other scores are first standardised on the validation data.
     """
     stride = max(1, train.count // BANK)
 
@@ -205,7 +207,7 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
         heads = [one.head for one in train.heads]
         kinds["ViM"] = [virtual_logit(one, own.weight, own.bias) for one, own in zip(readers, heads, strict=True)]
     except DataError as error:
-        warn(f"ViM is left out of the scores: {error}")
+        warn(f"ViM is left out: {error}")
 
     def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
         score = standardised(members, (seen.by_network() for seen in validation.slices()))

@@ -1,4 +1,4 @@
-"""Functions of the user's own code, named as `package.module:function`."""
+"""Functions in the user's own code, named as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mola.options import did_you_mean
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name with a colon is a path, such as `data/at:noon` or a path on a drive of Windows."""
+    """Return True if a name with a colon is a path, such as `data/at:noon` or a path on a Windows drive."""
     return any(sign in name for sign in "/\\")
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split `package.module:function` into module and function; `OptionError` for any other form."""
-    # The last colon: a path of Windows has one after the drive.
+    """Split `package.module:function` into module and function; raise `OptionError` for any other form."""
+    # Split at the last colon, since a Windows path has a colon after the drive.
     module, _, function = name.rpartition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         hint = (
-            " Modules are named, not files: run this in the folder of models.py, and name models:build."
+            " Pass the name of a module, not of a file: run this command in the folder of models.py, and pass models:build."
             if is_path(name)
             else ""
         )
@@ -35,23 +35,24 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def import_function(name: str) -> Any:
-    """Import `package.module:function`, also from the current folder. Importing raises whatever the user's code raises."""
+    """Import `package.module:function`, also from the current folder. Exceptions in the user's code are not caught."""
     module_name, attribute = split_name(name)
     with _here_first() as here:
         module = importlib.import_module(module_name)
         function = getattr(module, attribute)
         is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
-    # The user's code may import more when it runs. Last in the path, so that no folder here hides an installed package.
+    # The user's code may import more modules when it runs. The current folder is last in the path, so that no folder here hides an
+    # installed package.
     if is_here and here not in sys.path:
         sys.path.append(here)
     return function
 
 
 def import_builder(name: str) -> Callable[[], nn.Module]:
-    """Import a function without arguments that makes a network, or a class; see `import_function`.
+    """Import a class, or a function without arguments, that builds a network; see `import_function`.
 
     Raises:
-        OptionError: there is no such module or function.
+        OptionError: the module or the function does not exist.
     """
     module_name, attribute = split_name(name)
     try:
@@ -59,11 +60,11 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
     except ImportError as error:
         where = ""
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
-            where = " Looked in the current folder and the installed packages."
+            where = " The current folder and the installed packages were searched."
         raise OptionError(f"cannot import {module_name!r} for the network {name!r}: {error}.{where}") from error
     except AttributeError as error:
         raise OptionError(
-            f"module {module_name!r} has no {attribute!r}: expected a function that makes the network."
+            f"module {module_name!r} has no {attribute!r}. Expected a function that builds the network."
             f"{did_you_mean(attribute, dir(sys.modules.get(module_name)))}"
         ) from error
 
@@ -79,7 +80,7 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
 
 @contextmanager
 def _here_first() -> Iterator[str]:
-    # Look for modules in the current folder first, as Python does for a script there.
+    # Search for modules in the current folder first, as Python does for a script in this folder.
     here = str(Path.cwd())
     known = here in sys.path
     if not known:
@@ -88,7 +89,7 @@ def _here_first() -> Iterator[str]:
         yield here
     finally:
         if not known:
-            with suppress(ValueError):  # the user's code may have changed it as well
+            with suppress(ValueError):  # the user's code may also have changed the path
                 sys.path.remove(here)
 
 

@@ -1,4 +1,4 @@
-"""Methods that take long, and resume: SWAG, MultiSWAG, Laplace approximations of whole networks, MIMO and MIMO-MoLA."""
+"""Slow methods that can be resumed: SWAG, MultiSWAG, Laplace approximations of whole networks, MIMO and MIMO-MoLA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mola.lab.training import Recipe, Shuffled, member_seeds, train_mimo
 from mola.lab.training import fit_swag as fit_swag_path
 from mola.saving.files import DOCUMENT
 
-RESUMED = "fit time is of this command alone: what had been trained before was taken up."
+RESUMED = "the fit time covers this command only, which continued earlier training."
 
 
 def _loader(training: TrainingData, batch_size: int, images: int | None = None) -> Shuffled:
@@ -39,7 +39,7 @@ def _example(training: TrainingData) -> Tensor:
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """Fit SWAG from a trained network, or resume; the seed follows from the network, so that all runs share the result."""
+    """Fit SWAG from a trained network, or resume. The network determines the seed, so that all runs share the result."""
     model = fast_network(network.load().to(device), _example(training))
     if folder is not None and (folder / "swag" / DOCUMENT).exists():
         return Swag.load(folder / "swag", model)
@@ -68,7 +68,7 @@ def fit_mimo(
     folder: Path | None,
     device: str = "cpu",
 ) -> Mimo:
-    """Train the MIMO form of an architecture by the suite's recipe, resuming a checkpoint."""
+    """Train the MIMO form of an architecture by the suite's recipe, or resume from a checkpoint."""
     example = _example(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def fit_mimo(
 
 @dataclass(frozen=True)
 class SwagMixture:
-    """SWAG of one network, or the mixture of the SWAGs of several."""
+    """SWAG for one network, or the mixture of SWAGs for several networks."""
 
     name: str
     budget: SwagBudget
@@ -101,7 +101,7 @@ class SwagMixture:
         return {"weights": "uniform", "swag": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit SWAG from every network, or resume."""
+        """Fit SWAG for every network, or resume."""
         start, swags = time.perf_counter(), dict[str, Swag]()
         for network in context.networks[: self.components]:
             folder = context.folder("swag", network.checksum, asdict(self.budget))
@@ -117,12 +117,12 @@ class SwagMixture:
 
 @dataclass(frozen=True)
 class MimoHeads:
-    """MIMO, or MIMO-MoLA: a last-layer method on the heads of a MIMO network, which is trained for it."""
+    """MIMO, or MIMO-MoLA, a last-layer method for the heads of a MIMO network. The network is trained for this method."""
 
     method: LastLayer
     budget: MimoBudget
     components: int | None = 0
-    """None of the suite's networks are used."""
+    """Number of the suite's networks that are used, which is 0."""
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ class MimoHeads:
         return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Train the network, or resume; then fit the method on its heads."""
+        """Train the network, or resume; then fit the method to its heads."""
         start, recipe, activations = time.perf_counter(), context.suite.recipe, context.activations
         seed = member_seeds(context.run + 1, 0)[context.run]
         identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), seed)
@@ -167,12 +167,12 @@ class MimoHeads:
 
 @dataclass(frozen=True)
 class WholeNetworks:
-    """Mixture of Laplace approximations of the run's networks, over all weights or some, with linearised predictions."""
+    """A mixture of Laplace approximations over all or some weights of the run's networks, with linearised predictions."""
 
     name: str
     structure: str | None = None
     subnetwork: int | None = None
-    """Number of weights, or all weights of a smaller network."""
+    """Largest number of weights in the approximation; a smaller network uses all its weights."""
     components: int | None = None
     group: str = "main"
 
@@ -183,7 +183,7 @@ class WholeNetworks:
         return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit on all training images and tune on the validation images, or load the stored posterior."""
+        """Fit on all training images and tune on the validation images, or load a saved posterior."""
         start, networks = time.perf_counter(), context.networks[: self.components]
         models = [network.load().to(context.device) for network in networks]
         held_out = context.sources["validation"].checksum

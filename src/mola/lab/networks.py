@@ -1,18 +1,15 @@
-"""The trained networks of a suite, from a folder or named one by one; and `mola train`, which makes such a folder.
+"""The trained networks of a suite, from a folder or named one by one, and `mola train`, which writes a folder of networks.
 
-A folder holds `00.safetensors`, `01.safetensors`, ... trained here or elsewhere. The user's own functions, and architectures of timm
-and torchvision, are named one by one:
+A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's own functions, and
+architectures of timm and torchvision, are named one by one:
 
-| name | network |
-|---|---|
-| `package.module:function` | the function's return value, with its weights |
-| `package.module:function=FILE` | the same, with weights from a file |
-| `timm:NAME=FILE` | an architecture of timm |
+| name | network | |---|---| | `package.module:function` | the function's return value, with its weights | |
+`package.module:function=FILE` | the function's return value, with weights from a file | | `timm:NAME=FILE` | an architecture of timm |
 | `torchvision:NAME=FILE` | an architecture of torchvision |
 
-Nothing is downloaded. The networks of a mixture may differ in the size of their images: all get the same images, with pixels from
-0 to 1, and networks of timm and torchvision resize and normalise them as their library does. A function returns a network that
-does so itself, such as a `mola.network.Resized`.
+Nothing is downloaded. The networks of a mixture may differ in the size of their images. All networks get the same images, with pixels
+from 0 to 1. Networks of timm and torchvision resize and normalise images as their library does. A function must return a network that
+resizes and normalises its images, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations
@@ -48,9 +45,9 @@ class Training:
     count: int
     recipe: Recipe
     network: str | None = None
-    """None is the suite's default."""
+    """Architecture of the networks; None uses the suite's default."""
     seed: int = 0
-    """Seed of all networks' seeds; more networks of the same seed begin with the same networks."""
+    """Seed from which the networks' seeds are drawn; a larger number of networks begins with the same networks."""
     options: DataOptions = field(default_factory=DataOptions)
     device: str = "cpu"
 
@@ -60,13 +57,13 @@ class Training:
         self.suite.builder(self.network)
         if self.suite.training_data is None:
             raise OptionError(
-                f"the {self.suite.name} suite does not train networks: provide trained networks with mola bench {self.suite.name} "
+                f"the {self.suite.name} suite does not train networks. Provide trained networks with mola bench {self.suite.name} "
                 f"--networks DIR."
             )
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
-    """Train missing networks, divided among the processes of a team, and return all files; an interrupted training resumes."""
+    """Train missing networks, divided among the processes of a team, and return all files. Interrupted training resumes."""
     directory.mkdir(parents=True, exist_ok=True)
     name, build = training.suite.builder(training.network)
     progress(f"reading {training.suite.title}", 0.0)
@@ -92,7 +89,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             reason = "no training options" if kept is None else _differences(kept, identity)
             if reason:
                 raise StorageError(
-                    f"{path} is another network ({reason}). Train into another folder (--output), or delete it."
+                    f"{path} was trained with other options ({reason}). Train into another folder (--output), or delete it."
                 )
             continue
 
@@ -106,13 +103,13 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
         network = train(build, moved, training.recipe, seed=seeds[index], **options)
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
-    team.collect(None)  # no process continues before all networks are complete
+    team.collect(None)  # wait until all networks are complete
     progress("done", 1.0)
     return paths
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # The options of `mola train` in a file; None if the file comes from elsewhere.
+    # Return the options of `mola train` in a file; None if another program wrote the file.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None
@@ -121,7 +118,7 @@ def _identity(path: Path) -> dict[str, Any] | None:
         check(identity, {"recipe": {}}, "identity")
     except (StorageError, ValueError, TypeError) as error:
         raise StorageError(
-            f"the training options in {path} are damaged ({error}). Delete it, or train anew."
+            f"the training options in {path} are damaged ({error}). Delete the file and train again."
         ) from error
     return identity
 
@@ -136,58 +133,60 @@ def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Refuse networks that `mola train` made for another suite, architecture or normalisation."""
+    """Raise an error for networks that `mola train` trained for another suite, architecture or normalisation."""
     wanted = {"data": suite.name, "model": network, "normalisation": options.normalisation}
     for path in paths:
         reason = _differences(_identity(path) or wanted, wanted)
         if reason:
-            raise OptionError(f"{path} was trained with other options ({reason}). Choose these, or other networks.")
+            raise OptionError(
+                f"{path} was trained with other options ({reason}). Use the options of the file, or other networks."
+            )
 
 
 def find_networks(directory: Path) -> list[Path]:
-    """List the weights files of a folder, sorted by name, without unfinished trainings."""
+    """List the weight files in a folder, sorted by name, without unfinished networks."""
     found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
-            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), pass "
-            f"--train, or choose their folder with --networks."
+            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train networks with mola train (--output {directory}), "
+            f"pass --train, or choose another folder with --networks."
         )
     return found
 
 
-# --- named one by one
+# --- networks named one by one
 
 TIMM, TORCHVISION = "timm:", "torchvision:"
 
 
 def are_names(text: str) -> bool:
-    """Return whether a text names networks one by one; otherwise it is a folder."""
+    """Return True if a text names networks one by one, and False if it is a folder."""
     return ":" in text and not Path(text).expanduser().is_dir()
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open networks by their names, as in the table above, separated by commas; those of libraries get `classes` outputs."""
+    """Open networks by their names in the table above, separated by commas; networks of libraries get `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
         path = Path(file).expanduser() if file else None
         if path is not None and not path.is_file():
             raise OptionError(
-                f"the weights {path} of {name} do not exist: expected a file (safetensors, or made by torch.save)."
+                f"the weights {path} of {name} do not exist. Expected a file (safetensors, or written by torch.save)."
             )
         library = name.startswith((TIMM, TORCHVISION))
         if path is None and library:
-            raise OptionError(f"{name} comes without trained weights: add their file, as {name}=FILE.")
+            raise OptionError(f"{name} has no trained weights. Add a file with weights: {name}=FILE.")
         build = partial(_resized, name, classes) if library else import_builder(name)
         found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
     return found
 
 
 def timm_builder(name: str) -> Callable[[int], nn.Module]:
-    """Return a function that makes a network of timm without weights, from the number of classes."""
+    """Return a function from the number of classes to an untrained network of timm."""
     if ":" in name:
         raise OptionError(
-            f"timm:{name} would be downloaded: expected the plain name of an architecture, such as resnet18."
+            f"timm:{name} would be downloaded. Expected the plain name of an architecture, such as resnet18."
         )
     return partial(_made, TIMM + name)
 
@@ -204,13 +203,13 @@ def _made(name: str, classes: int) -> nn.Module:
         )
     except (RuntimeError, ValueError) as error:
         raise OptionError(
-            f"{library} cannot make {architecture!r}: {error}. Its list_models() lists its networks."
+            f"{library} cannot build {architecture!r}: {error}. Its function list_models() lists its networks."
         ) from error
     return network
 
 
 def _resized(name: str, classes: int) -> nn.Module:
-    # Resizes and normalises images as the library's own evaluation does.
+    # The network resizes and normalises images as the library's own evaluation does.
     if name.startswith(TIMM):
         network = timm_builder(name.removeprefix(TIMM))(classes)
         found = getattr(network, "pretrained_cfg", None) or {}

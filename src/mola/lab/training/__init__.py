@@ -1,4 +1,4 @@
-"""Training for benchmarks: networks, ensembles, SWAG and MIMO. The same seed gives the same weights, interrupted or not."""
+"""Training for benchmarks: networks, ensembles, SWAG and MIMO. The same seed gives the same weights, even after interruptions."""
 
 from mola.lab.training.loop import DivergedError, TrainingCheckpoint, member_seeds, train, train_ensemble
 from mola.lab.training.mimo import train_mimo

@@ -1,4 +1,4 @@
-"""The training loop of networks, SWAG and MIMO: the same seed gives the same weights, interrupted or not."""
+"""The training loop of networks, SWAG and MIMO. The same seed gives the same weights, even after interruptions."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ KIND = "training-checkpoint"
 
 
 class DivergedError(DataError):
-    """The loss is no longer finite, or far too large: the learning rate is too high."""
+    """Error for a loss that is not finite or far too large, because the learning rate is too high."""
 
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """The folder with the state of a training after its last complete epoch: network, optimiser and other tensors."""
+    """A folder with the state of a training run after its last complete epoch: network, optimiser and other tensors."""
 
     folder: Path
     identity: Mapping[str, Any]
-    """JSON values; a checkpoint with other values is refused."""
+    """JSON values that identify the training run; a checkpoint with different values is rejected."""
 
     def save(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, steps: int, more: Mapping[str, Tensor]
     ) -> None:
-        """Save the state after an epoch; the folder always holds a complete state."""
+        """Save the state after an epoch. The folder always contains a complete state."""
         tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
         for index, state in optimiser.state_dict()["state"].items():
             known = {name: value for name, value in state.items() if value is not None}
@@ -58,49 +58,51 @@ class TrainingCheckpoint:
     def restore(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None
     ) -> tuple[int, dict[str, Tensor]]:
-        """Restore a state into a fresh network, optimiser and schedule; return the epochs done, or 0, and the other tensors.
+        """Restore the state of a new network, optimiser and schedule; return the number of completed epochs and the other tensors.
 
         Raises:
-            StorageError: the folder is damaged, or holds another training or more than `epochs`.
+            StorageError: the folder is damaged, belongs to another training run, or contains more than `epochs` epochs.
         """
         if not (self.folder / DOCUMENT).exists():
             return 0, {}
         try:
             document, tensors = read_folder(self.folder, KIND, {"epochs": int, "steps": int, "identity": {}})
         except StorageError as error:
-            raise StorageError(f"{error} To train from the start, choose another folder or delete this one.") from error
+            raise StorageError(
+                f"{error} To train from the start, delete this folder or choose another folder."
+            ) from error
         own, kept = all_tensors(network), below(tensors, "network.")
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         identity = json.loads(json.dumps(self.identity))
         if document["identity"] != identity or shape_differences(kept, shapes):
             raise StorageError(
-                f"{self.folder} is the checkpoint of another training or another network: expected {identity}, got "
+                f"{self.folder} is the checkpoint of another training run or another network: expected {identity}, got "
                 f"{document['identity']}. Delete it, or use another folder."
             )
         if document["epochs"] > epochs:
             raise StorageError(
-                f"{self.folder} holds {document['epochs']} epochs, more than the requested {epochs}. Request as many, or use another "
-                f"folder."
+                f"{self.folder} holds {document['epochs']} epochs, more than the requested {epochs}. Request at least as many "
+                f"epochs, or use another folder."
             )
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
         if schedule is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # torch warns that the optimiser has not been stepped before the schedule
+                warnings.simplefilter("ignore")  # torch warns that the schedule was stepped before the optimiser
                 for _ in range(document["steps"]):
                     schedule.step()
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in sorted(below(tensors, "optimiser.").items()):  # files do not keep the order
+        for name, tensor in sorted(
+            below(tensors, "optimiser.").items()
+        ):  # sorted, since files do not preserve the order
             index, key = name.split(".", 1)
             state.setdefault(int(index), {})[key] = tensor
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
         return document["epochs"], below(tensors, "more.")
 
     def remove(self) -> None:
-        """Delete the checkpoint: the training is done."""
+        """Delete the checkpoint after the end of the training."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -116,10 +118,10 @@ def remaining_epochs(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     progress: str = "",
 ) -> Iterator[int]:
-    """Yield the epochs that are left, from 0, and save the training after each.
+    """Yield the remaining epochs, counted from 0, and save the state after each epoch.
 
-    `state` returns tensors to save besides network and optimiser, and `resume` takes them back. `on_epoch` is called after every
-    epoch, and once after a restart, with the number of epochs done.
+    `state` returns further tensors to save with the network and the optimiser, and `resume` restores these tensors. `on_epoch` is
+    called with the number of completed epochs, after every epoch and once after a restart.
     """
     done = 0
     if checkpoint is not None:
@@ -137,11 +139,11 @@ def remaining_epochs(
 
 @contextmanager
 def seeded(network: nn.Module, seed: int) -> Iterator[None]:
-    """Seed torch's random state of the CPU and of the network's devices; it is restored at the end."""
+    """Seed torch's random state on the CPU and the network's devices, and restore the state at the end."""
     devices = {tensor.device for tensor in network.parameters()}
     cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(devices=cards):
-        # One by one: torch.manual_seed would also seed devices whose state is not restored.
+        # Seed the devices one by one, since torch.manual_seed would also seed devices whose state is not restored.
         torch.default_generator.manual_seed(seed)
         for card in cards:
             with torch.cuda.device(card):
@@ -161,8 +163,8 @@ def train_epoch(
 ) -> None:
     """Take a step on every batch of a loader.
 
-    `loss_of` takes a batch and its place, and returns the loss and the largest mean loss of a training that has not diverged. A
-    seed determines shuffling, augmentation and dropout; None uses torch's random state as it is.
+    `loss_of` takes a batch and its place, and returns the loss and the largest mean loss that does not indicate divergence. A seed
+    determines shuffling, augmentation and dropout; None uses torch's current random state.
     """
     losses, largest = [], math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
@@ -172,9 +174,11 @@ def train_epoch(
             optimiser.zero_grad()
             loss, largest = loss_of(batch, place)
             losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):  # before the step, which would spoil the weights
+            if not math.isfinite(losses[-1]):  # checked before the step, which would make the weights invalid
                 if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
-                    raise DataError(f"{place}: the inputs hold NaN or infinite values. Clean or leave out those data.")
+                    raise DataError(
+                        f"{place}: expected finite inputs, got NaN or infinite values. Remove or repair these inputs."
+                    )
                 break
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -184,14 +188,14 @@ def train_epoch(
     if not mean <= largest or math.isinf(mean):
         raise DivergedError(
             f"the training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
-            f"Use a lower learning rate; if none is low enough, the network did not fit these data to begin with."
+            f"Use a lower learning rate. If this does not help, check that the network suits these data."
         )
 
 
 def member_seeds(members: int, seed: int) -> list[int]:
     """Draw a seed for each network of an ensemble; a larger ensemble begins with the same seeds.
 
-    Drawn rather than counted up, so that ensembles of neighbouring seeds share no member.
+    The seeds are drawn at random, so that ensembles with consecutive seeds share no member.
     """
     return torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -206,14 +210,14 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network and train it on the cross-entropy; return it in eval mode. Torch's global random state is restored.
+    """Build a network and minimise its cross-entropy; return it in eval mode. Torch's global random state is restored.
 
-    The seed is of the initial weights, the order of the data, dropout and augmentation. `prepare` turns a batch of stored inputs into
-    network inputs, whose device and precision the network gets, and may draw from torch's random state. `on_epoch` is called after
-    every epoch with the number of epochs done.
+    The seed determines the initial weights, the order of the data, dropout and augmentation. `prepare` turns a batch of stored inputs
+    into network inputs and may draw from torch's random state. The network is moved to the device and precision of these inputs.
+    `on_epoch` is called after every epoch with the number of completed epochs.
     """
     if not len(data):
-        raise DataError("there are no training data: expected at least one row.")
+        raise DataError("expected at least one row of training data, got none.")
     cuda = data.inputs.device.type == "cuda"
     with torch.random.fork_rng(devices=[data.inputs.device.index or 0] if cuda else []):
         torch.manual_seed(seed)
@@ -254,9 +258,9 @@ def train_ensemble(
     seed: int,
     on_epoch: Callable[[int, int], None] = lambda member, epoch: None,
 ) -> list[nn.Module]:
-    """Train a deep ensemble: `members` networks that differ by their seed alone; see `train`.
+    """Train a deep ensemble of `members` networks that differ only in their seeds; see `train`.
 
-    `on_epoch` is called after every epoch with the member's index and its number of epochs done.
+    `on_epoch` is called after every epoch with the member's index and its number of completed epochs.
     """
     return [
         train(build, data, recipe, seed=own, on_epoch=partial(on_epoch, member))

@@ -1,4 +1,4 @@
-"""Training of MIMO: every head learns its own input, which comes in its own order."""
+"""Training of MIMO: every head classifies its own inputs, which come in an order of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mola.network import Batch, batch_count, batches, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-EPOCHS = 0  # purpose of the seeds
+EPOCHS = 0  # purpose of the derived seeds
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -30,9 +30,9 @@ MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw the datum of a batch for each member and row: indices (K, size * batch_repetition) on the CPU.
+    """Draw the index of a datum in the batch for each member and row, as indices (K, size * batch_repetition) on the CPU.
 
-    The batch is repeated and shuffled; all rows but a share `input_repetition` are then shuffled again for each member.
+    The batch is repeated and shuffled. Then, for each member, all rows except a share `input_repetition` are shuffled again.
     """
     total = size * batch_repetition
     shared = torch.randperm(total, generator=generator) % size
@@ -53,25 +53,25 @@ def train_mimo(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Mimo:
-    """Train in place on the mean over rows of the sum over heads of the cross-entropy, and return the same object.
+    """Train the network in place on the cross-entropy, summed over heads and averaged over rows, and return the same object.
 
     Args:
-        mimo: the network.
+        mimo: the network to train.
         train_loader: training data with labels, read once an epoch. Its shuffling and augmentation should draw from torch's random
-            state, as those of `DataLoader` do: then the seed gives the same network, interrupted or not.
+            state, as in a `DataLoader`. Then the same seed gives the same network, even after interruptions.
         epochs: number of epochs.
-        batch_repetition: how often each datum of a batch occurs in a step, for each member.
+        batch_repetition: number of times that each datum of a batch occurs in a step, for each member.
         input_repetition: share of the rows in which all members get the same datum.
-        optimiser: from parameters to an optimiser, by default the paper's for CIFAR-10; its learning rate falls to 0 along a half
-            cosine, batch by batch.
-        seed: seed of the orders, dropout and augmentation.
+        optimiser: function from parameters to an optimiser, by default the paper's optimiser for CIFAR-10. The learning rate falls to
+            0 along a half cosine, batch by batch.
+        seed: seed for the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.
         progress: show a progress bar on stderr, if that is a terminal.
     """
     epochs, repetition = whole_number(epochs, "epochs"), whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:
         raise OptionError(
-            f"input_repetition must lie between 0 (independent orders) and 1 (the same for all), got {input_repetition!r}."
+            f"input_repetition must be between 0 (independent orders) and 1 (one order for all members), got {input_repetition!r}."
         )
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})
@@ -98,7 +98,7 @@ def train_mimo(
         inputs, labels = batch
         if not isinstance(inputs, Tensor) or inputs.dim() < 2 or labels is None or len(labels) != len(inputs):
             raise DataError(
-                f"{place}: expected (inputs, labels) with one tensor (n, channels, ...) as inputs and a label for each."
+                f"{place}: expected (inputs, labels) with one tensor (n, channels, ...) as inputs and a label for each input."
             )
         rows = member_rows(len(inputs), mimo.members, repetition, input_repetition)
         features = run(mimo.trunk.network, stack_inputs([inputs[own.to(inputs.device)] for own in rows]))

@@ -1,4 +1,4 @@
-"""Training data in memory, recipes (optimiser and schedule as values), and perceptrons trained by a recipe."""
+"""Training data in memory, recipes (settings of optimiser and schedule), and perceptrons trained by a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
-"""Adam with decoupled weight decay; Adam with weight decay in the gradient; SGD with Nesterov momentum 0.9."""
+"""Optimisers: Adam with decoupled weight decay, Adam with weight decay in the gradient, and SGD with Nesterov momentum 0.9."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Labelled:
         return len(self.labels)
 
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-        """Return a loader: the data in their order as a list of (inputs, labels)."""
+        """Return the data in their order as a loader, a list of (inputs, labels)."""
         return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Training data as a loader in a new order every time, drawn from torch's random state."""
+    """A loader that yields training data in a new random order in every pass, drawn from torch's random state."""
 
     data: Labelled
     batch_size: int
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
-    """Turns a batch of stored inputs into network inputs."""
+    """Function that turns a batch of stored inputs into network inputs."""
     images: int | None = None
-    """Number of data in each pass; None is all."""
+    """Number of data in each pass; None uses all data."""
 
     def __len__(self) -> int:
         return math.ceil(min(len(self.data), self.images or len(self.data)) / self.batch_size)
@@ -62,7 +62,7 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimiser with its settings; the learning rate falls to 0 along a half cosine, batch by batch."""
+    """An optimiser with its settings. The learning rate falls to 0 along a half cosine, batch by batch."""
 
     epochs: int
     batch_size: int = 64
@@ -70,9 +70,9 @@ class Recipe:
     """Initial learning rate."""
     weight_decay: float = 1e-2
     optimiser: str = "adamw"
-    """One of `OPTIMISERS`."""
+    """Name of the optimiser, one of `OPTIMISERS`."""
     augment: bool = False
-    """Flip images at random and shift them by up to 4 pixels."""
+    """True to flip training images at random and shift them by up to 4 pixels."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:
@@ -82,15 +82,15 @@ class Recipe:
         one_of(self.optimiser, OPTIMISERS, "optimiser")
 
     def describe(self) -> dict[str, Any]:
-        """Return the recipe as JSON values, with the schedule that records and trained networks name."""
+        """Return the recipe as JSON values, with the name of the schedule, for records and trained networks."""
         return {**asdict(self), "schedule": "cosine", "drops": []}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Make the optimiser of these parameters."""
+        """Create the optimiser for these parameters."""
         return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
-        """Make the learning-rate schedule over all batches of `count` data, stepped after each batch."""
+        """Create the learning-rate schedule for `count` data, to be stepped after each batch."""
         return CosineAnnealingLR(optimiser, self.epochs * math.ceil(count / self.batch_size))
 
 
@@ -102,7 +102,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def digits_mlp(classes: int = 10) -> nn.Sequential:
-    """Make the network of the embedded digits: two hidden layers of 256 without biases, for which the far-field theory is exact."""
+    """Build the network for the digits: two hidden layers of width 256 without biases, so that the far-field theory is exact."""
     return perceptrons.mlp(64, (256, 256), classes, bias=False)
 
 
@@ -110,7 +110,7 @@ LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
 }
-"""Functions of outputs and labels that give the loss (n,) of each datum, by name; half the squared error is the NLL at unit noise."""
+"""Losses (n,) of each datum as functions of outputs and labels. Half the squared error is the NLL at unit noise."""
 
 
 def train_mlps(
@@ -124,7 +124,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train perceptrons side by side that differ by their seed alone, as `train_ensemble` would one by one; `LOSSES` lists losses."""
+    """Train perceptrons that differ only in their seeds, in parallel; `LOSSES` lists the losses."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

@@ -1,4 +1,4 @@
-"""Fitting of SWAG: SGD with a constant learning rate from a trained network, one snapshot an epoch, and draws."""
+"""Fitting of SWAG: SGD from a trained network with a constant learning rate, one snapshot per epoch, and draws."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mola.network import Batch, batch_count, batches, call, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 
-EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: epochs, statistics of the draws, members of MultiSWAG
+EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: epochs, BatchNorm statistics of draws, members of MultiSWAG
 
 LARGEST_LOSS = 10
-"""Largest mean loss of an epoch, as a multiple of the loss of a guess; beyond it, SGD has diverged."""
+"""Largest mean loss of an epoch, as a multiple of the loss of a constant prediction; beyond it, SGD has diverged."""
 
 
 def fit_swag(
@@ -46,23 +46,23 @@ def fit_swag(
     likelihood: str | Likelihood = "categorical",
     progress: bool = True,
 ) -> Swag:
-    """Run SGD from a trained network, one snapshot an epoch, and draw networks from the Gaussian of the snapshots.
+    """Run SGD from a trained network, take one snapshot per epoch, and draw networks from the Gaussian fitted to the snapshots.
 
     Args:
-        network: the trained network; a copy is trained, the network itself is not modified.
-        train_loader: training data with labels, read once an epoch, and once for every draw if the network has BatchNorm. Its
-            shuffling and augmentation should draw from torch's random state, as those of `DataLoader` do.
+        network: the trained network; a copy is trained, and the network itself is not modified.
+        train_loader: training data with labels, read once per epoch, and once per draw if the network has BatchNorm. Its shuffling and
+            augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
-        rank: how many of the last deviations are kept, at most one an epoch; 0 is the diagonal form.
+        rank: number of last deviations to keep, at most one per epoch; 0 gives the diagonal form.
         samples: number of draws.
-        scale: factor of the covariance; None is 0.5, or 1 for the diagonal form, as in the paper on SWAG.
+        scale: factor by which the covariance is multiplied; None uses 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.
         weight_decay: weight decay of SGD.
-        seed: seed of the path and of the draws.
-        checkpoint: folder for the path after every epoch. An interrupted fit continues from there to the same bits, and a complete
-            fit if more epochs are requested.
-        likelihood: as for `mola.fit`. For regression pass the noise, or call `scale_noise` afterwards.
+        seed: random seed for the path and the draws.
+        checkpoint: folder for the state after every epoch. An interrupted fit continues from this state and gives identical results. A
+            complete fit continues if more epochs are requested.
+        likelihood: likelihood of the outputs, as in `mola.fit`. For regression, pass the noise, or call `scale_noise` afterwards.
         progress: show a progress bar on stderr, if that is a terminal.
 
     Raises:
@@ -78,11 +78,11 @@ def fit_swag(
     if not (is_real(learning_rate) and math.isfinite(learning_rate) and learning_rate > 0):
         raise OptionError(f"learning_rate must be a finite number above 0, got {learning_rate!r}.")
     if whole_number(rank, "rank", 0) == 1:
-        raise OptionError("rank must be 0 (the diagonal form) or at least 2, got 1.")
+        raise OptionError("rank must be 0 (for the diagonal form) or at least 2, got 1.")
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
-        raise OptionError(f"scale must be a finite number, not negative; got {scale!r}.")
-    # Every epoch begins at a random state derived from the seed and its number, so that an interrupted path continues as it was.
+        raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")
+    # The seed and the epoch's number determine the random state of every epoch, so an interrupted path continues unchanged.
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     settings = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     identity = {
@@ -116,12 +116,12 @@ def fit_multi_swag(
     checkpoint: str | Path | None = None,
     **options: Any,
 ) -> MultiSwag:
-    """Fit MultiSWAG: the uniform mixture of one SWAG from each trained network.
+    """Fit MultiSWAG, the uniform mixture of one SWAG for each trained network.
 
     Args:
-        networks: K trained networks; they are not modified.
+        networks: K trained networks, which are not modified.
         train_loader: training data with labels.
-        seed: seed from which the seed of each SWAG is drawn.
+        seed: random seed from which the seed of each SWAG is drawn.
         checkpoint: folder with a checkpoint for each network.
         **options: options of `fit_swag`: learning_rate, epochs, rank, samples, ...
     """
@@ -141,7 +141,7 @@ def fit_multi_swag(
 
 
 def swag_loss(network: nn.Module, likelihood: Likelihood = CATEGORICAL) -> Callable[[Batch, str], tuple[Tensor, float]]:
-    """Return the function from a batch to its mean loss, and to `LARGEST_LOSS` times the loss of a guess that ignores the inputs."""
+    """Return a function from a batch to its mean loss and to `LARGEST_LOSS` times the loss of a constant prediction."""
 
     def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
         if batch.labels is None:
@@ -172,7 +172,7 @@ def _statistics(
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    # BatchNorm statistics (samples, ...) of every draw by name, each from a pass over the training data.
+    # Return the BatchNorm statistics (samples, ...) of all draws by name, each computed in a pass over the training data.
     if not norm_layers(network):
         return {}
     network, found, passes = copy.deepcopy(network), [], derived_seeds(seed, PASSES, samples)
@@ -183,7 +183,7 @@ def _statistics(
 
 
 def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
-    """Return the layers that keep running statistics of their inputs, as BatchNorm does, by name."""
+    """Return the layers that keep running statistics of their inputs, such as BatchNorm, by name."""
     return {
         name: module
         for name, module in network.named_modules()
@@ -192,9 +192,9 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Average the statistics of all batches, weighted by their size, in one pass in train mode; dropout is active.
+    """Average the statistics of all batches, weighted by batch size, in one pass in train mode with active dropout.
 
-    The network's statistics are overwritten. Returns copies of the running means and variances, by name of the buffer.
+    The network's statistics are overwritten. The result holds copies of the running means and variances, by the name of the buffer.
     """
     norms = norm_layers(network)
     momenta = {name: module.momentum for name, module in norms.items()}

@@ -1,8 +1,8 @@
-"""The comparison on the UCI sets: small networks trained on each split, every method on the same networks, a record for each split.
+"""The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
 
-As in the papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one hidden layer of 50
-ReLU units, 100 for the protein set, 40 epochs, inputs and targets standardised by the training rows. A tenth of the training rows is
-held out to choose noise, prior precision and distance exponent of every method.
+The settings are those of the papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
+hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the training rows. A tenth
+of the training rows is held out to choose the noise, prior precision and distance exponent of every method.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from mola.saving.schema import check, parse, sealed
 FORMAT, VERSION = "mola-uci", 1
 
 Rows = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+"""Pair of inputs and targets."""
 
 MEMBERS = 5
-"""Networks of a mixture."""
+"""Number of networks in a mixture."""
 
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""One in ten training rows is held out."""
+"""Inverse of the share of training rows that are held out."""
 
 STRUCTURE = "kron-exact"
-"""Exact posterior of the last layer for one output and constant noise."""
+"""Structure of the curvature, exact for one output and constant noise."""
 
 RATES = (3e-2, 3e-3)
-"""Learning rates of SWAG: the first that does not diverge."""
+"""Learning rates for SWAG; the first rate that does not diverge is used."""
 
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
 METHODS: tuple[str, ...] = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
-"""Methods in the order of tables."""
+"""Names of the methods, in the order of the tables."""
 
 GAP_METHODS = METHODS[:-1]
 
@@ -78,16 +78,16 @@ def run_uci(
     fresh: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Train and compare on published splits (at most `splits` of each set), and with `gaps` on splits without the middle of a feature.
+    """Train and compare on published splits, at most `splits` of each set, and with `gaps` on splits without the middle of a feature.
 
-    Each record is written to the subfolder `uci` of `results`, which is returned, as soon as it is complete; existing records are kept
-    unless `fresh`. `progress` is called with the set, the splits done, and their number.
+    Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records are kept
+    unless `fresh` is true. `progress` is called with the set, the number of completed splits and the number of all splits.
     """
     for name in sets:
         found = read_uci(data, name)
         jobs = [(f"split-{number}", found.split(number), METHODS) for number in range(len(found.tests))[:splits]]
         for feature in range(found.inputs.shape[1] if gaps else 0):
-            if len(set(found.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
+            if len(set(found.inputs[:, feature].tolist())) > 2:  # a feature with two values has no middle third
                 jobs.append((f"gap-{feature}", found.gap(feature), GAP_METHODS))
         for done, (label, split, methods) in enumerate(jobs):
             progress(name, done, len(jobs))
@@ -135,7 +135,9 @@ def _read(path: Path) -> dict[str, Any]:
         if (document["format"], document["version"]) != (FORMAT, VERSION):
             raise StorageError(f"expected format {FORMAT} {VERSION}.")
     except (ValueError, StorageError) as error:
-        raise StorageError(f"{path}: {error} Delete it and run again: the rest is kept.") from error
+        raise StorageError(
+            f"{path}: {error} Delete this file and run the command again; the other records are kept."
+        ) from error
     return document
 
 
@@ -144,15 +146,16 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
-        raise StorageError(f"{folder} holds no records. Create them with: mola bench uci --data DIR")
+        raise StorageError(f"{folder} holds no records. Create records with: mola bench uci --data DIR")
     return found
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
-    """Train the networks of a split, and score methods on its test rows; the seed is of the networks and of the held-out rows.
+    """Train the networks of a split, and score methods on its test rows. The seed determines the networks and the held-out rows.
 
-    Scores are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (its share of the variance) on the test
-    rows, "std_inside" on the validation rows, and "ood" (AUROC of the outlier score, test rows against validation rows).
+    Scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share of
+    the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for test rows
+    against validation rows.
     """
     inputs, targets = split.train[0].float(), split.train[1].float()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
@@ -172,7 +175,7 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     likelihood = Gaussian(location=split.location, scale=split.scale)
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)  # of rules, about a split of hundreds
+        warnings.simplefilter("ignore", MolaWarning)  # ignore warnings of the rules about small validation sets
         for method in methods:
             start = time.perf_counter()
             predictor = _predictor(method, networks, likelihood, train, validation, seed)

@@ -1,4 +1,4 @@
-"""The UCI regression sets as papers compare on them: numbers in a text file, and published splits.
+"""The UCI regression sets in the form that papers use: numbers in a text file, and published splits.
 
 The folder of a set holds `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
 `index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal, Ghahramani, 2016).
@@ -20,7 +20,7 @@ from mola.errors import DataError
 from mola.options import one_of
 
 WIDE = "protein-tertiary-structure"
-"""The set whose networks have 100 hidden units, and which has 5 splits."""
+"""The name of the set whose networks have 100 hidden units, and which has 5 splits."""
 
 SETS = (
     "bostonHousing",
@@ -33,7 +33,7 @@ SETS = (
     "wine-quality-red",
     "yacht",
 )
-"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text; the tenth has half a million rows."""
+"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text. The tenth set has half a million rows."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Split:
     train: tuple[Tensor, Tensor]
     """Inputs (n, P) and targets (n, 1), standardised."""
     test: tuple[Tensor, Tensor]
-    """Inputs (m, P), standardised likewise, and targets (m, 1) in their own units."""
+    """Inputs (m, P), standardised by the training rows, and targets (m, 1) in their original units."""
     location: float
     """Mean of the training targets."""
     scale: float
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class UciSet:
-    """Inputs (N, P), targets (N, 1), and the test rows of each published split."""
+    """A data set with inputs (N, P), targets (N, 1) and the test rows of each published split."""
 
     name: str
     inputs: Tensor
@@ -61,7 +61,7 @@ class UciSet:
 
     @property
     def hidden(self) -> int:
-        """Hidden units in the papers."""
+        """Number of hidden units in the papers."""
         return 100 if self.name == WIDE else 50
 
     @cached_property
@@ -73,11 +73,11 @@ class UciSet:
         return digest.hexdigest()
 
     def split(self, number: int) -> Split:
-        """Return a published split, counted from 0."""
+        """Return the published split with the given index, counted from 0."""
         return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:
-        """Return a split whose test rows are the middle third by one feature (Foong et al., 2019)."""
+        """Return a split whose test rows have the middle third of a feature's values (Foong et al., 2019)."""
         order = self.inputs[:, feature].argsort(stable=True)
         third = len(order) // 3
         return self._divide(order[third : len(order) - third])
@@ -106,7 +106,9 @@ def read_uci(folder: str | Path, name: str) -> UciSet:
         raise DataError(f"{place / 'index_target.txt'}: expected one column, got {len(target)}.")
     files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
-        raise DataError(f"{place} holds no index_test_0.txt: the published splits are missing.")
+        raise DataError(
+            f"{place} contains no index_test_0.txt, the first published split. Copy the published files into this folder."
+        )
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
     inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
     return UciSet(name, torch.from_numpy(inputs), torch.from_numpy(targets), tests)
@@ -117,13 +119,13 @@ def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...
         numbers = np.loadtxt(path, dtype=np.float64, ndmin=dimensions)
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} does not exist: expected a folder for each set with data.txt, index_features.txt, index_target.txt and "
+            f"{path} does not exist. Expected a folder for each set with data.txt, index_features.txt, index_target.txt and "
             f"index_test_0.txt, ..., as published with 'Dropout as a Bayesian Approximation' (Gal and Ghahramani, 2016)."
         ) from error
     except ValueError as error:
-        raise DataError(f"{path} does not hold numbers in rows: {error}") from error
+        raise DataError(f"{path}: expected rows of numbers, got {error}") from error
     if not numbers.size or not np.isfinite(numbers).all():
-        raise DataError(f"{path} must hold finite numbers.")
+        raise DataError(f"{path}: expected finite numbers only.")
     return numbers
 
 
@@ -131,5 +133,5 @@ def _indices(path: Path, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.
     given = _numbers(path, 1)
     found = given.astype(np.int64)
     if (found != given).any() or found.min() < 0 or found.max() >= count or len(np.unique(found)) < len(found):
-        raise DataError(f"{path} must hold different whole numbers from 0 to {count - 1}.")
+        raise DataError(f"{path}: expected distinct whole numbers from 0 to {count - 1}.")
     return found

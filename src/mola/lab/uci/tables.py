@@ -14,7 +14,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
-    # A row for each method on each split, published or with a gap.
+    # Return a frame with a row for each method on each split, including splits with a gap.
     rows = [
         {"set": record["set"], "method": method, **scores}
         for record in records
@@ -25,13 +25,13 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 
 
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
-    # Mean, standard error and number of published splits, each a frame of sets and methods.
+    # Return the mean, the standard error and the number of published splits, each as a frame of sets and methods.
     found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
     return {name: found[name].unstack()[list(METHODS)] for name in found}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
-    """Return, by set and method, whether a mean is within one standard error, its own or the best method's, of the best mean."""
+    """Return True by set and method if a mean is within one standard error, the method's or the best method's, of the best mean."""
     found = _estimates(records, score)
     mean, error = found["mean"], found["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
@@ -39,7 +39,7 @@ def as_good(records: Records, score: str) -> pd.DataFrame:
 
 
 def score_table(records: Records, score: str) -> str:
-    """Make a table with a row for each set and a column for each method, the best in bold."""
+    """Make a table with a row for each set and a column for each method; the best values are bold."""
     found, rows = _estimates(records, score), []
     for name, means in found["mean"].iterrows():
         cells = []
@@ -54,8 +54,8 @@ def score_table(records: Records, score: str) -> str:
 def gap_table(records: Records) -> str:
     """Make a table of the splits that hold out the middle of a feature.
 
-    NLL is a median over splits, since the worst feature dominates the mean; coverage of 90 % intervals, and the ratio of the standard
-    deviation to that on validation rows, are means.
+    The NLL is a median over splits, since the worst feature dominates the mean. The coverage of 90 % intervals, and the ratio of the
+    standard deviations on test rows and validation rows, are means.
     """
     rows = []
     for (name, method), own in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
