@@ -1,8 +1,8 @@
-"""Tables of the documentation, made from stored records; `docs/values.py` puts them into pages.
+"""Tables of the documentation, generated from stored records; `docs/values.py` inserts them into pages.
 
-A page names a table as `cifar10 outliers`: a suite of `results/` and one of its tables, perhaps with a choice of rows and columns
-under other names (`cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`), or a source of
-`SOURCES` and a name.
+The name of a table, such as `cifar10 outliers`, consists of a suite in `results/` and a table of this suite. It may select and rename
+rows and columns: `cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`. Other names consist
+of a source in `SOURCES` and its argument.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESULTS, BENCHMARKS = ROOT / "results", ROOT / "benchmarks" / "results"
 
 
 def table(place: str) -> str:
-    """Return the table that a page names, as Markdown."""
+    """Return the table with this name as Markdown."""
     name, *selection = [part.strip() for part in place.split(";")]
     source, _, rest = name.partition(" ")
     if source in SOURCES:
         return SOURCES[source](rest)
     if not selection:
         heading, text = as_markdown(suite_table(name)).strip().split("\n", 1)
-        return f"**{heading.removeprefix('### ')}**\n{text}"  # no heading: it would fill the table of contents
+        return f"**{heading.removeprefix('### ')}**\n{text}"  # a heading would appear in the table of contents
     found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
     better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
     header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]
@@ -54,18 +54,20 @@ def _suite_tables(name: str) -> dict[str, Table]:
 
 
 def suite_table(name: str) -> Table:
-    """Return a table of a suite, by the suite's name and its own."""
+    """Return a table of a suite; the name consists of the suite and the table, such as "cifar10 outliers"."""
     suite, _, rest = name.partition(" ")
     if rest not in (known := _suite_tables(suite)):
-        raise KeyError(f"{suite} has no table {rest!r}; it has {', '.join(known)}.")
+        raise KeyError(f"{suite} has no table {rest!r}. Choose one of {', '.join(known)}.")
     return known[rest]
 
 
 def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
-    """Return the texts of some columns of a row."""
+    """Return the texts in the given row and columns of a table."""
     texts = found.texts.set_axis([_column_name(column) for column in found.columns], axis=1)
     if missing := [*({row} - set(texts.index)), *(name for name in columns if name not in texts)]:
-        raise KeyError(f"{found.title}: no {missing}. Rows: {', '.join(texts.index)}. Columns: {', '.join(texts)}.")
+        raise KeyError(
+            f"{found.title} has no {missing}. Its rows are {', '.join(texts.index)}. Its columns are {', '.join(texts)}."
+        )
     return list(texts.loc[row, list(columns)])
 
 
@@ -80,15 +82,15 @@ def _names(listed: str) -> dict[str, str]:
 
 @cache
 def record(name: str) -> Any:
-    """Read a record of a benchmark."""
+    """Read the stored record of a benchmark."""
     return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 class Cells(string.Formatter):
-    """Texts by templates: `{ece:* 100 .1f}` writes a hundred times the entry, and None is a dash."""
+    """Formatter of cells: `{ece:* 100 .1f}` multiplies the entry by 100, and None becomes a dash."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the text of a value."""
+        """Return the formatted text of a value."""
         if value is None:
             return MISSING
         if not format_spec.startswith("* "):
@@ -98,7 +100,7 @@ class Cells(string.Formatter):
 
 
 def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]], left: int = 1) -> str:
-    """Return rows of a record as a Markdown table; a column is a heading and a template of its cells."""
+    """Return rows of a record as a Markdown table; each column is a heading with a template for its cells."""
     write = Cells().vformat
     return markdown_rows(
         [head for head, _ in columns], [[write(one, (), row) for _, one in columns] for row in rows], left
@@ -119,7 +121,7 @@ def _uci(name: str) -> str:
 
 
 def _closed_forms(likelihood: str) -> str:
-    """Closed forms against Monte Carlo: the worst over structures, inputs and outputs."""
+    """Return the largest errors of closed forms against Monte Carlo, over structures, inputs and outputs."""
     rows = [row for row in record("closed_forms")["rows"] if row["likelihood"] == likelihood]
     lines = []
     for name in dict.fromkeys(row["quantity"] for row in rows):
@@ -133,7 +135,7 @@ def _closed_forms(likelihood: str) -> str:
 
 
 def _links(name: str) -> str:
-    """Links against the integral: scores, variances, or errors by the rule that chose the prior precision."""
+    """Return scores of links, variances, or errors of links with the prior precision of a given rule."""
     document = record("links_against_monte_carlo")
     if name == "scores":
         columns = [("structure", "{structure}"), ("link", "{link}"), ("λ", "{prior_precision:.2g}")]
@@ -155,7 +157,7 @@ def _links(name: str) -> str:
 
 
 def _labels(data: str) -> str:
-    """Multi-label digits: test digits, turned digits, or photographs."""
+    """Return multi-label results on test digits, rotated digits or photographs."""
     scores = {"confidence": "mean conf. %", "auroc": "AUROC %"}
     if data != "photographs":
         scores = {"nll": "log loss", "ece": "ECE %", **scores, "average_precision": "AP %"}
@@ -170,7 +172,7 @@ CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
 
 
 def _decisions(name: str) -> str:
-    """Guarantees that are kept, or their loss under shift in one of `CASES`."""
+    """Return the realised guarantees of all cases, or the rates under shift in one of `CASES`."""
     cases = record("decisions")["cases"]
     if name != "kept":
         fields = {"alarms": "alarms", "answered": "answered", "error": "errors", "answered_gated": "answered, no alarm"}
@@ -195,7 +197,7 @@ def _decisions(name: str) -> str:
 
 
 def _saturated(name: str) -> str:
-    """AUROC in % of far inputs by features, outputs and score."""
+    """Return the AUROC on far inputs in %, by activation, likelihood and score."""
     scores = ("ood_score", "distance", "confidence, DE")
     rows: dict[str, dict[str, Any]] = {}
     for row in record("saturated_features")["rows"]:
@@ -207,7 +209,7 @@ def _saturated(name: str) -> str:
 
 
 def _ranks(name: str) -> str:
-    """Mean ranks of sums of outlier scores: F the far field, E the energy, D the distance, H the entropy, r(x) = max(0, x)."""
+    """Return the mean ranks of sums of far field F, energy E, distance D and entropy H, with r(x) = max(0, x)."""
     chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
     rows = [{"score": one, "one": chosen[one], "two": confirmed[one]} for one in sorted(chosen, key=chosen.__getitem__)]
     columns = [("score", "`{score}`"), ("mean rank, choosing half", "{one:.2f}"), ("confirming half", "{two:.2f}")]
@@ -215,7 +217,7 @@ def _ranks(name: str) -> str:
 
 
 def _segmentation(name: str) -> str:
-    """Pixels of test pictures and of their shifted twins, and rings found by the outlier score."""
+    """Return metrics on the pixels of test images and shifted images, and the AUROC on rings."""
     columns = [("", "{method}")]
     for data, title in (("test", ""), ("shifted", "shifted: ")):
         fields = {"accuracy": "accuracy %", "confidence": "conf. %", "nll": "NLL", "ece": "ECE %"}
@@ -226,7 +228,7 @@ def _segmentation(name: str) -> str:
 
 
 def _nodes(name: str) -> str:
-    """Largest differences from one process."""
+    """Return the largest differences between several processes and one process."""
     rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
     layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
     lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
@@ -234,8 +236,8 @@ def _nodes(name: str) -> str:
 
 
 def _export(name: str) -> str:
-    """Largest differences between exported files and `predict`."""
-    names = {"probabilities": "probs", "confidence": "confidence", "entropy": "entropy"}  # as exported files name them
+    """Return the largest differences between exported files and `predict`."""
+    names = {"probabilities": "probs", "confidence": "confidence", "entropy": "entropy"}  # names in exported files
     names |= {"mutual_information": "epistemic", "ood_score": "ood_score"}
     columns = [("", "{precision}"), ("allowed", "{tolerance:g}")]
     columns += [(title, f"{{{field}:.1e}}") for field, title in names.items()]
@@ -245,13 +247,13 @@ def _export(name: str) -> str:
 
 
 def _crash(name: str) -> str:
-    """Kills, by what was killed."""
+    """Return the numbers of killed processes and damaged results, by kind of process."""
     columns = [("killed", "{kind}"), *((one, f"{{{one}}}") for one in ("kills", "lost", "half-written", "differs"))]
     return listed(record("crash")["rows"], columns)
 
 
 def _many_classes(name: str) -> str:
-    """`kron-diag` beside `kron`."""
+    """Return a comparison of `kron-diag` with `kron`."""
     rows = []
     for row in record("many_classes")["distances"]:
         each, tuned = row["at_one_prior"], row["tuned"]
@@ -279,12 +281,12 @@ def _seconds(value: float) -> str:
 
 
 def verdict(row: dict[str, Any], bar: str) -> list[str]:
-    """Return the bar of a measurement, and "met" or "missed"."""
+    """Return the limit of a measurement, and "met" or "missed"."""
     return [bar, ("**missed**" if row["missed"] else "met") if bar else ""]
 
 
 def _speed(name: str) -> str:
-    """Overhead over the networks: time by setting, memory, time beside laplace-torch, and the machines."""
+    """Return the overhead in time or memory, the times of laplace-torch, or the machines of the measurements."""
     if name == "summary":
         defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
         rows = []
@@ -316,7 +318,7 @@ def _speed(name: str) -> str:
         return markdown_rows(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
     if name.startswith("laplace-torch"):
         measured, rows = record("speed_against_laplace_torch")["rows"], []
-        if name.endswith("summary"):  # the fastest backend of each work
+        if name.endswith("summary"):  # the fastest backend for each task
             fastest = {(row["work"], row["features"]): row for row in sorted(measured, key=lambda row: -row["ratio"])}
             measured = [row for row in measured if row in fastest.values()]
         for row in measured:
@@ -338,7 +340,7 @@ DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
 
 
 def _default(name: str) -> str:
-    """`summary`, or `cifar10` and `labelled` or `outliers`: the default rule beside temperature-scaled ensembles."""
+    """Compare the default rule with temperature-scaled ensembles; names are `summary` or, for example, `cifar10 outliers`."""
     if name == "summary":
         return _default_summary()
     suite, kind = name.split()
@@ -361,7 +363,7 @@ def _default(name: str) -> str:
 
 
 def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sign: int) -> list[str]:
-    """Means of both rivals and of the default, its difference from the first with a standard error, and the runs that it leads."""
+    """Return the means of all methods, the difference between default and DE-T, and the number of runs in which the default leads."""
     estimates = [one for one in numbers(quantity, factor).values() if one is not None]
     gap = estimates[-1].minus(estimates[0])
     ahead = sum(sign * value >= 0 for value in gap.by_run.values())
@@ -370,7 +372,7 @@ def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sig
 
 
 def _default_summary() -> str:
-    """Means over runs and sets of every suite."""
+    """Return the means over runs and sets for every suite."""
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
         found = _suite(suite)
@@ -418,4 +420,4 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "two-nodes": _nodes,
     "uci": _uci,
 }
-"""Records that are not those of a suite, by the first word of a table's name."""
+"""Functions that return tables from sources other than suites, by the first word of the table's name."""

@@ -1,18 +1,19 @@
-"""Fill measured numbers and tables into pages from stored records: `python docs/values.py`, or with the paths of some pages.
+"""Insert measured numbers and tables from stored records into all pages, or into the pages given as arguments.
 
-A number in a sentence names a table of `docs/tables.py`, a row and a column (the mean over runs is shown), or a JSON file, the steps
-down into it and a format (`* 100 .1f` writes a hundred times the number); a step `key=value & key=value` picks from a list, and
-`count` is its length:
+Run `python docs/values.py` or `python docs/values.py PAGE ...`. The comment before a number contains a table of `docs/tables.py`, a
+row and a column; the number is the mean over runs. Alternatively, it contains a JSON file, the keys that lead to the number, and a
+format, in which `* 100 .1f` multiplies the number by 100. A key of the form `key=value & key=value` selects an entry of a list, and
+`count` is the length of a list:
 
     <!-- = cifar10 ablation rules; MoLA by nll; test NLL -->0.1781<!-- /= -->
     <!-- = benchmarks/results/modes.json; mean_far_confidence; MoLA; .0% -->90%<!-- /= -->
 
-A table is replaced as a whole:
+Each table is replaced completely:
 
     <!-- table: cifar10 outliers -->
     <!-- end -->
 
-The tests do the same and compare, so that every such number comes from a record.
+The tests check that all pages are up to date, so every such number comes from a record.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _step(value: Any, step: str) -> Any:
     found = [one for one in value if all(str(one[key]) == text for key, text in wanted)]
     if len(found) != 1:
         raise KeyError(
-            f"{len(found)} of {len(value)} entries have {step}, expected one: was the record made by a whole run?"
+            f"Expected exactly one entry with {step}, but {len(found)} of {len(value)} have it. Check that the record is complete."
         )
     return found[0]
 
@@ -66,16 +67,16 @@ def _value(place: str) -> str:
 
 
 def fill(page: str) -> str:
-    """Return the page with numbers and tables from the records."""
+    """Return the page with all numbers and tables filled in from the records."""
     for pattern, opening in ((TABLE, "<!-- table: "), (VALUE, "<!-- = ")):
         if len(pattern.findall(page)) != page.count(opening):
-            raise ValueError(f"a mark that begins with {opening!r} is not closed.")
+            raise ValueError(f"A comment that begins with {opening!r} has no closing comment. Add it.")
     page = TABLE.sub(lambda match: f"{match.group(1)}\n{table(match.group(2))}\n\n{match.group(3)}", page)
     return VALUE.sub(lambda match: f"{match.group(1)}{_value(match.group(2))}{match.group(4)}", page)
 
 
 def main() -> None:
-    """Fill pages in place."""
+    """Update pages in place."""
     for page in map(Path, sys.argv[1:] or sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if (filled := fill(text)) != text:

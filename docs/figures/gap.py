@@ -1,7 +1,7 @@
-"""The figure of docs/regression.md, from a toy that trains in seconds: `python docs/figures/gap.py`.
+"""Draw the figure of docs/regression.md from a toy problem, in seconds: `python docs/figures/gap.py`.
 
-Five small networks learn a curve from data on both sides of a gap. The figure shows the mean and 90 % intervals of the ensemble, of
-MoLA and of MoLA scaled by distance, between the data and beyond them. Numbers go to `benchmarks/results/gap.json`.
+Five small networks learn a curve from data on both sides of a gap. The figure shows the means and 90 % intervals of the
+ensemble, MoLA and MoLA scaled by distance, in the gap and outside the data. Numbers are written to `benchmarks/results/gap.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INK, BLUE, PALE = "#25303b", "#2b83c6", "#bcd9ee"
 
 
 def curve(x: Tensor) -> Tensor:
-    """Return the function that the networks learn."""
+    """Return the values of the function that the networks learn."""
     return torch.sin(2 * x) + 0.3 * x
 
 
@@ -57,7 +57,7 @@ def draw(said: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[
 
 
 def main() -> None:
-    """Train, predict, draw."""
+    """Train the networks, predict, draw the figure and write the numbers."""
     torch.set_num_threads(1)
     train, held = data(240, 0), data(80, 1)
     recipe = Recipe(epochs=200, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")

@@ -1,8 +1,8 @@
-"""The figure of docs/outliers.md, from a toy that trains in seconds: `python docs/figures/leaving.py`.
+"""Draw the figure of docs/outliers.md from a toy problem, in seconds: `python docs/figures/leaving.py`.
 
-Five small networks learn scikit-learn's handwritten digits. The test digits are then faded step by step into pieces of photographs.
-The figure shows the mean confidence of one network (MAP), of the ensemble (DE) and of MoLA by the paper's rule, and the accuracy.
-Numbers go to `benchmarks/results/leaving.json`.
+Five small networks learn scikit-learn's handwritten digits. The test digits then fade step by step into patches of photographs.
+The figure shows the accuracy and the mean confidence of one network (MAP), the ensemble (DE) and MoLA with the paper's rule.
+Numbers are written to `benchmarks/results/leaving.json`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import mola
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = tuple(round(step / 16, 4) for step in range(17))
-"""Shares of the photograph in the picture."""
+"""Weights of the photograph in the faded images."""
 EXAMPLE = 16
-"""Which test digit is shown above the curves."""
+"""Index of the test digit above the curves."""
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "MoLA": "#009e73"}
 NAMES = {"MAP": "one network", "DE": "ensemble", "MoLA": "MoLA"}
 INK = "#25303b"
 
 
 def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
-    """Train a small network in the usual way."""
+    """Train a small network with Adam."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
@@ -43,7 +43,7 @@ def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
 
 
 def photographs(count: int) -> Tensor:
-    """Return grey pieces (count, 64) of the two photographs that come with scikit-learn, at a quarter of their size."""
+    """Return grey patches (count, 64) of the two photographs in scikit-learn, at a quarter of the original size."""
     generator = torch.Generator().manual_seed(1)
     pieces = []
     for name in ("china.jpg", "flower.jpg"):
@@ -56,7 +56,7 @@ def photographs(count: int) -> Tensor:
 
 
 def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Sequence[Tensor], wide: bool) -> Figure:
-    """Draw a row of pictures of one digit as it fades, and the curves below it."""
+    """Draw a row of images of one fading digit, with the curves below."""
     width, height, top = (8.0, 3.7, 0.82) if wide else (4.4, 4.3, 0.83)
     figure = Figure(figsize=(width, height), facecolor="white")
     left, right, bottom = (0.1, 0.8, 0.08) if wide else (0.13, 0.72, 0.1)
@@ -89,7 +89,7 @@ def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Se
 
 
 def main() -> None:
-    """Train, fit, fade, draw, and keep the numbers."""
+    """Train the networks, predict faded digits, draw the figure and write the numbers."""
     torch.set_num_threads(1)
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float() / 16

@@ -1,8 +1,9 @@
-"""The figures of docs/method.md, from a toy: `python docs/figures/modes.py`.
+"""Draw the figures of docs/method.md from a toy problem: `python docs/figures/modes.py`.
 
 Five small networks learn two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
-The figures show that posterior along the straight lines between the modes, the last layer's posterior around each mode with its
-Laplace approximation, and the confidence of the four predictors in the plane. Numbers go to `benchmarks/results/modes.json`.
+The figures show this posterior along the straight lines between the modes, the last layer's posterior around each mode with its
+Laplace approximation, and the confidence of the four predictors in the plane. Numbers are written to
+`benchmarks/results/modes.json`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1
 EPOCHS = 4000
 STEPS = 41
-"""Steps along each line between two modes."""
+"""Number of steps along each line between two modes."""
 SCALES = (0.3, 1.9)
-"""Smallest and largest factor on the last layer's weights around each mode."""
+"""Smallest and largest factor of the last layer's weights around each mode."""
 REACH, SIZE, FAR = 8.0, 161, 6.0
-"""Half the side of the map, its points along a side, and the distance from which a point is far from the data."""
+"""Half the side length of the map, its number of points per side, and the distance beyond which points are far from the data."""
 
 
 def log_posterior(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the log posterior of all weights, up to a constant: log likelihood of the data plus log of the Gaussian prior."""
+    """Return the log posterior of all weights, up to a constant: the log-likelihood of the data plus the log of the Gaussian prior."""
     squares = sum((weight.square().sum() for weight in network.parameters()), torch.zeros(()))
     return -nn.functional.cross_entropy(network(inputs), labels, reduction="sum") - PRECISION / 2 * squares
 
@@ -54,7 +55,7 @@ def train(seed: int, inputs: Tensor, labels: Tensor) -> nn.Sequential:
 
 
 def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> np.ndarray:
-    """Return the log posterior (modes - 1, STEPS) on the straight lines between one mode and the next."""
+    """Return the log posterior (modes - 1, STEPS) on the straight lines between consecutive modes."""
     walker = mlp(2, (16, 16), 2).double()
     ends = [parameters_to_vector(network.parameters()).detach() for network in networks]
     values = []
@@ -66,12 +67,12 @@ def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -
 
 
 def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
-    """Return the last layer's posterior and its Laplace approximation, over the scale of the weights: 1 is the mode."""
+    """Return the last layer's posterior and its Laplace approximation against the scale of the weights, which is 1 at the mode."""
     with torch.no_grad():
         features = torch.cat([network[:-1](inputs), torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
         weights = torch.cat([network[-1].weight, network[-1].bias[:, None]], dim=1)
     probs, logits = torch.softmax(features @ weights.T, dim=1), features @ weights.T
-    # w'(H + lambda I)w: the curvature of the log posterior along the weights themselves.
+    # w'(H + lambda I)w is the curvature of the log posterior in the direction of the weights.
     spread = (probs * logits.square()).sum(1) - (probs * logits).sum(1).square()
     precision = float(spread.sum() + PRECISION * weights.square().sum())
     scales = np.linspace(*SCALES, 241)
@@ -91,7 +92,7 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
 
 
 def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]) -> Figure:
-    """Draw the posterior between the modes above, and around each mode below."""
+    """Draw the posterior between the modes in the top row and around each mode in the bottom row."""
     figure = Figure(figsize=(10.4, 4.6) if wide else (4.4, 4.9), layout="constrained")
     shown = local if wide else local[:3]
     grid = figure.add_gridspec(2, len(shown), height_ratios=(1.25, 1))
@@ -123,7 +124,7 @@ def draw_modes(wide: bool, lines: np.ndarray, local: Sequence[dict[str, np.ndarr
 
 
 def draw_maps(wide: bool, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
-    """Draw the confidence of each predictor over the plane."""
+    """Draw a map of each predictor's confidence over the plane."""
     figure, panels = canvas(1, 4, 2.5, 10.4) if wide else canvas(2, 2, 2.0, 4.4)
     for panel, (name, values) in zip(panels, maps.items(), strict=True):
         image = panel.imshow(
@@ -140,7 +141,7 @@ def draw_maps(wide: bool, maps: dict[str, np.ndarray], inputs: Tensor, labels: T
 
 
 def main() -> None:
-    """Train, draw, and keep the numbers."""
+    """Train the networks, draw the figures and write the numbers."""
     torch.set_num_threads(1)
     data, held_out = two_moons(POINTS, seed=0), two_moons(POINTS, seed=1)
     inputs, labels = data.inputs.double(), data.labels

@@ -1,6 +1,6 @@
-"""The maps of docs/dense.md and the numbers of docs/results/ood-scores.md, made by examples/segmentation.py.
+"""Draw the maps of docs/dense.md and write the numbers of docs/results/ood-scores.md with examples/segmentation.py.
 
-python docs/figures/segmentation.py
+Run `python docs/figures/segmentation.py`.
 """
 
 import json
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Train, measure, draw."""
+    """Train the networks, measure them, draw the maps and write the numbers."""
     example = runpy.run_path(str(ROOT / "examples" / "segmentation.py"))
     methods, sets = example["study"](0, 300)
     found = {

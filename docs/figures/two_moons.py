@@ -1,7 +1,7 @@
-"""The first picture of README and of the front page: `python docs/figures/two_moons.py`, in seconds.
+"""Draw the first figure of the README and of the front page, in seconds: `python docs/figures/two_moons.py`.
 
-Five small networks learn two moons. The figure shows the confidence of one network (MAP), of the ensemble (DE), of MoLA by the
-paper's rule and of MoLA by the default rule over the plane. Numbers go to `benchmarks/results/two_moons.json`.
+Five small networks learn two moons. The figure shows the confidence of one network (MAP), the ensemble (DE), MoLA with the paper's
+rule and MoLA with the default rule over the plane. Numbers are written to `benchmarks/results/two_moons.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mola.metrics import mean_confidence, negative_log_likelihood
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150
 REACH, SIZE, FAR = 8.0, 241, 6.0
-"""Half the side of the map, its points along a side, and the distance from which a point is far from the data."""
+"""Half the side length of the map, its number of points per side, and the distance beyond which points are far from the data."""
 
 TITLES = {
     "MAP": "one network",
@@ -35,14 +35,14 @@ TITLES = {
 
 
 def build() -> nn.Sequential:
-    """Return a network."""
+    """Return an untrained network."""
     return mlp(2, (64, 64), 2)
 
 
 def draw(wide: bool, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
-    """Draw the confidence of each predictor over the plane, on one scale."""
+    """Draw a map of each predictor's confidence over the plane, on a common colour scale."""
     figure, panels = canvas(1, 4, 2.75, 10.4) if wide else canvas(2, 2, 2.35, 4.4)
-    figure.set_layout_engine("compressed")  # keeps the colour bar as tall as square panels
+    figure.set_layout_engine("compressed")  # makes the colour bar as tall as the square panels
     for panel, (name, values) in zip(panels, maps.items(), strict=True):
         image = panel.imshow(
             values,
@@ -74,14 +74,14 @@ def draw(wide: bool, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
 
 
 def main() -> None:
-    """Train, draw, and keep the numbers."""
+    """Train the networks, draw the figure and write the numbers."""
     torch.set_num_threads(1)
     data, held_out = two_moons(POINTS, seed=0), two_moons(POINTS, seed=1)
     recipe = Recipe(epochs=EPOCHS, batch_size=POINTS // 2, learning_rate=1e-2)
     networks = train_ensemble(build, data, recipe, members=NETWORKS, seed=0)
     train, validation = data.batches(), held_out.batches()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)  # few validation data, which a toy may have
+        warnings.simplefilter("ignore", MolaWarning)  # the toy problem has few validation data
         posterior = mola.fit(networks, train, progress=False)
         predictors = {
             "MAP": mola.ensemble(networks[0]),

@@ -1,4 +1,4 @@
-"""Translate the reStructuredText formulas of docstrings to Markdown."""
+"""MkDocs extension that converts the reStructuredText formulas in docstrings to Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLE = re.compile(r":math:`([^`]+)`")
 
 
 def as_markdown(text: str) -> str:
-    """Replace `.. math::` and `:math:` by dollars."""
+    """Replace `.. math::` and `:math:` with dollar signs."""
 
     def block(match: re.Match[str]) -> str:
         indent, formula = match.groups()
@@ -22,9 +22,9 @@ def as_markdown(text: str) -> str:
 
 
 class Formulas(griffe.Extension):
-    """Translates every docstring."""
+    """Griffe extension that converts the formulas in every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Translate the docstring of a module, class, function or attribute."""
+        """Convert the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""Convert formulas to MathML when the site is built, so that pages need no script."""
+"""MkDocs hook that converts formulas to MathML when the site is built, so that pages need no scripts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from latex2mathml.converter import convert
 
 LONG = 60
-"""Characters of LaTeX above which an inline formula may be wider than a phone screen."""
+"""Number of LaTeX characters above which an inline formula may be wider than a phone screen."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
 def as_mathml(latex: str, *, block: bool) -> str:
-    """Return a formula, given without dollars, as MathML with its LaTeX source as label."""
+    """Return a LaTeX formula, given without dollar signs, as MathML with the LaTeX source as its label."""
     element = convert(latex, display="block" if block else "inline")
     label = html.escape(" ".join(latex.split()), quote=True)
     element = element.replace("<math ", f'<math aria-label="{label}" ', 1)
@@ -24,7 +24,7 @@ def as_mathml(latex: str, *, block: bool) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace the formulas that `pymdownx.arithmatex` marked."""
+    """Replace the formulas that `pymdownx.arithmatex` has marked."""
 
     def replaced(match: re.Match[str]) -> str:
         latex = html.unescape(match.group(2)).strip()

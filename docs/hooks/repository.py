@@ -1,7 +1,7 @@
-"""Add files outside `docs/` that pages link to, so that every link works on the site.
+"""MkDocs hook that adds the files outside `docs/` to which pages link, so that every link works on the site.
 
-Markdown files become pages, source files become pages that show them, folders become pages that list them, and records (JSON)
-and pictures are copied. All of them are under `repository/`, by their paths in the repository.
+Markdown files become pages. Source files become pages with their code, and folders become pages with a list of their files. Records
+(JSON) and images are copied. All added files are under `repository/` and keep their paths in the repository.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
-"""Keeps lists and source code out of the search."""
+"""Front matter that excludes lists of files and source code from the search."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
-"""Always in the navigation."""
+"""Files that are always in the navigation."""
 
 
 def place(path: str) -> str:
-    """Return the path of a file of the repository among the sources of the site, relative to `docs/`."""
+    """Return the path of a repository file in the sources of the site, relative to `docs/`."""
     if _is_page(path):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -40,19 +40,19 @@ def place(path: str) -> str:
 
 
 def _is_page(path: str) -> bool:
-    """Return True for files that MkDocs reads itself: all of `docs/` except code."""
+    """Return True for files that MkDocs reads without this hook: all files in `docs/` except code."""
     return path.startswith("docs/") and not path.endswith(".py")
 
 
 def links(markdown: str, folder: str) -> list[str]:
-    """Return the existing files and folders outside `docs/` that a page links to; the folder is that of the page."""
+    """Return the existing files and folders outside `docs/` to which a page in `folder` links."""
     plain = FENCED.sub("", markdown)
     found = {posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(plain)}
     return sorted(path for path in found if not (_is_page(path) or path.startswith("..")) and (ROOT / path).exists())
 
 
 def _content(path: str) -> str | None:
-    """Return the page for a path, or None for a file to copy."""
+    """Return the Markdown page for a path, or None for a file that is copied."""
     whole = ROOT / path
     if whole.is_dir():
         inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
@@ -76,7 +76,7 @@ def _hidden(path: Path) -> bool:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add all linked files, and the files that they link to."""
+    """Add all linked files and, recursively, the files to which they link."""
     pages = [file for file in files.documentation_pages() if file.src_uri and not file.src_uri.startswith(HERE)]
     waiting = [path for file in pages for path in links(file.content_string, posixpath.dirname(f"docs/{file.src_uri}"))]
     waiting += ALWAYS
@@ -98,7 +98,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Rewrite links from and to files outside `docs/` to their places on the site."""
+    """Rewrite links from and to files outside `docs/` to their paths on the site."""
     uri = page.file.src_uri
     path = uri.removeprefix(HERE) if uri.startswith(HERE) else f"docs/{uri}"
     folder = posixpath.dirname(path)
@@ -107,7 +107,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         start, target = match.groups()
         aim = posixpath.normpath(posixpath.join(folder, target))
         if aim.startswith("..") or not (ROOT / aim).exists():
-            return match.group()  # left for MkDocs, which warns
+            return match.group()  # unchanged, so that MkDocs warns about it
         return start + posixpath.relpath(place(aim), posixpath.dirname(uri) or ".")
 
     parts = FENCED.split(markdown)
