@@ -1,7 +1,7 @@
-"""The errors that this library raises; each message has three parts: what was expected, what was given, and what to do.
+"""Errors that this library raises. Each message states what was expected, what was given, and what to do.
 
-Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of them and nothing
-else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
+Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of these errors and no
+others. Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class MolaError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of every error that this library raises on purpose."""
 
 
 class OptionError(MolaError, ValueError):
@@ -21,7 +21,7 @@ class OptionError(MolaError, ValueError):
 
 
 class HeadError(MolaError, ValueError):
-    """The network's last linear layer cannot be found, or is not what the network returns."""
+    """The network's last linear layer cannot be found, or its output is not the network's output."""
 
 
 class DataError(MolaError, ValueError):
@@ -29,7 +29,7 @@ class DataError(MolaError, ValueError):
 
 
 class BoundError(MolaError, ValueError):
-    """The assumptions of a theoretical statement do not hold."""
+    """The assumptions of a theoretical bound do not hold."""
 
 
 class StructureTooLargeError(MolaError, MemoryError):
@@ -37,11 +37,11 @@ class StructureTooLargeError(MolaError, MemoryError):
 
 
 class ExportError(MolaError, RuntimeError):
-    """A network or a posterior cannot be written as a graph, or the graph gives other numbers."""
+    """A posterior cannot be exported as a graph, or the graph's outputs differ from the posterior's predictions."""
 
 
 class StorageError(MolaError, ValueError):
-    """A file is truncated, foreign, newer than this library, or belongs to another network."""
+    """A file is damaged, was written by other software or by a newer version of this library, or belongs to another network."""
 
 
 class MissingExtraError(MolaError, ImportError):
@@ -55,12 +55,12 @@ class MissingExtraError(MolaError, ImportError):
 
 
 class MolaWarning(UserWarning):
-    """Something worth knowing that does not stop the work."""
+    """A warning of this library."""
 
 
 @contextmanager
 def importing(feature: str, package: str, extra: str) -> Iterator[None]:
-    """Raise `MissingExtraError` if an import inside fails."""
+    """Raise `MissingExtraError` if an import inside the block fails."""
     try:
         yield
     except ImportError as error:
@@ -69,7 +69,7 @@ def importing(feature: str, package: str, extra: str) -> Iterator[None]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Put `place` in front of the message of errors about data or heads that are raised inside."""
+    """Put `place` before the message of any `DataError` or `HeadError` raised inside the block."""
     try:
         yield
     except (DataError, HeadError) as error:
@@ -78,7 +78,7 @@ def located(place: str) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Warn, pointing at the line outside this library that made the call."""
+    """Issue a warning that points to the line outside this library that made the call."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
         frame, depth = frame.f_back, depth + 1

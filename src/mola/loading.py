@@ -1,4 +1,4 @@
-"""Load a posterior, whichever kind of folder it was saved in."""
+"""Load a posterior from any kind of folder that this library writes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def load(
 
     Args:
         directory: folder that `posterior.save` or `mola.hub.save` wrote.
-        networks: the networks, in the same order; None for a hub folder of transformers networks, which holds them.
-        logits: as for `mola.fit`.
+        networks: the networks that the posterior was fitted on, in the same order; None for a hub folder, which contains its
+            transformers networks.
+        logits: function that selects the logits from a network's output, as in `mola.fit`.
 
     Returns:
-        The posterior; `StorageError` if the files are damaged or a network is not the one that was fitted.
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the fitted network.
     """
-    from mola import hub, whole  # on first use: they need more than the core
+    from mola import hub, whole  # imported on first use, because they need optional packages
 
     if Path(directory).is_file() and Path(directory).suffix in (".onnx", ".pt2"):
-        raise StorageError(f"{directory} is an exported model: load it with mola.export.load({str(directory)!r}).")
+        raise StorageError(f"{directory} is an exported model. Load it with mola.export.load({str(directory)!r}).")
     if hub.is_hub_folder(directory):
         return hub.load(directory, None if networks is None else as_networks(networks, logits))
     if networks is None:

@@ -19,7 +19,7 @@ Generator = torch.Generator | np.random.Generator | None
 """A source of random numbers; None is torch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
-"""Number of dimensions that come from a Sobol sequence. In more dimensions, the gain vanishes and the table is slow to build."""
+"""Largest number of dimensions drawn from a Sobol sequence. In more dimensions, the gain vanishes and the table is slow to build."""
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -28,7 +28,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64. It is moved first, because a device without float64 cannot convert it."""
+    """Convert a tensor to float64. The tensor is moved first, because a device without float64 cannot convert it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
@@ -39,7 +39,7 @@ def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-@lru_cache(maxsize=32)  # every batch uses the same draws, and a trace stores the draws of an earlier run as constants
+@lru_cache(maxsize=32)  # every batch uses the same draws, and a trace stores cached draws as constants
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     """Draw standard normals (count, size) from a scrambled Sobol sequence, which fills space more evenly than random draws.
 

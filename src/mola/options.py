@@ -1,4 +1,4 @@
-"""Read options as users give them: names and numbers."""
+"""Check and convert options that users pass: names and numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ Kind = TypeVar("Kind")
 
 
 def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
-    """Return the object of that name with its default settings, or the object itself; `OptionError` for anything else."""
+    """Return the object with the given name and its default settings, or a given object unchanged.
+
+    Raises `OptionError` for any other value.
+    """
     if isinstance(value, kind):
         return value
     return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """Return the name if it is known; `OptionError` with the known names, and `otherwise`, for anything else."""
+    """Return the name if it is known; otherwise raise `OptionError`, which lists the known names and `otherwise`."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
@@ -34,11 +37,11 @@ MEANT = {
     **dict.fromkeys(("softmax", "multiclass", "multi-class"), "categorical"),
     **dict.fromkeys(("multilabel", "multi-label"), "bernoulli"),
 }
-"""Other names of the field, for hints alone."""
+"""Synonyms in common use, for hints only."""
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """Return a question after a message, with the known name of the closest spelling; "" if none is close."""
+    """Return a hint for the end of a message, with the known name closest in spelling, or "" if no name is close."""
     if not isinstance(name, str):
         return ""
     meant = MEANT.get(name.lower())
@@ -47,17 +50,17 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return a number with its noun, "1 network" or "3 networks"; `many` is an irregular plural."""
+    """Return a number with its noun, such as "1 network" or "3 networks"; `many` is an irregular plural."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def is_real(value: object) -> bool:
-    """Return True for a number, also of NumPy, that is not a Boolean."""
+    """Return True for a Python or NumPy number that is not a Boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(value: object, argument: str, least: int = 1) -> int:
-    """Return the value as an `int`; `OptionError` unless it is a whole number, also of NumPy, of at least `least`."""
+    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

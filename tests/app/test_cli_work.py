@@ -102,7 +102,7 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
         ("unknown data", ["predict", "POSTERIOR", "nowhere"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("holds other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
-        ("holds no saved posterior", ["info", "train"]),
+        ("contains no saved posterior", ["info", "train"]),
         ("--mean must be numbers", ["fit", "--mean", "a,b"]),
         ("or a FILE with a name on each line", ["fit", "--classes", "cat,cat"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),

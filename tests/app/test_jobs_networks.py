@@ -96,12 +96,12 @@ def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
     with pytest.raises(StorageError, match="run code"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "trap.pt")])
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    with pytest.raises(StorageError, match=r"tensor\.pt holds a Tensor"):
+    with pytest.raises(StorageError, match=r"tensor\.pt contains a Tensor"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
     (tmp_path / "text.pt").write_text("not weights at all")
     with pytest.raises(StorageError, match=r"text\.pt is neither a safetensors file nor"):
         build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
-    with pytest.raises(StorageError, match="does not hold this network's weights"):
+    with pytest.raises(StorageError, match="do not match this network"):
         build_networks([f"{desk.module}:wide"], [desk.weights()[0]])
 
 

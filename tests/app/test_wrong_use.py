@@ -58,7 +58,7 @@ CASES = {
     "two outputs where one is needed": (
         "two", ROWS, ROWS[:, :1], ("gaussian",), "--heteroscedastic"),
     "label maps of another size": (
-        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "nearest position"),
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "nearest-neighbour"),
     "one-hot label maps": (
         "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot"),
     "label maps for bernoulli": (

@@ -120,11 +120,11 @@ def test_inputs_reach_the_network_in_their_form(case):
 def test_a_pass_that_fails_names_the_inputs():
     with pytest.raises(DataError, match=r"Linear failed on inputs of shape \(6, 5\) and type float64.*was trained on"):
         call(nn.Linear(4, 3).double(), X)
-    with pytest.raises(DataError, match="if the last are labels, pass the inputs alone"):
+    with pytest.raises(DataError, match="If its last element is the labels"):
         call(nn.Linear(5, 3).double(), (X, Y))
-    with pytest.raises(DataError, match=r"forward, which has \['input'\] and not \['ids'\]"):
+    with pytest.raises(DataError, match=r"forward, which accepts \['input'\] but not \['ids'\]"):
         call(nn.Linear(5, 3).double(), {"input": X, "ids": Y})
-    with pytest.raises(DataError, match=r"not \['y'\]\. Labels go under 'labels'"):
+    with pytest.raises(DataError, match=r"not \['y'\]\. Pass labels under 'labels'"):
         call(nn.Linear(5, 3).double(), {"input": X, "y": Y})
     with pytest.raises(DataError, match="no data"):
         call(nn.Linear(5, 3).double(), X.to("meta"))
@@ -190,8 +190,8 @@ def test_a_resized_network_has_the_state_of_its_network():
 def test_wrong_options_and_images_are_refused():
     for options, words in (
         ({"size": 0}, "size must be at least 1"),
-        ({"size": 4, "crop": 1.5}, "crop above 0"),
-        ({"size": 4, "std": 0.0}, "every std must be above 0"),
+        ({"size": 4, "crop": 1.5}, "crop must be above 0"),
+        ({"size": 4, "std": 0.0}, "every value of std must be above 0"),
         ({"size": 4, "interpolation": "nearest"}, "interpolation must be one of bilinear, bicubic"),
     ):
         with pytest.raises(OptionError, match=words):

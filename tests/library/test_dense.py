@@ -140,7 +140,7 @@ def test_ignored_positions_change_nothing(kind, ignore_index):
         plain.tune([(rows[used], y.flatten()[used])], rule="nll"),
     )
     assert math.isclose(tuned.prior_precision[0], expected.prior_precision[0], rel_tol=1e-6)
-    with pytest.raises(DataError, match="no row"):
+    with pytest.raises(DataError, match="has a row in use"):
         fit(network, [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
 
 
@@ -295,7 +295,7 @@ def test_wrong_use_is_named():
     coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
     with pytest.raises(DataError, match=r"same shape.*5, 7, 3.*2, 3, 3"):
         fit([network, coarse], [(x, y)])
-    with pytest.raises(HeadError, match="axes of positions"):
+    with pytest.raises(HeadError, match="position axes"):
         fit([network, nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))], [(x, y)])
     with pytest.raises(BoundError, match="dense outputs"):
         fit(network, [(x, y)]).far_field_limit(x)

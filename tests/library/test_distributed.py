@@ -46,7 +46,7 @@ def check_rows(team):
     assert team.gather(torch.arange(6).reshape(2, 3).t()).tolist() == [[0, 3], [1, 4], [2, 5]] * SIZE
     with pytest.raises(OptionError, match="none on any"):
         team.gather(None)
-    with pytest.raises(OptionError, match="one precision and shape"):
+    with pytest.raises(OptionError, match="one dtype and shape"):
         team.gather(torch.zeros(2, 3 + team.rank))
 
 
@@ -127,7 +127,7 @@ class TestShard:
     def test_what_cannot_be_divided(self):
         pair = torch.ones(2, 3), torch.ones(2)
         for whole, words in (
-            (DataLoader(Squares(), batch_size=3), "Shard the dataset"),
+            (DataLoader(Squares(), batch_size=3), "shard its dataset"),
             (pair, "TensorDataset"),
             (iter([1]), r"list_iterator.*islice"),
             ({"a": 1}, "got dict"),

@@ -385,7 +385,7 @@ class Odd(nn.Module):
     [
         ("branching", "torch_export", "cannot trace Odd.*branch on"),
         ("special", "onnx", "bessel_j0.*torch_export"),
-        ("drifting", "torch_export", "disagrees with PyTorch.*more than its inputs"),
+        ("drifting", "torch_export", "differ from PyTorch.*only on their inputs"),
     ],
 )
 def test_a_network_that_cannot_be_exported(kind, write, words, tmp_path):
@@ -406,8 +406,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     [
         ("text", "expected one batch as a tensor"),
         ([[torch.zeros(2)]], r"list of \['list'\]"),
-        (torch.zeros(0, 1, SIDE, SIDE), "at least one row"),
-        ((torch.zeros(2, 3), torch.zeros(3, 3)), "batch as first axis"),
+        (torch.zeros(0, 1, SIDE, SIDE), "batch size of at least 1"),
+        ((torch.zeros(2, 3), torch.zeros(3, 3)), "same batch size"),
         (torch.full((2, 1, SIDE, SIDE), torch.nan), "NaN"),
         (torch.zeros(2, 1, SIDE, SIDE + 1), "failed on inputs of shape"),
         (torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64), "type float64"),
@@ -427,14 +427,14 @@ def test_options_that_cannot_be_used(tmp_path):
     for options, words in (
         ({"classes": ["a", "b"]}, "5 different names"),
         ({"outputs": ["label", "mutual_information"]}, "got mutual_information"),
-        ({"outputs": []}, "got none"),
+        ({"outputs": []}, "got no names"),
     ):
         with pytest.raises(OptionError, match=words):
             mola.export.onnx(posterior, path, inputs, **options)
     with pytest.raises(OptionError, match="positive standard deviations"):
         Pixels((0.5,), (0.0,))
     for wrong in (tmp_path, tmp_path / "missing" / "file"):
-        with pytest.raises(StorageError, match="a file in a folder"):
+        with pytest.raises(StorageError, match="a file in an existing folder"):
             mola.export.torch_export(posterior, wrong, inputs)
     assert no_files(tmp_path)
 
@@ -442,7 +442,7 @@ def test_options_that_cannot_be_used(tmp_path):
 def test_foreign_and_damaged_files(tmp_path, several):
     (tmp_path / "a").write_bytes(b"PK nothing")
     (tmp_path / "b").write_bytes(b"nothing")
-    for name, words in (("a", "not a program of torch.export"), ("b", "not an ONNX file"), ("c", "no such file")):
+    for name, words in (("a", "not a torch.export file"), ("b", "not an ONNX file"), ("c", "does not exist")):
         with pytest.raises(StorageError, match=words):
             mola.export.load(tmp_path / name, trust=True)
     document = {f"mola.{name}": json.dumps(value) for name, value in several.written.document.items()}

@@ -157,7 +157,7 @@ BAD = {
     "copied": (wrapped(lambda s, x: s.head(s.body(x)).clone()), r"'head'.*copies.*returns the output of 'head'"),
     "two of three classes": (wrapped(lambda s, x: s.head(s.body(x))[:, :2]), r"'head'.*\(12, 3\).*\(12, 2\).*returns the output of"),
     "reshaped": (wrapped(lambda s, x: s.head(s.body(x)).view(-1, 6)), r"\(12, 3\).*returns shape \(6, 6\).*returns the output of"),
-    "two heads": (two_heads, r"'auxiliary'.*\(12, 6\): the outputs of several heads.*returns the output of 'auxiliary'"),
+    "two heads": (two_heads, r"'auxiliary'.*\(12, 6\), perhaps .*several heads.*returns the output of 'auxiliary'"),
     "made 3-d": (wrapped(lambda s, x: s.head(s.body(x)).view(4, 3, 3)), r"\(batch, classes\).*\(4, 3, 3\).*'head'.*without reshaping"),
     "one logit": (wrapped(lambda s, x: s.one(s.body(x)), one=lambda: nn.Linear(4, 1)), r"at least 2 classes.*bernoulli"),
     "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network in an nn.Linear"),
@@ -196,7 +196,7 @@ def test_scripted_and_quantised_networks_are_refused_with_the_reason():
 
 
 NAMED = {
-    "classifier": r"'classifier'.*no module of that name.*'head', 'auxiliary'",
+    "classifier": r"'classifier'.*no module with this name.*'head', 'auxiliary'",
     "body.1": r"'body\.1' is a Tanh, not an nn\.Linear.*'head', 'auxiliary'",
     "": r"'' is a Wrap, not an nn\.Linear",
     "auxiliary": r"'auxiliary' was given.*output of layer 'head'.*head='head'.*None",

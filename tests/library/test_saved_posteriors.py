@@ -158,8 +158,8 @@ def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
     saved = posterior(networks)
     save_posterior(saved, tmp_path)
     for other, words in (
-        (posterior(networks, link=MyLink()), r"link of your own \(MyLink\)"),
-        (posterior(networks, MyKron()), r"structure of your own \(MyKron\)"),
+        (posterior(networks, link=MyLink()), r"custom link \(MyLink\)"),
+        (posterior(networks, MyKron()), r"custom structure \(MyKron\)"),
     ):
         with pytest.raises(StorageError, match=words):
             other.save(tmp_path)
@@ -177,7 +177,7 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
     for order, words in (
         ([second, first, third], r"networks\[0\].*weights differ.*networks\[1\] has the saved"),
         ([first, third, second], r"networks\[1\].*networks\[2\] has the saved"),
-        ([first, second, second], r"networks\[2\]: its weights differ"),
+        ([first, second, second], r"networks\[2\]: the weights differ"),
         ([first, second], "3 networks, got 2 networks"),
     ):
         with pytest.raises(StorageError, match=words):

@@ -351,16 +351,16 @@ def test_bad_input_is_explained(monkeypatch):
     network, (inputs, labels) = convolutional(), data()
     loader = [(inputs, labels)]
     for error, words, given, options in [
-        (OptionError, "all are frozen", loader, {"networks": convolutional().requires_grad_(False)}),
+        (OptionError, "requires gradients", loader, {"networks": convolutional().requires_grad_(False)}),
         (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
         *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, 1.5, True, 10**6)),
-        (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
+        (OptionError, "classification only", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),
         (DataError, r"batch 1 .*networks\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
         (DataError, "unlike the batches before", [*loader, inputs], {}),
         (DataError, "same number of classes", loader, {"networks": [network, convolutional(classes=3)]}),
-        (DataError, "For dense outputs use mola.fit", loader, {"networks": nn.Conv2d(1, 4, 3)}),
+        (DataError, "Use mola.fit for dense outputs", loader, {"networks": nn.Conv2d(1, 4, 3)}),
     ]:
         with pytest.raises(error, match=words):
             fit(**{"network": options.pop("networks", network), "loader": given, **options})

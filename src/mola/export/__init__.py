@@ -1,6 +1,6 @@
-"""Posteriors as files that run without this library: ONNX and torch.export.
+"""Export of posteriors as ONNX or torch.export files that run without this library.
 
-A file holds the networks and, as constants, all that the Bayesian head needs. Its graph is a trace of `posterior.predict`'s own code.
+A file contains the networks and, as constants, everything that the Bayesian head needs. Its graph is a trace of `posterior.predict`.
 """
 
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS, Pixels

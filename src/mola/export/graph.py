@@ -1,4 +1,4 @@
-"""A posterior as one module from named tensors to the fields of a prediction: what is traced and written to a file."""
+"""A posterior as one module that maps named tensors to the fields of a prediction. This module is traced for export."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mola.options import did_you_mean
 from mola.posterior import MoLA
 
 OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.Prediction` that a file gives by default, "distance" only if it is known."""
+"""Fields of `mola.Prediction` that a file outputs by default; "distance" only if the posterior has distances."""
 
 REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.RegressionPrediction` that a file gives by default."""
+"""Fields of `mola.RegressionPrediction` that a file outputs by default."""
 
 MORE_OUTPUTS = ("logit_mean", "logit_variance")
 MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_variance", "component_noise")
-"""Fields that a file gives on request."""
+"""Fields that a file outputs only if they are listed in `outputs`."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Signature:
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
             raise DataError(
-                f"example: expected the batch as first axis of every tensor, with at least one row; got shapes {shapes}."
+                f"example: expected tensors with the same batch size of at least 1 along their first axis; got shapes {shapes}."
             )
         for name, value in tensors.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError(f"example: {name} contains NaN or infinity. Pass a batch as the networks see it.")
+                raise DataError(f"example: {name} contains NaN or infinity. Pass a batch of valid inputs.")
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """Return the tensors of a batch like the example, in order; NumPy arrays are converted."""
+        """Return the tensors of a batch that has the structure of the example, in order; NumPy arrays are converted."""
         try:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
@@ -84,17 +84,19 @@ class Signature:
 
 
 class Pixels(nn.Module):
-    """Normalise bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file takes raw images.
+    """A module that normalises bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file accepts raw images.
 
     Args:
-        mean: mean of pixels between 0 and 1, one for each channel or one for all.
-        std: standard deviations, one for each channel or one for all.
+        mean: means of the pixels, scaled to between 0 and 1: one mean for each channel, or one mean for all channels.
+        std: standard deviations of the scaled pixels: one for each channel, or one for all channels.
     """
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
-            raise OptionError(f"Pixels: expected as many means as positive standard deviations, got {mean} and {std}.")
+            raise OptionError(
+                f"Pixels: expected equal numbers of means and positive standard deviations, got mean={mean} and std={std}."
+            )
         self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
@@ -119,7 +121,7 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
         raise OptionError(
-            f"outputs: expected some of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'none'}."
+            f"outputs: expected some of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
             f"{did_you_mean(unknown[0], known) if unknown else ''}"
         )
     if "distance" in wanted and not posterior.has_distances:
@@ -128,10 +130,10 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 
 
 class PosteriorGraph(nn.Module):
-    """From the tensors of a batch to the fields of `posterior.predict`, computed by the posterior's own code.
+    """A module that maps the tensors of a batch to the fields of `posterior.predict`, with the posterior's code.
 
-    With `float16` it converts floating-point inputs for networks in half precision; `preparation` is a module that the
-    one input goes through first.
+    If `float16`, floating-point inputs are converted to half precision for the networks. `preparation` is a module that is applied to
+    the single input first.
     """
 
     def __init__(
@@ -149,16 +151,16 @@ class PosteriorGraph(nn.Module):
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
-        # Not registered as a module: only the tables in use become constants of a trace.
+        # The posterior is not registered as a module, so that only the tensors in use become constants of a trace.
         self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: the networks keep theirs, and every pass evaluates them."""
+        """Set the training flag of this module only; the networks keep their flags, and every pass runs them in eval mode."""
         self.training = mode
         return self
 
     def network_inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Return the arguments of the networks: prepared, and in half precision if the networks are."""
+        """Return the arguments of the networks after preparation, in half precision if `float16`."""
         if self.preparation is not None:
             tensors = [self.preparation(tensor) for tensor in tensors]
         if self.float16:
@@ -166,7 +168,7 @@ class PosteriorGraph(nn.Module):
         return self.signature.inputs(tensors)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the fields by name, in the shapes that `posterior.predict` gives them."""
+        """Return the fields by name, in the shapes that `posterior.predict` returns."""
         posterior = self.held[0]
         prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -1,7 +1,7 @@
-"""Read an exported file back, and run it.
+"""Load an exported file and run it.
 
-PyTorch's reader of `.pt2` files does more than read: it unpickles constants and old kinds of weights, evaluates the expressions of
-sizes, and compiles guards and names as Python. So such a file is read only if the user trusts its author.
+PyTorch's reader of `.pt2` files can run code. It unpickles constants and old weight formats, evaluates size expressions, and compiles
+guards and names as Python. So a `.pt2` file is read only if the user trusts its author.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mola.saving.schema import Optional, check, parse
 
 FORMAT_VERSION = 1
 PREFIX = "mola."
-"""Begins the names of a file's properties."""
+"""Prefix of the names of a file's properties."""
 
 PROPERTIES = "mola.json"
 """Name of the entry with the properties in the archive of a `.pt2` file."""
@@ -45,22 +45,22 @@ SCHEMA: dict[str, Any] = {
 }
 
 Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
-"""A file: from input tensors to outputs by name."""
+"""A function that runs a file: it maps input tensors to outputs by name."""
 
 DECISIONS = (
     ("outlying", "ood_threshold", "ood_score"),
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""Each decision with its threshold and the output that is compared with it."""
+"""Each decision with the name of its threshold and the output that is compared with the threshold."""
 
 
 class LoadedExport:
-    """An exported file, ready to run: call it with a batch, as the posterior. Made by `mola.export.load`.
+    """An exported file that is ready to run, made by `mola.export.load`. Call it with a batch, like the posterior.
 
     Args:
-        run: from tensors to outputs by name.
-        document: what the file records about itself.
+        run: function that maps tensors to outputs by name.
+        document: description that the file contains.
 
     Attributes:
         classes: names of the classes.
@@ -75,10 +75,10 @@ class LoadedExport:
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Return the outputs of a batch by name, in main memory, in the shapes of the fields of a prediction.
+        """Return the outputs of a batch by name, on the CPU, in the shapes of a prediction's fields.
 
         Args:
-            inputs: a tensor, tuple or mapping like the example of the export, also of NumPy arrays.
+            inputs: a tensor, tuple or mapping with the structure of the example that was exported; NumPy arrays are accepted.
         """
         tensors = self.signature.tensors(inputs)
         try:
@@ -91,14 +91,14 @@ class LoadedExport:
             ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decide by the thresholds of the file; change `document` to use others.
+        """Apply the thresholds in `document`, which may be changed.
 
         Args:
-            outputs: outputs of a call: "ood_score", "confidence" and "probs", as far as thresholds exist for them.
+            outputs: outputs of a call, including "ood_score", "confidence" or "probs" for each threshold that the file has.
 
         Returns:
-            Booleans by name, for each threshold that the file has: "outlying" (n,), "answer" (n,), which is false for outliers, and
-            "set" (n, C).
+            Booleans by name for each threshold that the file has: "outlying" (n,), "answer" (n,) and "set" (n, C). "answer" is false
+            for outliers.
         """
         found: dict[str, Tensor] = {}
         for name, threshold, output in DECISIONS:
@@ -107,7 +107,7 @@ class LoadedExport:
                 continue
             if output not in outputs:
                 raise DataError(
-                    f"the file has {threshold}, which needs the output {output!r}: export the file with it."
+                    f"the file has {threshold}, which needs the output {output!r}. Export the posterior with this output."
                 )
             values = outputs[output].double()
             found[name] = values >= limit if name == "set" else values > limit
@@ -117,23 +117,24 @@ class LoadedExport:
 
 
 def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
-    """Read a file of `mola.export.onnx` (with onnxruntime) or `mola.export.torch_export`, recognised by its content.
+    """Read a file that `mola.export.onnx` or `mola.export.torch_export` wrote. ONNX files run in onnxruntime.
 
     Args:
-        path: file to read.
-        trust: whether you trust the author of the file. Only a `.pt2` file needs it: PyTorch's reader can run code from it.
+        path: file to read; its format is recognised by its content.
+        trust: True if you trust the author of the file. Only `.pt2` files need trust, because PyTorch's reader can run code from
+            such a file.
     """
     path = Path(path)
     if not path.is_file():
         raise StorageError(
-            f"{path}: there is no such file. Pass a file of mola.export.onnx or mola.export.torch_export."
+            f"{path} does not exist. Pass a file that mola.export.onnx or mola.export.torch_export wrote."
         )
     content = path.read_bytes()
-    if content[:2] == b"PK":  # a zip archive, as torch writes them
+    if content[:2] == b"PK":  # a zip archive, which is the format of torch.export
         if not trust:
             raise OptionError(
-                f"{path} is a program of torch.export, and PyTorch's reader can run code from such a file. If you trust its author, "
-                f"read it with mola.export.load(path, trust=True). An ONNX file needs no trust."
+                f"{path} is a torch.export file, and PyTorch's reader can run code from such a file. If you trust its author, read it "
+                f"with mola.export.load(path, trust=True). An ONNX file needs no trust."
             )
         run, properties = read_program(content, path)
     else:
@@ -142,7 +143,7 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
 
 
 def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
-    """Return the description in the properties of a file; `StorageError` if it was not written by this mola."""
+    """Return the description in a file's properties; raise `StorageError` unless this version of mola can read it."""
     document = {
         name.removeprefix(PREFIX): parse(value, f"{path}: property {name}")
         for name, value in properties.items()
@@ -152,28 +153,30 @@ def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
         raise StorageError(f"{path} was not exported by mola: it has no property {PREFIX}format_version.")
     if document["format_version"] != FORMAT_VERSION:
         raise StorageError(
-            f"{path} has format version {document['format_version']!r}, and this mola reads {FORMAT_VERSION}. Update mola, or run "
-            f"the file without it."
+            f"{path} has format version {document['format_version']!r}, but this version of mola reads format version "
+            f"{FORMAT_VERSION}. Update mola, or run the file without mola."
         )
     check(document, SCHEMA, "")
     return document
 
 
 def require(package: str) -> Any:
-    """Import a package of the extra `export`."""
+    """Import a package of the `export` extra."""
     with importing("ONNX export", package, "export"):
         return importlib.import_module(package)
 
 
 def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return the graph, in onnxruntime on the CPU, and the properties of an ONNX file."""
+    """Return a function that runs an ONNX file in onnxruntime on the CPU, and the file's properties."""
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     try:
         session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise StorageError(f"{path} is not an ONNX file that this onnxruntime can run: {reason(error)}.") from error
+        raise StorageError(
+            f"{path} is not an ONNX file that this version of onnxruntime can run: {reason(error)}."
+        ) from error
     inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
 
     def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -185,15 +188,15 @@ def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
 
 
 def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return the program and the properties of a `.pt2` file that is trusted: reading it can run code."""
+    """Return a function that runs a trusted `.pt2` file, and the file's properties. Reading the file can run code."""
     extra = {PROPERTIES: ""}
     try:
         with quietly():
             module = torch.export.load(io.BytesIO(content), extra_files=extra).module()
         properties = json.loads(extra[PROPERTIES] or "{}")
-    except Exception as error:  # the reader raises a dozen kinds on damaged files
+    except Exception as error:  # the reader raises many kinds of errors on damaged files
         raise StorageError(
-            f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
+            f"{path} is not a torch.export file that this version of PyTorch can read: {reason(error)}."
         ) from error
 
     def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -213,7 +216,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the warnings and notes of torch's exporters, which are not for users of this library."""
+    """Silence the warnings and log messages of PyTorch's exporters, which do not concern users of this library."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

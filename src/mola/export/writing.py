@@ -1,4 +1,4 @@
-"""Write a posterior as a file: trace it for batches of any size, compare the file with PyTorch, and write it in one step."""
+"""Export a posterior: trace it for batches of any size, compare the file's outputs with PyTorch, and write the file atomically."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from mola.posterior import MoLA
 from mola.saving.files import write_atomically
 
 TOLERANCE = 1e-4
-"""Largest difference at which a file is kept, relative to values above 1 (regression: above the standard deviation). Measured
-differences are below 1e-5: tests/library/test_export.py."""
+"""Largest accepted difference between a file's outputs and PyTorch. The difference is relative for values above 1 (in regression,
+above the standard deviation) and absolute below. Measured differences are below 1e-5 (tests/library/test_export.py)."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""The same for networks in half precision, which has three digits: runtimes round at different places than PyTorch."""
+"""Largest accepted difference for networks in half precision, which has three digits and is rounded differently by each runtime."""
 
 BATCHES = (1, 3, 8)
-"""Sizes of the batches that are compared."""
+"""Sizes of the batches on which the file is compared with PyTorch."""
 
 OPSET = 18
-"""Version of ONNX's operators: the newest that torch writes without converting."""
+"""Version of the ONNX operator set, the newest version that PyTorch writes without conversion."""
 
 LARGEST = 2**31 - 1
-"""Bytes of one ONNX file: what protobuf can hold."""
+"""Largest size of one ONNX file in bytes, a limit of protobuf."""
 
 Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
-"""From a trace, the module that was traced and the properties of the file to the content of the file."""
+"""A function that maps a trace, the traced module and the file's properties to the content of the file."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class NamedTensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """Sizes; "batch" is any."""
+    """Size of each dimension; "batch" means any size."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was exported."""
+    """Description of a file that was exported."""
 
     path: Path
     bytes: int
     inputs: tuple[NamedTensor, ...]
     outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
-    """Largest difference of each output from PyTorch's, relative to values above 1; None if it was not checked."""
+    """Largest difference of each output from PyTorch, relative for values above 1; None if the file was not checked."""
     document: dict[str, Any]
     """The description that the file contains."""
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as JSON."""
+        """Return all fields as a JSON-serialisable dictionary."""
         return asdict(self) | {"path": str(self.path)}
 
 
@@ -96,31 +96,31 @@ def onnx(
     set_threshold: float | None = None,
     check: bool = True,
 ) -> Written:
-    """Write a posterior as one ONNX file, from inputs to probabilities and uncertainty, that runs without PyTorch.
+    """Write a posterior as one ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
-    Outputs are named as the fields of `posterior.predict` and equal them, draws included. The batch may have any size.
-    NaN in gives NaN out. Classes, inputs, prior precisions, weights, link, structure and rule are in the file as JSON,
-    under names that begin with "mola.".
+    Outputs have the names and values of the fields of `posterior.predict`, including random draws. The batch may have any size.
+    Inputs with NaN give outputs with NaN. The file contains classes, inputs, prior precisions, weights, link, structure and rule as
+    JSON properties, whose names begin with "mola.".
 
     Args:
-        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`; it and its networks are not changed.
-        path: file to write; an existing file stays until the new file is complete.
-        example: one batch of inputs: a tensor (the input is named "input"), a tuple (inputs are named as in the
-            networks' `forward`), or a mapping (as its keys).
-        classes: names, in the order of the networks' outputs.
-        outputs: fields of the prediction; None is `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS`.
-            "logit_mean" and "logit_variance", or "within", "between" and the fields of the components, can be added.
-            "epistemic" and "aleatoric" cost most.
-        float16: networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
-        preparation: a module that the one input goes through first, such as `mola.export.Pixels`.
-        ood_threshold: score above which an input is an outlier.
-        answer_threshold: confidence above which to answer, of `mola.abstain_threshold`.
-        set_threshold: probability from which on classes are in a set, of `mola.prediction_sets`.
-        check: run the file and compare it with the posterior before it is written.
+        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
+        path: file to write. An existing file is replaced only when the new file is complete.
+        example: one batch of inputs. The input of a tensor is named "input". Inputs of a tuple are named as in the networks'
+            `forward`, and inputs of a mapping are named by its keys.
+        classes: class names, in the order of the networks' outputs.
+        outputs: fields of the prediction; None means `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression.
+            Further fields are "logit_mean" and "logit_variance"; for regression, they are "within", "between", "component_mean",
+            "component_variance" and "component_noise". "epistemic" and "aleatoric" are the most expensive fields.
+        float16: run the networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
+        preparation: a module that is applied to the single input first, such as `mola.export.Pixels`.
+        ood_threshold: OOD score above which an input is an outlier.
+        answer_threshold: confidence above which an input is answered, from `mola.abstain_threshold`.
+        set_threshold: lowest probability of the classes in a prediction set, from `mola.prediction_sets`.
+        check: run the file and compare its outputs with the posterior before the file is written.
 
     Returns:
-        Path, size, inputs, outputs and the largest differences. `ExportError` if a network cannot be traced or the file
-        disagrees with the posterior.
+        Path, size, inputs, outputs and the largest differences. Raises `ExportError` if a network cannot be traced or the file's
+        outputs differ from the posterior's predictions.
     """
     for package in ("onnx", "onnxscript", *(["onnxruntime"] if check else [])):
         require(package)
@@ -132,7 +132,7 @@ def onnx(
 def torch_export(posterior: MoLA, path: str | Path, example: Inputs, **options: Any) -> Written:
     """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.export.load(path, trust=True)`.
 
-    Options, result and errors are those of `mola.export.onnx`.
+    Options, result and errors are the same as in `mola.export.onnx`.
     """
     return _write(posterior, path, example, _as_program, read_program, **options)
 
@@ -152,7 +152,9 @@ def _write(
 ) -> Written:
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise StorageError(f"{path} cannot be written: expected the name of a file in a folder that you may write to.")
+        raise StorageError(
+            f"{path} cannot be written. Pass the name of a file in an existing folder that you have permission to write to."
+        )
     program, graph, document = trace(posterior, example, **options)
     document |= dict(zip(THRESHOLDS, (ood_threshold, answer_threshold, set_threshold), strict=True))
     content = serialise(program, graph, {f"{PREFIX}{name}": json.dumps(value) for name, value in document.items()})
@@ -160,7 +162,7 @@ def _write(
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}. Nothing was left behind.") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror}. No file was written.") from error
     nodes, signature = {node.name: node for node in program.graph.nodes}, program.graph_signature
     inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
     outputs = _named([nodes[str(name)] for name in signature.user_outputs], graph.outputs)
@@ -188,15 +190,15 @@ def trace(
     float16: bool = False,
     preparation: nn.Module | None = None,
 ) -> tuple[torch.export.ExportedProgram, PosteriorGraph, dict[str, Any]]:
-    """Trace a posterior for batches of any size; return the program, the module that was traced and its description.
+    """Trace a posterior for batches of any size; return the program, the traced module and its description.
 
     The posterior and its networks are not changed.
     """
     if not isinstance(posterior, MoLA):
         raise OptionError(
-            f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Over last layers a "
-            f"prediction is a closed form of constants; other mixtures need gradients, drawn weights or networks of their own. Pass "
-            f"the networks to mola.fit, and a trained Mimo to mola.baselines.mimo_mola."
+            f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only predictions over "
+            f"last layers can be exported; other mixtures need gradients or sampled weights. Pass the networks to mola.fit, or a "
+            f"trained Mimo to mola.baselines.mimo_mola."
         )
     outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])
@@ -207,7 +209,7 @@ def trace(
     graph = PosteriorGraph(posterior, signature, outputs, float16=float16, preparation=preparation)
     with torch.inference_mode(False), torch.no_grad(), evaluating(*posterior.networks):
         tensors = signature.tensors(example)
-        prediction = posterior.predict(graph.network_inputs(tensors))  # checks shapes and values
+        prediction = posterior.predict(graph.network_inputs(tensors))  # this call checks shapes and values
         point = prediction.probs if posterior.likelihood.classification else prediction.mean
         count = point.shape[prediction.axis]
         names = [str(name) for name in (range(count) if classes is None else classes)]
@@ -215,16 +217,16 @@ def trace(
             raise OptionError(
                 f"classes: expected {count} different names, one for each output of the networks; got {classes!r}."
             )
-        # Two rows: a size of 1 would be taken for a constant.
+        # Trace with two rows, because torch.export treats a size of 1 as a constant.
         program = _program(
             graph, tuple(one[torch.arange(2, device="cpu") % len(one)].detach().clone() for one in tensors)
         )
-    # As it will be read: tuples as lists.
+    # Return the description as it will be read from the file, with tuples as lists.
     return program, graph, json.loads(json.dumps({"classes": names, **_describe(graph)}))
 
 
 def _in_half_precision(posterior: MoLA) -> MoLA:
-    # The networks alone: the head computes in float64 whatever their precision.
+    # Convert only the networks. The head computes in float64 for any precision of the networks.
     components = []
     for one in posterior.components:
         network, head = copy.deepcopy(one.network).half(), one.head
@@ -236,19 +238,19 @@ def _in_half_precision(posterior: MoLA) -> MoLA:
 
 def _program(graph: PosteriorGraph, tensors: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1)
-    graph(*tensors)  # draws that are kept: a trace takes them as constants
+    graph(*tensors)  # this call caches the random draws, and a trace stores cached draws as constants
     try:
         with quietly(), torch.autocast("cpu", enabled=False):
             shapes = {"tensors": tuple({0: batch} for _ in tensors)}
             program = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # the same code ran a moment ago: whatever went wrong has to do with tracing
+    except Exception as error:  # the same code has just run without tracing, so any error comes from tracing
         names = ", ".join(sorted({type(network).__name__ for network in graph.networks}))
         raise ExportError(
-            f"torch.export cannot trace {names}: {reason(error)}. A network can be exported if its forward does not branch on the "
-            f"values of tensors and accepts batches of any size: use torch.where instead of `if`, and x.shape[0] or -1 instead of a "
+            f"torch.export cannot trace {names}: {reason(error)}. A network can be exported if its forward does not branch on "
+            f"tensor values and accepts batches of any size. Use torch.where instead of `if`, and x.shape[0] or -1 instead of a "
             f"fixed batch size."
         ) from error
-    program.example_inputs = None  # a file that is given away should not contain anyone's data
+    program.example_inputs = None  # an exported file must not contain the user's data
     return program
 
 
@@ -304,7 +306,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def erf(values: Any) -> Any:
         return op.CastLike(op.Erf(op.Cast(values, to=FLOAT.dtype)), values)
 
-    # torch writes scalars by way of float32, where the smallest float64 is 0; onnxruntime has no erf in float64.
+    # PyTorch converts scalars through float32, which rounds the smallest float64 to 0. onnxruntime has no erf in float64.
     return {torch.ops.aten.scalar_tensor.default: scalar_tensor, torch.ops.aten.erf.default: erf}
 
 
@@ -324,24 +326,24 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
             )
     except Exception as error:
         raise ExportError(
-            f"a network has a step that ONNX cannot express: {reason(error)}. Replace that step, or use mola.export.torch_export, "
-            f"which has all of PyTorch's."
+            f"a network uses an operation that ONNX does not support: {reason(error)}. Replace that operation, or use "
+            f"mola.export.torch_export, which supports all PyTorch operations."
         ) from error
     model = written.model
     model.metadata_props.update(properties)
     model.producer_name, model.producer_version = "mola", json.loads(properties[f"{PREFIX}version"])
     model.doc_string = (
-        "Probabilities and uncertainty of a mixture of Laplace approximations; see the mola.* properties."
+        "Probabilities and uncertainty of a mixture of Laplace approximations. The mola.* properties describe the file."
     )
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # source lines and paths of the machine where it was made
+        node.metadata_props.clear()  # removes source lines and paths of the machine that exported the file
         node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:
         raise ExportError(
-            f"the networks have {size / 1e9:.2f} GB of weights, and one ONNX file can hold 2 GB. Use float16=True, or "
+            f"the networks have {size / 1e9:.2f} GB of weights, but an ONNX file can contain at most 2 GB. Use float16=True or "
             f"mola.export.torch_export."
         )
     content: bytes = written.model_proto.SerializeToString(deterministic=True)
@@ -349,7 +351,7 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
         require("onnx").checker.check_model(content, full_check=True)
     except Exception as error:
         raise ExportError(
-            f"torch wrote an ONNX graph that is not valid: {reason(error)}. Use mola.export.torch_export."
+            f"PyTorch wrote an invalid ONNX graph: {reason(error)}. Use mola.export.torch_export."
         ) from error
     return content
 
@@ -367,17 +369,17 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
             worst[name] = max(worst[name], _difference(prediction, found[name], name, limit))
     wrong = ", ".join(f"{name} by {value:.2g}" for name, value in worst.items() if value > limit)
     if wrong:
-        remedy = "Does a network depend on more than its inputs, such as random numbers or how often it was called?"
+        remedy = "Check that the networks depend only on their inputs, not on random numbers or on earlier calls."
         if graph.float16:
-            remedy = "These networks need more than half precision: export without float16."
+            remedy = "Half precision is not enough for these networks. Export without float16."
         raise ExportError(
-            f"the file disagrees with PyTorch: {wrong}, and at most {limit:g} is accepted. It was not written. {remedy}"
+            f"the file's outputs differ from PyTorch: {wrong}; at most {limit:g} is accepted. The file was not written. {remedy}"
         )
     return worst
 
 
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
-    # Rows of the example, with noise of the example's own scale; bytes are all random.
+    # Return rows of the example plus noise of the same scale. Bytes are replaced by random bytes.
     generator = torch.Generator("cpu").manual_seed(seed)
     picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
     if picked.is_floating_point():

@@ -1,4 +1,4 @@
-"""Networks as users bring them: call one on any batch, find its last linear layer, and stream features and outputs."""
+"""Call any user's network on a batch, find its last linear layer, and stream its features and outputs."""
 
 from mola.network.calling import (
     Batch,

@@ -1,9 +1,9 @@
 """Call any network on any batch.
 
-A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a
-loader yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a
-tuple of positional arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader,
-never include labels: a tuple then holds positional arguments.
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A loader yields batches. A batch
+is `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
+or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels, so a tuple always contains
+positional arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast, which is meant for the networks, around the posterior's own arithmetic."""
+    """Disable autocast, which is intended for the networks, during the posterior's computations."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -47,12 +47,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def as_batch(raw: Any, where: str) -> Batch:
-    """Split what a loader yielded into inputs and labels; `where` is its place in messages, "batch 3 of the loader"."""
+    """Split a loader's batch into inputs and labels; `where` names the batch in messages, such as "batch 3 of the loader"."""
     inputs, labels = raw, None
     if isinstance(raw, Mapping):
         inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
         if not inputs:
-            raise DataError(f"{where}: the mapping has no network inputs besides {LABELS!r}, only {sorted(raw)}.")
+            raise DataError(
+                f"{where}: expected a mapping with network inputs besides {LABELS!r}, got only {sorted(raw)}."
+            )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):
@@ -74,19 +76,19 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs passed without a loader, of any size including 0; refuse a list, an iterable of batches."""
+    """Return inputs passed without a loader, which may be empty; raise `DataError` for a list, which is an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
-            "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a "
-            "tensor, a tuple of positional arguments or a mapping of keyword arguments; for [x, y], pass x."
+            "expected one batch, got a list, which is an iterable of batches. Pass it to predict. One batch is a tensor, a tuple of "
+            "positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
         )
     return inputs
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Refuse an object that cannot be a loader, without reading from it; `where` is its name in messages."""
+    """Raise `DataError` for an object that cannot be a loader, without reading from it; `where` names it in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
-    # A list of tensors may hold batches of inputs, all of one kind: [x, y] does not.
+    # A list of tensors is accepted only if all tensors have the same dtype and number of dimensions, unlike [x, y].
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
@@ -96,7 +98,7 @@ def check_loader(loader: Any, where: str) -> None:
 
 
 def batch_count(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None if it has no length."""
+    """Return the number of batches of a loader, or None if the loader has no length."""
     try:
         return len(loader)
     except TypeError:
@@ -104,21 +106,20 @@ def batch_count(loader: Any) -> int | None:
 
 
 def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
-    """Return the first batch as the loader yielded it, and an iterator over every batch including the first."""
+    """Return the first batch unchanged, and an iterator over all batches including the first."""
     check_loader(loader, where)
     remaining = iter(loader)
     for first in remaining:
         return first, chain([first], remaining)
     raise DataError(
-        f"the {where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the "
-        "loader itself."
+        f"the {where} is empty: it yielded no batch. An iterator can be read only once. Pass the loader instead."
     )
 
 
 def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
-    """Iterate over the batches of a loader, and name each in errors: "batch 3 of the {where}".
+    """Iterate over the batches of a loader, and name each batch in errors, such as "batch 3 of the {where}".
 
-    After a checkpoint, numbers continue from `first_batch`. An empty loader is refused if a batch is `required`.
+    Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required`.
     """
     for index, raw in enumerate(peek(loader, where)[1] if required else iter(loader), first_batch):
         yield as_batch(raw, f"batch {index} of the {where}")
@@ -128,11 +129,11 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required
 
 
 class LogitsOf(nn.Module):
-    """A network together with the function that picks the logits from its output, such as `lambda output: output[0]`."""
+    """A network and a function that selects the logits from its output, such as `lambda output: output[0]`."""
 
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
-        # Named as in torch.compile: names of layers and checksums leave this prefix out.
+        # The attribute is named as in torch.compile, whose prefix is removed from layer names and checksums.
         self._orig_mod = network
         self.logits: Callable[[Any], Any] = logits
 
@@ -142,7 +143,7 @@ class LogitsOf(nn.Module):
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile`, whose layers can be hooked; any other network is returned unchanged."""
+    """Return the module inside `torch.compile`, whose layers accept hooks, or any other network unchanged."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
@@ -155,14 +156,14 @@ def signature_of(network: nn.Module) -> inspect.Signature:
 
 
 def check_network(network: nn.Module) -> None:
-    """Refuse a network whose weights have no values: on the meta device, or lazy and not yet initialised."""
+    """Raise an error if the network is not a module, or if its weights are on the meta device or lazy."""
     if not isinstance(network, nn.Module):
         raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
-                f"{type(unwrapped(network)).__name__} has lazy parameters without a shape, such as {name!r}: it was never "
-                "run, so never trained. Run it on one batch and load its trained weights first."
+                f"{type(unwrapped(network)).__name__} has lazy parameters without a shape, such as {name!r}, so the network was "
+                "never trained. Run it on one batch and load its trained weights first."
             )
         if parameter.device.type == "meta":
             raise DataError(
@@ -172,11 +173,11 @@ def check_network(network: nn.Module) -> None:
 
 
 def state_checksum(network: nn.Module) -> str:
-    """Return the SHA-256 over names, types, shapes and bytes of a network's state dict, whatever its device."""
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes in a network's state dict."""
     check_network(network)
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(network).state_dict().items()):
-        if not isinstance(value, Tensor):  # the extra state of a module, which may be any object
+        if not isinstance(value, Tensor):  # skip the extra state of a module, which may be any object
             continue
         digest.update(f"{name.replace('_orig_mod.', '')} {value.dtype} {tuple(value.shape)}\n".encode())
         tensor = value.detach().cpu().resolve_conj().resolve_neg()
@@ -187,10 +188,10 @@ def state_checksum(network: nn.Module) -> str:
 
 @contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode; restore the training flag of every module afterwards, also after an exception."""
+    """Put networks in eval mode; restore the training flag of every module at the end, even after an exception."""
     for network in networks:
         check_network(network)
-    # All flags are read before any is set: setting that of a compiled module sets that of the module inside.
+    # Read all flags before setting any: setting the flag of a compiled module also sets the flag of the module inside.
     flags = [(module, module.training) for network in networks for module in network.modules()]
     try:
         for module, training in flags:
@@ -204,7 +205,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network on its own device and return the very tensor of logits that it returned."""
+    """Run a network on its device and return its tensor of logits, without a copy."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
@@ -230,19 +231,19 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     if not isinstance(output, Tensor):
         raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
-            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or a network "
-            "that returns the logits."
+            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or pass a "
+            "network that returns the logits."
         )
     return output
 
 
-# Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
+# inference_mode is not used, because a network that caches a tensor during the pass must remain trainable.
 call = torch.no_grad()(run)
-"""Run a network as `run` does, without gradients."""
+"""Function that runs a network like `run`, but without gradients."""
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    # Keys may be arguments of `forward`, as in transformers, or the mapping itself may be the input.
+    # The keys may be arguments of `forward`, as in transformers, or `forward` may take the whole mapping.
     try:
         signature_of(network).bind(**inputs)
     except TypeError:
@@ -256,16 +257,14 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
     double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in leaves)
     if double and any(one.dtype == torch.float32 for one in network.parameters()):
-        return " The weights are float32 and the inputs float64: pass inputs.float()."
+        return " The weights are float32, but the inputs are float64. Pass inputs.float()."
     if isinstance(inputs, tuple) and len(inputs) > 1:
-        return " A tuple holds the arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
+        return " A tuple contains the arguments, as in network(x, ids). If its last element is the labels, pass only the inputs."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = list(signature_of(network).parameters)
     foreign = [key for key in inputs if key not in known]
-    return (
-        f" Keys become keyword arguments of forward, which has {known} and not {foreign}. Labels go under {LABELS!r}."
-    )
+    return f" Keys become keyword arguments of forward, which accepts {known} but not {foreign}. Pass labels under {LABELS!r}."
 
 
 def _describe(inputs: Inputs) -> str:

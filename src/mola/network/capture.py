@@ -1,4 +1,4 @@
-"""Features and outputs of networks: one pass of one network, or a loader read once by all networks together."""
+"""Capture features and outputs: from one pass of one network, or from one pass of all networks over a loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Features phi (m, P) with the constant 1 and outputs (m, C) of every network for m data, in float64; labels if any."""
+    """Features phi (m, P) with the constant 1, outputs (m, C) of every network, and any labels, for m data in float64."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -33,11 +33,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Captured:
-    """The head's input and output in one pass of a network, in the network's precision and as views of its tensors.
+    """Input and output of the head in one pass of a network, as views of the network's tensors.
 
     Args:
-        features: (n, positions, P'), without the constant 1; P' is 0 without a head. Outputs (n, C) have one position.
-        outputs: (n, positions, C).
+        features: features (n, positions, P') without the constant 1. P' is 0 without a head.
+        outputs: outputs (n, positions, C), with one position unless outputs are dense.
         layout: layout of the network's output.
         head: the network's head; None if only outputs are needed.
     """
@@ -49,14 +49,14 @@ class Captured:
 
     @staticmethod
     def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
-        """Put features and outputs, whose class axis is 1 or -1, by position."""
+        """Reshape features and outputs by position. Their class axis is 1 or -1."""
         layout, outputs = Layout.of(outputs, axis), outputs.detach()
         rows = layout.by_position(outputs)
         known = rows[..., :0] if features is None else layout.by_position(features.detach())
         return Captured(known, rows, layout, head)
 
     def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return phi (m, P) with the constant 1 and outputs (m, C) of some rows in float64; None is all rows.
+        """Return phi (m, P) with the constant 1 and outputs (m, C) of the selected rows in float64; None selects all rows.
 
         Rows are numbered by input, then by position.
         """
@@ -74,7 +74,7 @@ class Captured:
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield phi (m, P) and outputs (m, C) of all rows, at most `size` rows at a time.
 
-        In a trace with a dynamic batch size, which is no `int`, all rows come in one chunk.
+        In a trace with a dynamic batch size, which is not an `int`, all rows are in one chunk.
         """
         total = self.outputs.shape[0] * self.layout.count
         if not isinstance(total, int) or total <= size:
@@ -87,20 +87,20 @@ class Captured:
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
     """Run one pass of a network and capture the input and output of its head. Call it inside `evaluating(network)`.
 
-    Plain tensor code that looks at no values, so that `torch.export` can trace it.
+    The code does not depend on tensor values, so that `torch.export` can trace it.
 
     Args:
         network: a trained network.
-        head: as found by `find_head`; None to capture outputs alone; `check_logits` then refuses probabilities.
+        head: head from `find_head`; None to capture only outputs. In this case, check the outputs with `check_logits`.
         inputs: one batch of inputs.
-        likelihood: reads the outputs.
+        likelihood: likelihood of the outputs.
     """
     if head is None:
         outputs, axis = _outputs_alone(network, inputs, likelihood)
         return Captured.of(None, outputs, None, axis)
     if head.every_position:
         return Captured.of(*carried_pass(network, head, inputs), head, head.axis)
-    calls: list[tuple[Tensor, Any]] = []  # passes of other threads among them: the output below is of this pass
+    calls: list[tuple[Tensor, Any]] = []  # may include passes of other threads, but the output below is from this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
     if outputs.dim() != 2 + head.dense_axes or head.dense_axes == 0:
@@ -109,12 +109,12 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         if same_tensor(output, outputs):
             return Captured.of(features, outputs, head, head.axis)
     raise HeadError(
-        f"the network's output is not the output of its head {head.name!r} in this pass. Was the network changed?"
+        f"the network's output is not the output of its head {head.name!r} in this pass. If the network was changed, fit again."
     )
 
 
 def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, int]:
-    # The outputs and their class axis: of dense outputs, that of the last layer that ran.
+    # Return the outputs and their class axis. For dense outputs, it is the class axis of the last layer that ran.
     ran: list[Head] = []
     with hooked(
         [one for one in network.modules() if isinstance(one, Layer)], lambda one, *_: ran.append(Head("", one))
@@ -130,7 +130,7 @@ def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -
 def capture_all(
     networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Captured]:
-    """Capture one pass of every network; their outputs must have the same shape. Call it inside `evaluating(*networks)`."""
+    """Capture one pass of every network; all outputs must have the same shape. Call it inside `evaluating(*networks)`."""
     seen = []
     for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
         with located(f"networks[{index}]"):
@@ -138,15 +138,16 @@ def capture_all(
     shapes = [(one.layout.inputs, *one.layout.sizes, one.outputs.shape[-1]) for one in seen]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(
-            f"expected networks with outputs of the same shape, got {shapes} (positions, then classes): a mixture averages them."
+            f"expected networks with outputs of the same shape, because a mixture averages them; got {shapes} (positions, then "
+            f"classes)."
         )
     return seen
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
-    """Refuse outputs (m, C) that are probabilities, from a network whose head was not searched.
+    """Raise `HeadError` if outputs (m, C) are probabilities; for networks whose head is not known.
 
-    Logits, too, may all lie between 0 and 1: outputs of a linear layer are never refused.
+    Logits may also all be between 0 and 1, so the outputs of a linear layer are always accepted.
     """
     try:
         likelihood.check_outputs(outputs)
@@ -160,7 +161,7 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
 def find_heads(
     networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Head]:
-    """Find the head of every network, or check the one named; all must have outputs of one kind.
+    """Find the head of every network, or check a named head; all networks must have outputs of one kind.
 
     Call it inside `evaluating(*networks)`.
     """
@@ -171,10 +172,12 @@ def find_heads(
     outputs, axes = [head.outputs for head in heads], [head.dense_axes for head in heads]
     if len(set(outputs)) > 1:
         raise HeadError(
-            f"expected networks with the same number of outputs, got {outputs}. A mixture averages their predictions."
+            f"expected networks with the same number of outputs, because a mixture averages their predictions; got {outputs}."
         )
     if len(set(axes)) > 1:
-        raise HeadError(f"expected networks with outputs of one kind, got outputs with {axes} axes of positions.")
+        raise HeadError(
+            f"expected networks with the same number of position axes, got {axes}. Dense and plain outputs cannot be mixed."
+        )
     return heads
 
 
@@ -183,12 +186,12 @@ def find_heads(
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """One batch of a loader, as captured from every network, and the rows of it that are in use.
+    """One batch of a loader, as captured from every network, and the indices of its rows in use.
 
     Args:
         networks: one `Captured` for each network.
         in_use: indices of the rows in use, on the CPU.
-        labels: labels of the rows in use, as the likelihood reads them; None if the loader yields none.
+        labels: labels of the rows in use, as converted by the likelihood; None if the loader yields no labels.
         place: name of the batch, for messages.
     """
 
@@ -202,7 +205,7 @@ class CapturedBatch:
 
     @property
     def inputs(self) -> int:
-        """Number of inputs."""
+        """Number of inputs in the batch."""
         return self.networks[0].layout.inputs
 
     @property
@@ -211,7 +214,7 @@ class CapturedBatch:
         return len(torch.unique_consecutive(self.in_use // self.networks[0].layout.count))
 
     def chunks(self, size: int = 4096) -> Iterator[Rows]:
-        """Yield the rows in use, at most `size` at a time; one empty `Rows` if there are none."""
+        """Yield the rows in use, at most `size` at a time, or one empty `Rows` if no row is in use."""
         for part in range(0, max(len(self), 1), size):
             index = self.in_use[part : part + size]
             pairs = [one.rows(index.to(one.outputs.device)) for one in self.networks]
@@ -240,22 +243,22 @@ def stream(
 ) -> Iterator[CapturedBatch]:
     """Read a loader once and yield each batch as captured from every network. Call it inside `evaluating(*networks)`.
 
-    Every network processes a batch before the next is read: data are loaded once for K networks, and an iterator suffices.
+    Every network processes a batch before the next batch is read. So data are loaded once for K networks, and an iterator is enough.
 
     Args:
         networks: the trained networks.
-        heads: their heads; None if only outputs are needed.
+        heads: heads of the networks; None if only outputs are needed.
         loader: any iterable of batches.
-        where: the loader's name in messages and on the progress bar, such as "training loader".
-        likelihood: reads outputs and labels.
-        labelled: True demands labels in every batch, False ignores them; None accepts labels in all batches or in none.
-        progress: show a progress bar on stderr, if that is a terminal.
+        where: name of the loader in messages and on the progress bar, such as "training loader".
+        likelihood: likelihood of outputs and labels.
+        labelled: True requires labels in every batch, and False ignores labels. None accepts labels in all batches or in no batch.
+        progress: show a progress bar if stderr is a terminal.
         total: number of batches, for the progress bar.
         positions: for dense outputs, the number of positions to draw from each input; "all" and "average" use every position.
-        ignore_index: label of positions that are left out.
-        first_batch: number of batches read before, which continues their numbering.
-        first_input: number of inputs in these batches, which continues the random draws of positions.
-        required: raise `DataError` if there is no batch, or none with a row in use; a shard of several processes may have none.
+        ignore_index: label of positions that are ignored.
+        first_batch: number of batches read before a checkpoint; batch numbers continue from it.
+        first_input: number of inputs in the batches read before; the random draws of positions continue from it.
+        required: raise `DataError` if no batch has a row in use. With several processes, a shard may be empty.
     """
     had_labels, any_rows = labelled, first_batch > 0
     shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
@@ -284,15 +287,15 @@ def stream(
             any_rows = any_rows or len(batch) > 0
             first_input += batch.inputs
             yield batch
-            del inputs, given, seen, labels, in_use, batch  # not kept while the next batch is loaded
+            del inputs, given, seen, labels, in_use, batch  # free the memory before the next batch is loaded
     if required and not any_rows:
-        raise DataError(f"the {where}: the networks gave no row for any batch. Is every position masked?")
+        raise DataError(f"the {where}: no batch has a row in use. Check that the labels do not ignore every position.")
 
 
 def _rows_in_use(
     seen: Captured, labels: Tensor | None, likelihood: Likelihood, place: str, ignore_index: int
 ) -> tuple[Tensor | None, Tensor]:
-    # The labels of the rows that have one, as the likelihood reads them, and the indices of these rows.
+    # Return the labels of the labelled rows, as converted by the likelihood, and the indices of these rows.
     in_use, width = torch.arange(seen.layout.inputs * seen.layout.count, device="cpu"), seen.outputs.shape[-1]
     if labels is None:
         return None, in_use
@@ -301,16 +304,16 @@ def _rows_in_use(
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
-                # Individual Bernoulli labels may be missing; a Gaussian refuses NaN.
+                # Individual Bernoulli labels may be missing. A Gaussian likelihood rejects NaN.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
         labels, in_use = labels[used], in_use[used]
     else:
-        labels = labels.clone()  # a loader may reuse its memory for the next batch
+        labels = labels.clone()  # a loader may reuse the memory for the next batch
     device = float64_device(seen.outputs.device)
-    if len(in_use) == len(labels) == 0:  # a likelihood finds no range in no labels
+    if len(in_use) == len(labels) == 0:  # a likelihood cannot check the range of empty labels
         return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use
-    # Device and shape are all that a likelihood reads of the outputs.
+    # A likelihood uses only the device and shape of the outputs.
     outputs = torch.zeros((), dtype=torch.float64, device=device).expand(len(in_use), width)
     labels = likelihood.check_labels(labels, outputs, place)
     known = likelihood.known(labels)
@@ -318,7 +321,7 @@ def _rows_in_use(
 
 
 def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tensor:
-    # Places among the rows in use.
+    # Return indices into the rows in use.
     counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)
@@ -328,8 +331,8 @@ def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tenso
 
 
 def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = None) -> None:
-    """Refuse features (m, P) or outputs (m, C) that are NaN or infinite; `rows` are their numbers in the batch, if known."""
-    # NaN and infinity survive in a sum, and from the features they reach the outputs.
+    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` are the row numbers in the batch, if known."""
+    # NaN and infinity propagate to a sum, and from the features to the outputs.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):
@@ -338,5 +341,5 @@ def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = Non
             named = "" if rows is None else f" (first: row {int(rows[int(affected[0])])})"
             raise DataError(
                 f"{name} are NaN or infinite for {len(affected)} of {len(values)} rows{named}. Check the inputs "
-                "and the network's weights for NaN; a network in float16 may overflow where bfloat16 or float32 does not."
+                "and the network's weights for NaN. A network in float16 may overflow; use bfloat16 or float32 instead."
             )

@@ -1,14 +1,14 @@
-"""Dense outputs, such as one per pixel of an image or token of a text, as rows and back.
+"""Convert dense outputs, such as one output for each pixel of an image or token of a text, to rows and back.
 
-A 1x1 convolution is a linear layer on every pixel, and a linear layer on a sequence is one on every token. So each
-position is a datum, and outside this package there are only rows of features, outputs and labels. Outputs (n, C) have
-one position:
+A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence applies to every token. So each position is a
+datum, and all other packages use only rows of features, outputs and labels. Outputs (n, C) have one position. Dense outputs have one
+of two layouts:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
 
-If each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an
-input by position with the last axis fastest.
+If each output has its own label, the labels have the shape of the outputs. Rows are ordered by input and then by position; the last
+axis varies fastest.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from mola.errors import DataError, OptionError
 from mola.options import is_real
 
 IGNORE_INDEX = -100
-"""Label of positions that are left out: the default of PyTorch's losses."""
+"""Label of positions that are ignored, the default of PyTorch's losses."""
 
 Positions = str | int
 """Positions of each input that a fit uses: "all", "average" (each input is one datum), or a number drawn at random."""
 
 
 def check_positions(positions: Positions) -> Positions:
-    """Return the option `positions`; refuse anything but "all", "average" or a number of at least 1."""
+    """Return the option `positions`; raise `OptionError` unless it is "all", "average" or an integer of at least 1."""
     if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
         return positions
     raise OptionError(
-        f"positions must be 'all', 'average' or a number of at least 1 to draw from each input, got {positions!r}."
+        f"positions must be 'all', 'average' or the number of positions to draw from each input (at least 1), got {positions!r}."
     )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of outputs: `inputs` is n, `sizes` is (H, W), (T,) or (), `axis` is that of the classes, 1 or -1."""
+    """Axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
 
     inputs: int
     sizes: tuple[int, ...]
@@ -48,12 +48,12 @@ class Layout:
 
     @staticmethod
     def of(outputs: Tensor, axis: int) -> Layout:
-        """Read the layout off outputs (n, C), or off dense outputs, whose class axis is 1 or -1."""
+        """Return the layout of outputs (n, C) or of dense outputs, whose class axis is 1 or -1."""
         return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
 
     @property
     def count(self) -> int:
-        """Number of positions of one input; 1 for outputs (n, C)."""
+        """Number of positions in each input; 1 for outputs (n, C)."""
         return math.prod(self.sizes)
 
     def shape(self, width: int) -> tuple[int, ...]:
@@ -61,11 +61,11 @@ class Layout:
         return (self.inputs, width, *self.sizes) if self.axis == 1 else (self.inputs, *self.sizes, width)
 
     def by_position(self, values: Tensor) -> Tensor:
-        """Reshape outputs or features to (n, positions, width): a view if their memory allows it."""
+        """Reshape outputs or features to (n, positions, width), as a view if possible."""
         return values.movedim(self.axis, -1).reshape(values.shape[0], self.count, values.shape[self.axis])
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Reshape one value per row (m,), or rows (..., m, width), to the layout of the outputs."""
+        """Reshape values (m,) or rows (..., m, width) to the layout of the outputs."""
         if rows.dim() == 1:
             return rows.reshape(-1, *self.sizes)
         values = rows.reshape(*rows.shape[:-2], -1, *self.sizes, rows.shape[-1])
@@ -74,27 +74,27 @@ class Layout:
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
-        The number of outputs at each position and the batch's place are for error messages.
+        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are for error messages.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
             return labels.flatten()
-        # The likelihood checks the width: a Gaussian with variances has fewer targets than outputs.
+        # The likelihood checks the width, because a Gaussian with variances has fewer targets than outputs.
         if labels.dim() == len(plain) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
             return self.by_position(labels).flatten(0, 1)
         remedy = ""
         if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
-            remedy = " Resize the labels to the size of the outputs first, by the nearest position."
+            remedy = " Resize the labels to the size of the outputs with nearest-neighbour interpolation."
         raise DataError(
-            f"{where}: expected a label for each position, of shape {plain}, or one for each output there, of shape "
-            f"{self.shape(outputs)}; got labels of shape {tuple(labels.shape)}.{remedy}"
+            f"{where}: expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
+            f"labels of shape {tuple(labels.shape)}.{remedy}"
         )
 
 
 def drawn_positions(count: int, most: int, index: int) -> Tensor:
-    """Draw `most` of `count` positions without replacement, in ascending order; all of them if there are no more.
+    """Draw `most` of `count` positions without replacement, in ascending order; return all positions if there are no more.
 
-    The seed is the input's index among all that are read, so the draw does not depend on batching.
+    The seed is `index`, the input's index in the data, so the draw does not depend on the batch size.
     """
     if count <= most:
         return torch.arange(count, device="cpu")

@@ -1,18 +1,16 @@
-"""The last linear layer of any network, found and checked by watching one forward pass.
+"""Find and check the last linear layer of any network by observing one forward pass.
 
-The head is the linear layer whose output *is* the network's output: not the last one defined, nor the last one that
-ran. If a network changes the logits after its last linear layer, the error names the layer that came closest and what
-the network does to its output.
+The head is the linear layer whose output *is* the network's output. It need not be the last layer that is defined or the last layer
+that runs. If a network changes the logits after its last linear layer, the error message names this layer and the change.
 
-One change is allowed: a layer that runs at every position, from which the network then picks, averages or interpolates
-positions. Language models return the scores (n, T, C) of their last layer at the last token of each text, and
-segmentation networks resize the output of a 1x1 convolution to the size of the image. The head's input is found by
-sending it along: during the pass it is appended to the layer's output as further columns or channels, so whatever
-averages positions does the same to both. Averages with weights that sum to 1 commute with the layer, so logits and
-their variances at the resized features are exact.
+One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions.
+Language models return the scores (n, T, C) of their last layer at the last token of each text. Segmentation networks resize the
+output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, it is appended to the
+layer's output as further columns or channels during the pass. Any averaging of positions then applies to both. Averages with weights
+that sum to 1 commute with the layer, so the logits and their variances at the resized features are exact.
 
-A network may also return its last layer's output at every position: pixels by a 1x1 convolution, or tokens by a linear
-layer. Then each position is a datum (`dense.py`).
+A network may also return its last layer's output at every position: at pixels from a 1x1 convolution, or at tokens from a linear
+layer. In this case, each position is a datum (`dense.py`).
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ class Head:
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: the layer runs at every position, and the network then picks, averages or resizes positions.
-        dense_axes: number of axes of positions in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
-        ignore_index: label of positions of dense outputs that are left out, in training and in validation data.
+        every_position: True if the layer runs at every position and the network then selects, averages or resizes positions.
+        dense_axes: number of position axes in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
+        ignore_index: label of positions that are ignored in dense training and validation data.
     """
 
     name: str
@@ -67,12 +65,12 @@ class Head:
 
     @property
     def axis(self) -> int:
-        """Axis of the classes in the layer's output, and of the features in its input: 1 for a convolution, else -1."""
+        """Class axis of the layer's output and feature axis of its input: 1 for a convolution, otherwise -1."""
         return -1 if isinstance(self.layer, nn.Linear) else 1
 
     @property
     def has_bias(self) -> bool:
-        """True if the constant 1 joins the features."""
+        """True if the layer has a bias, so that the features include the constant 1."""
         return self.layer.bias is not None
 
     @property
@@ -81,9 +79,9 @@ class Head:
         return self.inputs + self.has_bias
 
     def weights(self) -> Tensor:
-        """Return the trained weights (C, P) in float64 on the CPU, with the bias as last column.
+        """Return the trained weights (C, P) in float64 on the CPU, with the bias as the last column.
 
-        Call it inside `evaluating`: in train mode, reading a weight under spectral normalisation changes the layer.
+        Call this method inside `evaluating`. In train mode, reading a weight with spectral normalisation changes the layer.
         """
         with torch.no_grad():
             weight = self.layer.weight.detach().flatten(1).cpu().double()
@@ -91,13 +89,13 @@ class Head:
             return torch.cat([weight, *bias], dim=1)
 
     def lift(self, features: Tensor) -> Tensor:
-        """Convert inputs (n, P') of the layer to float64 features (n, P), with the constant 1 last if it has a bias."""
+        """Convert inputs (n, P') of the layer to float64 features (n, P), with the constant 1 last if the layer has a bias."""
         features = to_float64(features)
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors are the same view of one storage: a trace has storages, and no addresses."""
+    """Return True if two tensors are the same view of one storage. Addresses are not compared, because traced tensors have none."""
     return first is second or (
         first.shape == second.shape
         and first.dtype == second.dtype
@@ -112,10 +110,10 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
-    """Call `hook(layer, input, output)` after each of the layers inside, also in passes of other threads."""
+    """Call `hook(layer, input, output)` after each call of the layers inside the block, including calls in other threads."""
 
     def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
-        # While a hook is added in one thread, torch may call it without keywords in another: they are optional here.
+        # Keywords are optional, because torch may call a hook without keywords while another thread is registering it.
         *keywords, output = rest
         return hook(layer, arguments[0] if arguments else keywords[0]["input"], output)
 
@@ -128,22 +126,22 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a head that runs at every position, at the positions that the network returns."""
+    """Return the input and output of a head that runs at every position, for the positions that the network returns."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
         if threading.get_ident() != thread:
             return None
         dtypes.append(output.dtype)
-        with without_autocast(output.device):  # autocast refuses to join two half precisions
+        with without_autocast(output.device):  # autocast cannot concatenate two half-precision dtypes
             return torch.cat([output, features], dim=head.axis)
 
     with hooked([head.layer], join):
         joined = call(network, inputs)
     if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
-            f"the network does more to the output of its head {head.name!r} than to pick, average or resize positions: "
-            f"expected {head.outputs + head.inputs} columns, got shape {tuple(joined.shape)}."
+            f"the network must only select, average or resize positions in the output of its head {head.name!r}, but it makes other "
+            f"changes: expected {head.outputs + head.inputs} columns, got shape {tuple(joined.shape)}."
         )
     outputs, features = torch.split(joined, [head.outputs, head.inputs], dim=head.axis)
     return features, outputs.to(dtypes[-1])
@@ -158,11 +156,11 @@ class _Call:
     layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     shape: torch.Size
     tensors: tuple[Tensor, Tensor] | None
-    """Input and output; None for dense layers before the last, since all feature maps would fill the memory."""
+    """Input and output; None for dense layers before the last layer, because storing all feature maps would fill the memory."""
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
-    # All modules by their names without the prefix of torch.compile and LogitsOf.
+    # Return all modules by name, without the prefix of torch.compile and LogitsOf.
     modules = unwrapped(network).named_modules(remove_duplicate=False)
     return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
 
@@ -172,7 +170,7 @@ def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tu
     # for the layers in `keep` and for the last layer.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
-    names = {id(module): name for name, module in reversed(layers.items())}  # of several names, the first
+    names = {id(module): name for name, module in reversed(layers.items())}  # a shared module has its first name
 
     def record(layer: Any, features: Tensor, output: object) -> None:
         if isinstance(output, Tensor):
@@ -187,7 +185,7 @@ def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tu
 
 
 def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
-    # The call whose output is the network's.
+    # Return the call whose output is the network's output.
     for one in reversed(calls):
         linear = len(one.shape) > 2 or isinstance(one.layer, nn.Linear)
         if linear and one.tensors is not None and same_tensor(one.tensors[1], outputs):
@@ -198,19 +196,19 @@ def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
 def find_head(
     network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
 ) -> Head:
-    """Watch one pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
+    """Run one pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
 
     Args:
         network: a trained network.
-        inputs: one batch of its inputs.
-        name: dotted name of the layer that must be the head; None to find it.
-        likelihood: refuses outputs that it cannot read.
+        inputs: one batch of inputs.
+        name: dotted name of the layer that must be the head; None to find the head.
+        likelihood: likelihood that checks the outputs.
     """
     check_network(network)
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):
         raise HeadError(
-            f"{type(network).__name__} is a TorchScript module: it runs outside Python, where the input of its last "
+            f"{type(network).__name__} is a TorchScript module, which runs outside Python, so the input of its last "
             "layer cannot be read. Pass the Python module that was scripted or traced."
         )
     expected = None if name is None else head_by_name(network, name).layer
@@ -220,19 +218,20 @@ def find_head(
             outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
         )
     elif _returned(calls, outputs) is None:
-        # Another layer may run after the head, such as one for an auxiliary loss: keep all with outputs of this shape.
+        # Another layer may run after the head, such as a layer for an auxiliary loss. Keep the tensors of all layers with this output
+        # shape.
         outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
     found = _returned(calls, outputs)
     if found is not None:
         reason = _why_not_linear(found.layer)
         if reason is not None:
-            raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
+            raise HeadError(f"the network's output is the output of layer {found.name!r}, which {reason}")
         features, output = found.tensors or (outputs, outputs)
         if not _is_linear(found.layer, features, output):
             raise HeadError(
-                f"the network's output shares memory with that of layer {found.name!r} but is not its weight times its "
-                "input plus bias: the logits are overwritten in place after the layer, or the layer computes "
-                f"something else. Pass a network that returns the plain output of {found.name!r}."
+                f"the network's output shares memory with the output of layer {found.name!r} but does not equal its weight times its "
+                "input plus bias. Either the logits are overwritten in place after the layer, or the layer computes something "
+                f"else. Pass a network that returns the plain output of {found.name!r}."
             )
         head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
     else:
@@ -246,7 +245,7 @@ def find_head(
     if expected is not None and head.layer is not expected:
         raise HeadError(
             f"head={name!r} was given, but the network's output is the output of layer {head.name!r}. "
-            f"Pass head={head.name!r}, or None to have it found."
+            f"Pass head={head.name!r}, or pass None to find the head automatically."
         )
     return head
 
@@ -256,30 +255,30 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     if output.numel() == 0:
         return True
     axis = -1 if isinstance(layer, nn.Linear) else 1
-    some = slice(None) if output.dim() == 2 else slice(1)  # one input has positions enough
+    some = slice(None) if output.dim() == 2 else slice(1)  # one input has enough positions
     features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
     weight, bias = layer.weight.flatten(1), layer.bias
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
-        return True  # a question of the data: the pass over the loader names the batch
-    # Loose, for rounding: logits that are overwritten, or a layer that is more than W x + b, are this far off.
+        return True  # accept; the pass over the loader raises an error that names the batch
+    # The tolerance allows for rounding. Overwritten logits, or a layer that is not W x + b, differ by more.
     tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
     return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
 
 
 def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
-    # The last of the layers of which the network may only pick, average or resize positions.
+    # Return the last layer after which the network only selects, averages or resizes positions.
     dense_axes, tried = outputs.dim() - 2, set()
     for one in reversed(calls):
         head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
-        # A linear layer before outputs (n, C), a convolution before dense outputs.
+        # The head is a linear layer for outputs (n, C), and a convolution for dense outputs.
         kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
         fits = isinstance(one.layer, kind) and 2 < len(one.shape) == axes and one.shape != outputs.shape
         alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
         if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
             continue
         tried.add(one.name)
-        with suppress(DataError, HeadError):  # another layer is the head, or the network does more, which is explained
+        with suppress(DataError, HeadError):  # another layer may be the head; otherwise _explain reports the change
             features, again = carried_pass(network, head, inputs)
             same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
             if same and _is_linear(one.layer, features, again):
@@ -291,13 +290,15 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
 
 
 def head_by_name(network: nn.Module, name: str) -> Head:
-    """Return the linear layer or 1x1 convolution of a dotted name, as in `named_modules`; "" is the network itself."""
+    """Return the linear layer or 1x1 convolution with a dotted name, as in `named_modules`; "" is the network itself."""
     if not isinstance(name, str):
         raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
     modules = _named_layers(network)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
-        raise HeadError(f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}.")
+        raise HeadError(
+            f"head={name!r}: the network has no module with this name. Its linear layers are {linear[-8:]}."
+        )
     layer = modules[name]
     if not isinstance(layer, Layer):
         raise HeadError(
@@ -314,7 +315,7 @@ def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
         return None
     plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
-    # Padding may also be "same" or "valid", which add nothing to a kernel of size 1.
+    # Padding may also be "same" or "valid", which do not pad for a kernel of size 1.
     odd = [
         f"{name}={getattr(layer, name)}"
         for name, one in plain.items()
@@ -324,12 +325,12 @@ def _why_not_linear(layer: Layer) -> str | None:
         return None
     return (
         f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each "
-        "position: a 1x1 convolution with stride 1, no padding and groups=1. End the network in one, as in "
+        "position: a 1x1 convolution with stride 1, no padding and groups=1. End the network in such a layer, for example "
         "nn.Conv2d(features, classes, 1), and train it."
     )
 
 
-# --- explaining why there is none -------------------------------------------------------------------------------------
+# --- explaining a missing head -----------------------------------------------------------------------------------------
 
 
 def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str:
@@ -341,20 +342,20 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
         name = near[-1].name
         axis = 1 if isinstance(near[-1].layer, Convolution) else -1
         return (
-            f"the network's output is not the output of its last linear layer: {name!r} gives shape "
+            f"the network's output is not the output of its last linear layer. Layer {name!r} returns shape "
             f"{tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
-            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {name!r} itself."
+            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {name!r} unchanged."
         )
-    last = f" Its last layer, {calls[-1].name!r}, gives shape {tuple(calls[-1].shape)}." if calls else ""
+    last = f" Its last layer, {calls[-1].name!r}, returns shape {tuple(calls[-1].shape)}." if calls else ""
     if len(shape) <= 2:
         return (
             f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
-            f"to put a posterior on.{last}{_hidden_layers(network)} End the network in an nn.Linear that maps features "
+            f"for a posterior.{last}{_hidden_layers(network)} End the network in an nn.Linear that maps features "
             "to logits."
         )
     return (
-        "expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 "
-        f"convolution, also resized, or (batch, positions, classes) of a linear layer; got shape {shape} from {kind}."
+        "expected outputs of shape (batch, classes), or dense outputs of shape (batch, classes, height, width) from a 1x1 "
+        f"convolution or (batch, positions, classes) from a linear layer; got shape {shape} from {kind}."
         f"{last} Pass a network that returns the output of its last layer without reshaping it."
     )
 
@@ -362,16 +363,16 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
 def _hidden_layers(network: nn.Module) -> str:
     kinds = {type(module) for module in network.modules()}
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
-        return " Parts of it are TorchScript modules, whose layers run outside Python and cannot be watched."
+        return " It contains TorchScript modules, whose layers run outside Python and cannot be hooked."
     if any(".quantized" in kind.__module__ for kind in kinds):
-        return " Its layers are quantised: their weights are packed integers. Keep the last layer in floating point."
+        return " Its layers are quantised, so their weights are packed integers. Keep the last layer in floating point."
     return ""
 
 
 def _change(before: Tensor, after: Tensor, axis: int) -> str:
     if before.shape != after.shape:
         several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
-        return f"returns shape {tuple(after.shape)}{': the outputs of several heads, joined?' if several else ''}"
+        return f"returns shape {tuple(after.shape)}{', perhaps the joined outputs of several heads' if several else ''}"
     before, after = to_float64(before), to_float64(after)
     changes = {
         "copies or converts it": before,
@@ -382,4 +383,4 @@ def _change(before: Tensor, after: Tensor, axis: int) -> str:
     for words, changed in changes.items():
         if torch.allclose(changed, after, rtol=1e-3, atol=1e-3):
             return words
-    return "changes it, by a temperature for example"
+    return "changes it, for example by a temperature"

@@ -1,4 +1,4 @@
-"""Networks trained on images of different sizes in one mixture: each resizes the shared batch to its own size."""
+"""A wrapper that resizes images, so that one mixture can contain networks trained on images of different sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mola.options import one_of
 
 
 class Resized(nn.Module):
-    """A network that accepts square images of any size: crop the centre, resize, then (x - mean) / std by channel.
+    """A network that accepts square images of any size. Images are centre-cropped, resized and normalised by channel.
 
-    Shrinking averages over all pixels that fall into one, as Pillow does; bicubic enlargement is PyTorch's own.
+    Shrinking averages over all source pixels of a target pixel, as in Pillow. Enlarging uses PyTorch's interpolation.
 
     Args:
-        network: takes images (n, channels, size, size).
+        network: network for images (n, channels, size, size).
         size: side of the network's images in pixels.
-        crop: fraction of the side that is kept, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
-        mean: by channel, or one for all, in the units of the incoming images.
-        std: likewise.
+        crop: fraction of the side to keep, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
+        mean: means to subtract, one for each channel or one for all channels, in the units of the incoming images.
+        std: standard deviations to divide by, one for each channel or one for all channels.
         interpolation: "bilinear" or "bicubic".
     """
 
@@ -41,16 +41,18 @@ class Resized(nn.Module):
     ) -> None:
         super().__init__()
         if size < 1 or not 0 < crop <= 1:
-            raise OptionError(f"size must be at least 1 and crop above 0 and at most 1, got {size} and {crop}.")
+            raise OptionError(
+                f"size must be at least 1, and crop must be above 0 and at most 1; got size={size} and crop={crop}."
+            )
         one_of(interpolation, ("bilinear", "bicubic"), "interpolation")
         means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
         if not bool((stds > 0).all()):
-            raise OptionError(f"every std must be above 0, got {std}.")
+            raise OptionError(f"every value of std must be above 0, got {std}.")
         self.network: nn.Module = network
         self.size: int = size
         self.crop: float = crop
         self.interpolation: str = interpolation
-        # Not persistent: the state dict is that of the network alone.
+        # The buffers are not persistent, so that the state dict contains only the network's entries.
         self.register_buffer("mean", means, persistent=False)
         self.register_buffer("std", stds, persistent=False)
 
@@ -68,7 +70,7 @@ class Resized(nn.Module):
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Antialias only when shrinking: every runtime that a network is exported to has plain interpolation.
+            # Use antialiasing only to shrink, because not every export runtime supports it.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )

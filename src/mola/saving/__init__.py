@@ -1,1 +1,1 @@
-"""Posteriors, checkpoints and weights on disk: safetensors and JSON, written atomically; nothing is unpickled."""
+"""Posteriors, checkpoints and weights on disk, written atomically as safetensors and JSON. Nothing is unpickled."""

@@ -1,7 +1,7 @@
-"""Folders of one JSON document and one safetensors file, written so that a reader sees the old state or the new, never a mix.
+"""Folders of one JSON document and one safetensors file. A reader gets either the old state or the new state, never a mixture.
 
-The tensors are written first, to a file named by their checksum; then the document that names this file replaces the old
-document in one step; then the old tensors are removed. A crash at any moment leaves a folder that loads.
+First, the tensors are written to a file named by their checksum. Then the document that names this file replaces the old document
+atomically. Finally, the old tensors are removed. A crash at any moment leaves a folder that can be loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOCUMENT = "posterior.json"
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` to write to; afterwards the file replaces `path` in one step, or, on an error, is removed."""
+    """Yield a temporary path next to `path`. The file written there replaces `path` atomically, or is removed after an error."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
@@ -42,28 +42,31 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one step: readers see the old content or the new, never a part."""
+    """Replace a file atomically: readers get the complete old content or the complete new content."""
     with partial_file(path) as partial:
         partial.write_bytes(content)
 
 
 def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Save a document and its tensors; the previous content of the folder stays readable until all is written.
+    """Save a document and its tensors in a folder, and return the folder.
 
-    The folder is made if missing, and returned. The document has an entry "kind", such as "swag": a folder of another
-    kind is not overwritten.
+    The folder is created if it does not exist. Its previous content stays readable until everything is written. The document has an
+    entry "kind", such as "swag", and a folder of another kind is not overwritten.
     """
     folder, kind = Path(directory), document["kind"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be made a folder: {error.strerror}. Choose another folder.") from error
+        raise StorageError(
+            f"the folder {folder} cannot be created: {error.strerror}. Choose another folder."
+        ) from error
     old = None
-    with suppress(StorageError):  # no document, or a damaged one, which may be replaced
+    with suppress(StorageError):  # a missing or damaged document may be replaced
         old = read_document(folder)
     if old is not None and old["kind"] != kind:
         raise StorageError(
-            f"{folder} holds a saved {old['kind']}, which a {kind} does not replace: choose another folder, or remove this one."
+            f"{folder} contains a saved {old['kind']}, which cannot be replaced by a {kind}. "
+            f"Choose another folder, or remove this folder."
         )
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     checksum = hashlib.sha256(content).hexdigest()
@@ -72,7 +75,9 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     try:
         text = json.dumps(sealed(entries), indent=2, allow_nan=False)
     except ValueError as error:
-        raise StorageError(f"{folder}: nothing was saved, since the document is not finite JSON ({error}).") from error
+        raise StorageError(
+            f"{folder}: nothing was saved, because the document contains values that JSON cannot represent ({error})."
+        ) from error
     write_atomically(folder / name, content)
     write_atomically(folder / DOCUMENT, text.encode())
     if old is not None and old["tensors"]["file"] != name:
@@ -83,47 +88,55 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind."""
+    """Read the document and the tensors of a folder.
+
+    Raises `StorageError` if a file is missing, damaged, not written by mola, or of another kind.
+    """
     folder = Path(directory)
     document = read_document(folder)
     if document["kind"] != kind:
         raise StorageError(
-            f"{folder} holds a saved {document['kind']}, expected a saved {kind}. Load posteriors with mola.load, and "
+            f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with mola.load, and "
             "baselines with the class of mola.baselines that saved them."
         )
     check(document, dict(schema or {}), "")
     try:
         return document, _read_tensors(folder, document["tensors"])
     except StorageError:
-        # Another process may have saved since the document was read; then the new state is intact.
+        # Another process may have saved a new state since the document was read. In that case, read the new state.
         if read_document(folder) == document:
             raise
     return read_folder(folder, kind, schema)
 
 
 def kind_of(directory: str | Path) -> str | None:
-    """Return the kind of a saved folder, such as "posterior" or "swag"; None if there is no document."""
+    """Return the kind of a saved folder, such as "posterior" or "swag", or None if there is no document."""
     return str(read_document(directory)["kind"]) if (Path(directory) / DOCUMENT).exists() else None
 
 
 def read_document(directory: str | Path) -> dict[str, Any]:
-    """Read the document of a folder without its tensors; `StorageError` if it is missing, damaged, foreign or newer."""
+    """Read the document of a folder without its tensors.
+
+    Raises `StorageError` if the document is missing, damaged, not written by mola, or written by a newer version.
+    """
     path = Path(directory) / DOCUMENT
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise StorageError(
-            f"{directory} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
+            f"{directory} contains no saved posterior: {DOCUMENT} is missing. Pass the folder that posterior.save(...) wrote."
         ) from error
-    except OSError as error:  # the path is a file, or there is no permission
-        raise StorageError(f"{path} cannot be read: {error.strerror}. Pass the folder that was saved.") from error
+    except OSError as error:  # the path is a file, or permission is missing
+        raise StorageError(
+            f"{path} cannot be read: {error.strerror}. Pass the folder that posterior.save(...) wrote."
+        ) from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StorageError(f"{path} was not written by mola: expected an entry 'format' with the value {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise StorageError(
-            f"{path} has version {document.get('version')!r}, and this mola reads version {VERSION}. Update mola, or save the "
-            f"posterior again with this one."
+            f"{path} has format version {document.get('version')!r}, but this version of mola reads format version {VERSION}. "
+            f"Update mola, or save the posterior again with the installed version."
         )
     check_seal(document, path)
     check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")
@@ -131,11 +144,13 @@ def read_document(directory: str | Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
-    path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document names
+    path = (
+        folder / Path(entry["file"].replace("\\", "/")).name
+    )  # the base name only, so that the path stays inside the folder
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise StorageError(f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder.") from error
+        raise StorageError(f"{path} is missing, but {DOCUMENT} refers to it. Copy the whole folder again.") from error
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != entry["sha256"]:
         raise StorageError(

@@ -1,7 +1,8 @@
-"""Checkpoints of a fit under way: the sums so far, and what they belong to.
+"""Checkpoints of a running fit: its sums so far, its identity and a checksum of its data.
 
-Sums are additive, so an interrupted fit resumes from its last checkpoint, bit for bit. The identity of the fit (networks, heads,
-structure, likelihood) keeps sums of different fits apart, and a running checksum of the batches recognises changed data.
+Sums are additive, so an interrupted fit resumes from its last checkpoint with results that are equal bit for bit. The identity of the
+fit (networks, heads, structure, likelihood) distinguishes the sums of different fits. A running checksum of the batches detects
+changed data.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @dataclass
 class FitProgress:
-    """Progress of a fit."""
+    """Sums, counts and checksum of the batches that a fit has processed."""
 
     sums: Sequence[Sums]
-    """Sums of each network."""
+    """Sums of each network over the processed batches."""
     batches: int = 0
     inputs: int = 0
-    """Inputs in these batches."""
+    """Number of inputs in the processed batches."""
     used_inputs: int = 0
-    """Inputs with rows in the sums; inputs whose labels are all missing have none."""
+    """Number of inputs with rows in the sums. An input whose labels are all missing has no rows."""
     checksum: str = ""
-    """Checksum of these batches, by `batch_checksum`."""
+    """Checksum of the processed batches, from `batch_checksum`."""
 
 
 class FitCheckpoint:
-    """Keeps the progress of a fit in a folder; without a folder, nowhere.
+    """A store of a fit's progress in a folder. Without a folder, nothing is stored.
 
     Args:
         folder: folder of the whole fit, or None.
-        every: batches between two checkpoints.
-        rank: rank of this process, which keeps the sums of its own shard.
+        every: number of batches between two checkpoints.
+        rank: rank of this process, which stores the sums of its own shard.
         size: number of processes.
     """
 
@@ -64,9 +65,10 @@ class FitCheckpoint:
         self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
-        """Read the progress of an interrupted fit, with sums on the CPU, or None; `StorageError` if it belongs to another fit.
+        """Read the progress of an interrupted fit, with sums on the CPU; return None if there is no checkpoint.
 
-        The identity is JSON: "networks" with a checksum for each, and any other entries.
+        Raises `StorageError` if the checkpoint belongs to another fit. The identity is a JSON-serialisable mapping. Its entry
+        "networks" contains a checksum for each network.
         """
         if self.folder is None:
             return None
@@ -74,8 +76,8 @@ class FitCheckpoint:
             size = found.name.rpartition("-")[2]
             if size.isdigit() and int(size) != self.size:
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit by {size} processes, got {self.size}: the data was split "
-                    f"differently. Start {size} processes, or delete the folder to start from zero."
+                    f"{self.folder} is the checkpoint of a fit by {size} processes, but this fit has {self.size}, so the data are "
+                    f"split differently. Start {size} processes, or delete the folder to start again."
                 )
         if not (self.place / DOCUMENT).exists():
             return None
@@ -83,21 +85,21 @@ class FitCheckpoint:
         for name in {**document["identity"], **identity}:
             first, second = document["identity"].get(name), identity.get(name)
             if first != second:
-                words = "weights of the networks" if name == "networks" else f"{name}, {first} instead of {second}"
+                words = "network weights" if name == "networks" else f"{name} ({first} instead of {second})"
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit with other {words}. Pass the networks and options of that "
-                    f"fit, or delete the folder to start from zero."
+                    f"{self.folder} is the checkpoint of a fit with different {words}. Pass the networks and options of that "
+                    f"fit, or delete the folder to start again."
                 )
         foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
         if foreign or len(document["sums"]) != len(identity["networks"]):
             raise StorageError(
                 f"{self.place} is damaged: expected finite float64 sums of {len(identity['networks'])} networks. Delete the folder "
-                f"to start from zero."
+                f"to start again."
             )
         return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
-        """Yield the batches that are not in the sums yet; `StorageError` if the loader begins with different batches."""
+        """Yield the batches that are not yet in the sums; raise `StorageError` if the earlier batches have changed."""
         if self.folder is None:
             yield from batches
             return
@@ -107,15 +109,15 @@ class FitCheckpoint:
         if checksum != progress.checksum:
             raise StorageError(
                 f"the training loader does not begin with the {progress.batches} batches in the checkpoint: the data, their order "
-                f"or the batch size has changed, and some data would be counted twice and others never. Pass the same data "
-                f"unshuffled, or delete the checkpoint to start from zero."
+                f"or the batch size has changed. If the fit continued, some data would be counted twice and others never. Pass the "
+                f"same data unshuffled, or delete the checkpoint to start again."
             )
         for batch in batches:
             progress.checksum = batch_checksum(progress.checksum, batch)
             yield batch
 
     def save(self, identity: Mapping[str, Any], progress: FitProgress, *, last: bool = False) -> None:
-        """Replace the checkpoint in one step if it is due, or if this is the last."""
+        """Replace the checkpoint atomically if a checkpoint is due, or if `last`."""
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
         entries, tensors = pack_sums(progress.sums)
@@ -123,21 +125,21 @@ class FitCheckpoint:
         write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
 
     def remove(self) -> None:
-        """Remove the checkpoint of a fit that is done, and the folder if it is then empty."""
+        """Remove the checkpoint of a finished fit, and its folder if the folder is then empty."""
         if self.folder is not None:
             shutil.rmtree(self.place, ignore_errors=True)
-            with suppress(OSError):  # other processes' checkpoints, or files of the user
+            with suppress(OSError):  # the folder may contain other processes' checkpoints or files of the user
                 self.folder.rmdir()
 
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return the counts and log-likelihoods as JSON, and all tensors with the index of their component before the name."""
+    """Return counts and log-likelihoods as JSON, and all tensors, with the component's index as a prefix of each name."""
     entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
     return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Undo `pack_sums`."""
+    """Return the sums of each component; the inverse of `pack_sums`."""
     return [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
@@ -149,13 +151,13 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """Return the checksum after one more batch: shape and dtype of each of its tensors, and the sum of the bits of each datum.
+    """Return the checksum after one more batch, computed from each tensor's shape, dtype and sum of bits for each datum.
 
-    Integers add up to the same sum on any machine.
+    The bits are summed as integers, so that the checksum is the same on every machine.
     """
     digest = hashlib.sha256(so_far.encode())
     for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        with suppress(TypeError, ValueError, RuntimeError):  # text, for example, has no checksum
+        with suppress(TypeError, ValueError, RuntimeError):  # skip parts such as text, which cannot be a tensor
             values = torch.as_tensor(part).detach()
             bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
             digest.update(f"{tuple(values.shape)} {values.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Save a posterior as a JSON document and tensors; load it onto the networks it was fitted on, and no others."""
+"""Save a posterior as a JSON document and tensors, and load it onto the networks it was fitted on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCHEMA = {
 
 
 def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
-    """Write a posterior without its networks to a folder, and return the folder."""
+    """Write a posterior, without its networks, to a folder and return the folder."""
     return write_folder(directory, *pack(posterior))
 
 
@@ -59,10 +59,10 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     def part(index: int, component: Component, layer: LastLayer) -> dict[str, Any]:
         head = component.head
-        assert head is not None  # as there is a last layer
+        assert head is not None  # every component with a last layer has a head
         if not torch.equal(component.likelihood.uncertain(head.weights()).to(layer.weights), layer.weights):
             raise StorageError(
-                f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again."
+                f"networks[{index}]: the weights of head {head.name!r} have changed since the posterior was fitted. Fit again."
             )
         described = {name: getattr(head, name) for name in HEAD}
         return {"head": described, "likelihood": describe(component.likelihood, LIKELIHOODS, "likelihood")}
@@ -75,7 +75,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def pack_components(
     posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return all of a posterior but its structure as JSON and tensors, with the own entries `part(...)` of each component."""
+    """Return a posterior, without its structure, as JSON and tensors. `part` returns further entries for each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     entries, tensors = pack_sums([layer.sums for layer in layers])
     scaling = posterior.scaling
@@ -98,7 +98,7 @@ def pack_components(
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; `StorageError` unless it was fitted on `networks`, in the same order."""
+    """Read a posterior from a folder; raise `StorageError` unless it was fitted on `networks`, in this order."""
     document, tensors = read_folder(directory, KIND, SCHEMA)
     parts = document["components"]
     try:
@@ -119,25 +119,27 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
     except (TypeError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
+        raise StorageError(f"the saved posterior contains an invalid value: {error}") from error
 
 
 def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
-    # The shape of each sum, from the sums of one datum; on the meta device these take no memory.
+    # Return the shape of each sum, from the sums of one datum on the meta device, which use no memory.
     outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
     phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
     groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
     expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
     labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
     distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
-    for optional in (labelled, distances):  # all of a group, or none
+    for optional in (labelled, distances):  # a posterior has all sums of a group, or none
         expected |= optional if any(name in saved for name in optional) else {}
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
 
 def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
     if sums.count < 1:
-        raise StorageError(f"component {index}: expected a count of at least 1 training datum, got {sums.count}.")
+        raise StorageError(
+            f"component {index}: expected a count of at least 1, got {sums.count}. Save the posterior again."
+        )
     if shapes.keys() != sums.tensors.keys():
         raise StorageError(
             f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(sums.tensors)}. Save the posterior again."
@@ -151,14 +153,16 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
 
 
 def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """Return the arguments of `MoLA` for components that have been rebuilt."""
+    """Return the arguments of `MoLA` for rebuilt components."""
     count, scaling = len(components), dict(document["scaling"])
     weights = check_weights(document["weights"], count)
     if scaling["reference"] is not None:
         scales, score, energies = (scaling["reference"][name] for name in REFERENCE)
         lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
         if lengths != (count, count, 3) or any(len(pair) != 2 for pair in [*scales, *(score or ())]):
-            raise StorageError(f"the saved reference distances do not belong to {counted(count, 'component')}.")
+            raise StorageError(
+                f"the saved reference distances do not match {counted(count, 'component')}. Save the posterior again."
+            )
         scaling["reference"] = Reference.from_json(scaling["reference"])
     return (
         components,
@@ -170,37 +174,40 @@ def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component])
 
 
 def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
-    """Return the name and settings of a structure, link or likelihood as JSON; `StorageError` if it is not in `known`."""
+    """Return the name and settings of a structure, link or likelihood as JSON.
+
+    Raises `StorageError` if the object's class is not in `known`.
+    """
     if known.get(thing.name) is not type(thing):
         raise StorageError(
-            f"cannot save a {what} of your own ({type(thing).__name__}): mola.load could not rebuild it."
+            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load could not rebuild it."
         )
     return {"name": thing.name, **thing.settings()}
 
 
 def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
-    """Undo `describe`."""
+    """Rebuild an object from its name and settings; the inverse of `describe`."""
     settings = {name: value for name, value in entry.items() if name != "name"}
     if entry["name"] not in known:
-        raise StorageError(f"unknown {what} {entry['name']!r}; this mola supports {', '.join(known)}.")
+        raise StorageError(f"unknown {what} {entry['name']!r}; this version of mola supports {', '.join(known)}.")
     kind = known[entry["name"]]
-    # A value of another type than the default's would pass through the constructor and fail much later.
+    # The constructor would accept a value of the wrong type, which would cause an error much later.
     types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
     check(settings, {name: types[name] for name in settings if name in types}, what)
     return kind(**settings)
 
 
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
-    """Raise `StorageError` unless networks have the saved checksums, in the same order."""
+    """Raise `StorageError` unless the networks have the saved checksums, in this order."""
     remedy = f"Pass the same {counted(len(checksums), 'network')}, in the order and precision in which they were saved."
     if len(networks) != len(checksums):
         raise StorageError(
-            f"saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+            f"the posterior was saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )
     own = [state_checksum(network) for network in networks]
     for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
         if found != expected:
             hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
             raise StorageError(
-                f"networks[{index}]: its weights differ from the saved weights in names, shapes, precision or values.{hint} {remedy}"
+                f"networks[{index}]: the weights differ from the saved weights in names, shapes, precision or values.{hint} {remedy}"
             )

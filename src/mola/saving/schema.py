@@ -1,8 +1,8 @@
-"""JSON documents: parsed within limits, sealed with a checksum of their content, and compared with a schema.
+"""Parse JSON documents within limits, protect their content with a checksum, and compare them with a schema.
 
-A schema is an example of types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number), `[kind]` for a
-list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, `Optional(kind)` for
-null or that kind.
+A schema is built from types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` is a list,
+`{"key": kind}` an object with at least these keys, `{str: kind}` an object with any keys, and `Optional(kind)` a value that may be
+null.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 from mola.errors import StorageError
 
-SEAL = "sha256"  # name of the entry with the checksum of all others
-MAX_DEPTH = 50  # of nested lists and objects; Python's own limit is a crash somewhere later
-MAX_BYTES = 2**26  # of one document: the largest ones, with tuning curves, have some 100 kB
+SEAL = "sha256"  # name of the entry with the checksum of all other entries
+MAX_DEPTH = 50  # largest depth of nested lists and objects; deeper nesting could exceed Python's recursion limit later
+MAX_BYTES = 2**26  # largest size of one document; documents with tuning curves have about 100 kB
 
 
 @dataclass(frozen=True)
 class Optional:
-    """Null, or a kind."""
+    """A schema for null or a value of a kind."""
 
     kind: Any
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """Parse a JSON text; `StorageError` names the file if it is not JSON, too large or nested too deeply."""
+    """Parse a JSON text; raise `StorageError` with the file's name if it is invalid, too large or nested too deeply."""
     try:
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
@@ -64,22 +64,22 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a checksum of its content to a document; it does not depend on the layout of the file."""
-    plain = json.loads(json.dumps(document))  # as it will be read: tuples as lists, keys as strings
+    """Return the document with a checksum of its content, which does not depend on the formatting of the file."""
+    plain = json.loads(json.dumps(document))  # as read from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 
 
 def check_seal(document: Mapping[str, Any], name: object) -> None:
-    """Raise `StorageError` unless the content of a document still has the checksum it was written with."""
+    """Raise `StorageError` unless the content of a document matches its checksum."""
     if document.get(SEAL) != _checksum(document):
         raise StorageError(
             f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or save it "
-            f"again; change settings in Python or by `mola fit --config`."
+            f"again. To change settings, use Python or `mola fit --config`."
         )
 
 
 def check(value: Any, schema: Any, path: str) -> None:
-    """Compare a value with its schema; `StorageError` names its path, what was expected and what was found."""
+    """Raise `StorageError` with the path, the expected value and the actual value unless a value matches its schema."""
     if isinstance(schema, Optional):
         if value is not None:
             check(value, schema.kind, path)

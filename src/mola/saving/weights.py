@@ -1,7 +1,7 @@
-"""Weights of networks in files: written as safetensors, read from safetensors or PyTorch files without running code.
+"""Save network weights as safetensors, and load them from safetensors or PyTorch files without running code.
 
-Training scripts keep weights in a dictionary with optimisers and epochs, and wrappers (`DataParallel`, `torch.compile`, a
-Lightning module) put a prefix before each name. Both are undone here.
+Training scripts often save weights in a dictionary together with optimisers and epochs. Wrappers (`DataParallel`, `torch.compile`, a
+Lightning module) add a prefix to each name. Both cases are handled here.
 """
 
 from __future__ import annotations
@@ -22,26 +22,37 @@ from torch.nn.parameter import is_lazy
 from mola.errors import OptionError, StorageError
 from mola.saving.files import write_atomically
 
-ENTRIES = ("state_dict", "model_state_dict", "model", "net", "network", "weights")  # where scripts keep the weights
-WRAPPERS = frozenset({"module", "_orig_mod"})  # inserted by DataParallel and torch.compile, at any level
-PREFIXES = ("model", "net", "network")  # attributes under which Lightning modules and others hold the network
-MAX_COMPRESSION = 20  # torch.save does not compress, TorchScript does a little
-SHOWN = 3  # names listed for each kind of mismatch
+ENTRIES = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "net",
+    "network",
+    "weights",
+)  # keys under which scripts save the weights
+WRAPPERS = frozenset({"module", "_orig_mod"})  # name parts inserted by DataParallel and torch.compile, at any level
+PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules and other wrappers store the network
+MAX_COMPRESSION = (
+    20  # largest accepted ratio of sizes; torch.save does not compress, and TorchScript compresses only slightly
+)
+SHOWN = 3  # number of names listed for each kind of mismatch
 
 
 def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write a network's parameters and buffers as safetensors, in one step; its folder is created if missing.
+    """Write a network's parameters and buffers atomically as safetensors. The folder is created if it does not exist.
 
     Args:
-        network: anything with a `state_dict` of tensors.
+        network: any module with a `state_dict` of tensors.
         path: the file to write.
-        metadata: short texts to keep with the weights, such as the network's name.
+        metadata: short texts to store with the weights, such as the network's name.
     """
     state = network.state_dict()
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
     if foreign:
-        raise OptionError(f"cannot save {_some(foreign)} of the network as weights: expected tensors with a shape.")
-    # Cloned, because safetensors refuses tensors that share memory, as tied weights do.
+        raise OptionError(
+            f"the entries {_some(foreign)} of the network cannot be saved as weights. Expected tensors with a shape."
+        )
+    # Clone the tensors, because safetensors rejects tensors that share memory, such as tied weights.
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +61,9 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the texts kept with the weights in a safetensors file."""
+    """Read the texts stored with the weights in a safetensors file."""
     if not _is_safetensors(Path(path)):
-        raise StorageError(f"{path} is not a safetensors file; no other file holds metadata.")
+        raise StorageError(f"{path} is not a safetensors file. Only safetensors files contain metadata.")
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -61,44 +72,48 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """Read a weights file onto the CPU: tensors by name, or a training script's dictionary around them.
+    """Read a weights file onto the CPU: tensors by name, or a training script's dictionary that contains them.
 
-    The file is safetensors or of `torch.save`, distinguished by its content.
+    The format, safetensors or `torch.save`, is recognised by the file's content.
     """
     source = Path(path)
     try:
         if _is_safetensors(source):
             return dict(load_file(source))
         _refuse_bomb(source)
-        content = torch.load(source, map_location="cpu", weights_only=True)  # weights only: runs no code of the file
+        content = torch.load(
+            source, map_location="cpu", weights_only=True
+        )  # weights_only=True runs no code from the file
     except StorageError:
         raise
-    except Exception as error:  # both readers raise a dozen kinds of errors on damaged files
+    except Exception as error:  # both readers raise many kinds of errors on damaged files
         raise StorageError(_unreadable(path, error)) from error
     if not isinstance(content, Mapping):
         raise StorageError(
-            f"{path} holds a {type(content).__name__}; expected weights by name. Save the network's state_dict(), not the network "
-            f"or a tensor."
+            f"expected a file with weights by name, but {path} contains a {type(content).__name__}. Save the network's state_dict(), "
+            f"not the network or a tensor."
         )
     return dict(content)
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Load the weights of a file into a network: all of them or, on any error, none.
+    """Load the weights of a file into a network. After an error, the network is unchanged.
 
-    Names must match exactly, or without the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) on either side.
+    Names must match exactly, or after the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) are removed.
     Values are converted to the network's precision and device.
 
     Args:
-        network: has the architecture of the weights; changed in place.
-        path: safetensors, or a file of `torch.save`, read without running code.
+        network: network with the architecture of the weights; it is changed in place.
+        path: safetensors file or `torch.save` file, which is read without running code.
     """
     content = read_state(path)
     full = network.state_dict()
     own = {name: value for name, value in full.items() if isinstance(value, Tensor)}
     lazy = [name for name, value in own.items() if is_lazy(value)]
     if lazy:
-        raise StorageError(f"{_some(lazy)} of the network have no shape yet. Call it on one batch, then load {path}.")
+        raise StorageError(
+            f"the parameters {_some(lazy)} of the network have no shape yet. Call the network on one batch, then load {path}."
+        )
     problems = ""
     for state in _states(content):
         values, found = _match(state, own)
@@ -108,26 +123,26 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
         problems = problems or found
     if not problems:
         raise StorageError(
-            f"{path} holds no weights: {_some(list(map(str, content)))}. Expected them at the top level or under "
+            f"{path} contains no weights; found {_some(list(map(str, content)))}. Expected weights at the top level or under "
             f"{', '.join(ENTRIES)}."
         )
     raise StorageError(
-        f"{path} does not hold this network's weights. {problems}. Is it the same architecture, with the same depth, width and "
-        "number of classes? The network is unchanged."
+        f"the weights in {path} do not match this network. {problems}. Check that the architecture, depth, width and number of "
+        "classes are the same. The network is unchanged."
     )
 
 
 def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
-        raise StorageError(f"{path} {problem}; expected a file with weights (safetensors, or made by torch.save).")
+        raise StorageError(f"{path} {problem}; expected a file with weights, written by safetensors or torch.save.")
     with open(path, "rb") as file:
         start = file.read(9)
     if len(start) < 9:
         raise StorageError(f"{path} is truncated: it has only {len(start)} bytes. Copy or download it again.")
-    if start[8:9] == b"{":  # eight bytes of length, then JSON
+    if start[8:9] == b"{":  # eight bytes with the length of the header, then JSON
         return True
-    if not start.startswith((b"PK", b"\x80")):  # a zip archive; before PyTorch 1.6, bare pickle records
+    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or the pickle records of PyTorch before 1.6
         raise StorageError(f"{path} is neither a safetensors file nor a torch.save file: it starts with {start!r}.")
     return False
 
@@ -138,7 +153,8 @@ def _refuse_bomb(path: Path) -> None:
             unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
         if unpacked > MAX_COMPRESSION * size:
             raise StorageError(
-                f"{path} has {size:,} bytes and claims to hold {unpacked:,}: weights do not compress so well, so it is damaged."
+                f"{path} has {size:,} bytes but declares {unpacked:,} unpacked bytes. Weights do not compress this well, so the file "
+                f"is damaged. Copy or download it again."
             )
 
 
@@ -148,7 +164,7 @@ def _unreadable(path: str | Path, error: Exception) -> str:
     if refused or "TorchScript" in text:
         found = re.search(r"(?:GLOBAL|class) ([\w.]+)", refused)
         return (
-            f"{path} holds a whole pickled model, or other objects that could run code when read: "
+            f"{path} contains a pickled model or other objects that could run code when read: "
             f"{found[1] if found else 'TorchScript'}. If you trust the file, load it and save model.state_dict() instead."
         )
     reason = text.splitlines()[0][:200] if text else "no reason given"
@@ -156,7 +172,7 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 
 
 def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
-    # The weights in a training script's dictionary, at any depth.
+    # Yield the weights in a training script's dictionary, at any depth.
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
         yield content
         return
@@ -166,7 +182,7 @@ def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _plain_names(names: Collection[str]) -> dict[str, str]:
-    # Full names by the names without the prefixes of wrappers; unchanged if two of these would be equal.
+    # Map names without the prefixes of wrappers to full names. If two such names are equal, keep the prefixes.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for prefix in PREFIXES:
         if all(name.startswith(f"{prefix}.") for name in plain):
@@ -175,11 +191,11 @@ def _plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    # The values by the network's own names, and a list of what does not match.
+    # Return the values by the network's names, and a description of all mismatches.
     theirs, ours = {name: name for name in state}, {name: name for name in own}
     if state.keys() != own.keys():
         theirs, ours = _plain_names(state), _plain_names(own)
-    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models next to the weights.
+    # torch.optim.swa_utils.AveragedModel saves the number of averaged models together with the weights.
     theirs = {name: full for name, full in theirs.items() if name in ours or name != "n_averaged"}
     values = {ours[name]: state[full] for name, full in theirs.items() if name in ours}
     shapes = [
@@ -190,7 +206,7 @@ def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict
     problems = {
         "missing": sorted(name for name in own.keys() - values.keys() if not name.endswith("num_batches_tracked")),
         "unexpected": sorted(theirs[name] for name in theirs.keys() - ours.keys()),
-        "of another shape": shapes,
+        "with a different shape or type": shapes,
     }
     return values, "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
 

@@ -1,4 +1,4 @@
-"""A posterior over whole networks as a JSON document and tensors, and back onto the same networks."""
+"""Functions that save a posterior over whole networks as a JSON document and tensors, and load it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mola.whole.posterior import WholeMoLA, make_component, structure_of
 from mola.whole.structures import NAMES, WholeStructure
 
 KIND = "whole-posterior"
-CHOSEN = "chosen"  # name of the tensor with the places of a subnetwork's weights; all others are sums
+CHOSEN = "chosen"  # name of the tensor with the indices of a subnetwork's weights; all other tensors are sums
 BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
 COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
 def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
-    """Write a posterior without its networks to a folder, and return the folder."""
+    """Write a posterior, without its networks, to a folder and return the folder."""
 
     def part(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
         structure = structure_of(component)
@@ -52,10 +52,10 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
 
     Args:
         directory: folder that `posterior.save` wrote.
-        networks: the networks, in the same order.
+        networks: the networks that the posterior was fitted on, in the same order.
 
     Returns:
-        The posterior; `StorageError` if the files are damaged or a network is not the one that was fitted.
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the fitted network.
     """
     document, tensors = read_folder(directory, KIND, SCHEMA)
     models, parts = as_networks(networks), document["components"]
@@ -70,7 +70,9 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
     except StorageError:
         raise
     except (OptionError, KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise StorageError(f"{directory} holds no posterior over these networks: {error}. Save it again.") from error
+        raise StorageError(
+            f"{directory} contains no posterior over these networks: {error}. Save the posterior again."
+        ) from error
 
 
 def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Sums) -> Component:
@@ -82,18 +84,20 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
     damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
     if damaged or part["count"] < 1:
         raise StorageError(
-            f"expected finite sums in float64 over at least 1 datum; {damaged or 'the count'} is damaged. Save it again."
+            f"expected finite float64 sums over at least one datum, but {damaged or 'the count'} is damaged. Save the posterior again."
         )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
     component = make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)
     layer: Any = component.require_layer("loading")
     if layer.curvature.values.shape != layer.weights.shape:
-        raise StorageError("the saved sums do not fit the weights of the network. Save the posterior again.")
+        raise StorageError(
+            "the shape of the saved sums does not match the network's weights. Save the posterior again."
+        )
     return component
 
 
 def _checked_places(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
-        raise StorageError(f"tensor chosen: expected increasing places below {size}. Save the posterior again.")
+        raise StorageError(f"tensor chosen: expected increasing indices below {size}. Save the posterior again.")
     return chosen

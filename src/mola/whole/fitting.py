@@ -1,4 +1,7 @@
-"""Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork."""
+"""Fit a Laplace approximation over all weights of each network.
+
+A fit takes one pass over the training data, or two passes for a subnetwork.
+"""
 
 from __future__ import annotations
 
@@ -52,32 +55,35 @@ def fit(
     team: Team | None = None,
     progress: bool = True,
 ) -> WholeMoLA:
-    """Put a Laplace approximation on all weights of each trained network, not on its last layer alone.
+    """Fit a Laplace approximation over all weights of each trained network, not only over its last layer.
 
-    The posterior of the weights that require gradients is Gaussian around the trained ones, with the precision `H + lambda I`,
-    where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
+    The posterior over the weights that require gradients is a Gaussian. Its mean is the trained weights, and its precision is
+    `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
 
     Args:
-        networks: one trained classifier, or K of them; architectures may differ, the number of classes may not.
-        train_loader: any iterable of batches: `(x, y)`, `x` alone, or a mapping with the labels under "labels". A subnetwork takes two
-            passes: not an iterator.
-        val_loader: validation data; if given, the posterior is tuned on them.
-        rule: how to tune, as for `mola.fit`.
+        networks: one trained classifier, or K classifiers. Their architectures may differ, but not their number of classes.
+        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels". A
+            subnetwork needs two passes, so an iterator is not accepted.
+        val_loader: validation data. If given, the posterior is tuned on these data.
+        rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
-            diagonal) or "full" (small networks only). None is "kron", or "full" for a subnetwork.
-        subnetwork: number of uncertain weights, or their fraction: the weights with the largest marginal variance under the
-            diagonal approximation (Daxberger et al., 2021), with all their correlations. The other weights keep their trained values.
-            Weights that no training datum depends on, such as the weights of units that never fire, are chosen last.
+            diagonal) or "full" (small networks only). None means "kron", or "full" for a subnetwork.
+        subnetwork: number or fraction of uncertain weights. The weights with the largest marginal variance under the diagonal
+            approximation are chosen (Daxberger et al., 2021), and they have a full covariance. All other weights keep their trained
+            values. Weights that affect no training datum, such as the weights of dead units, are chosen last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`.
-        likelihood: "categorical" alone; `mola.fit` takes others.
-        prior_precision: lambda, one number or K.
+        likelihood: only "categorical". Use `mola.fit` for other likelihoods.
+        prior_precision: lambda, as one number or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
-        progress: show a progress bar on stderr, if that is a terminal.
+        team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and all processes return
+            the posterior of all data.
+        progress: show a progress bar if stderr is a terminal.
     """
     team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
     if meaning != CATEGORICAL:
-        raise OptionError(f"likelihood {meaning.name!r}: mola.whole.fit is for classes. Use mola.fit, on last layers.")
+        raise OptionError(
+            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which works on last layers."
+        )
     models = as_networks(networks)
     name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
     weighting = check_weighting(weights, len(models))
@@ -89,7 +95,8 @@ def fit(
         as_rule(rule, meaning, val_loader)
     if subnetwork is not None and iter(train_loader) is train_loader:
         raise DataError(
-            "a subnetwork takes two passes over the training data, got an iterator. Pass a DataLoader or a list of batches."
+            "a subnetwork needs two passes over the training data, but the loader is an iterator. Pass a DataLoader or a list of "
+            "batches."
         )
     if team.size > 1:
         check_sampler(train_loader)
@@ -126,7 +133,7 @@ def _check_structure(structure: str | None, subnetwork: float | None) -> str:
         return one_of("kron" if structure is None else structure, ("kron", "diag", "full"), "structure")
     if structure not in (None, "full"):
         raise OptionError(
-            f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
+            f"a subnetwork always has a full covariance. Omit structure or pass 'full'; got {structure!r}."
         )
     return "full"
 
@@ -137,13 +144,14 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
     if type(subnetwork) is float and 0 < subnetwork < 1:
         return max(1, round(subnetwork * weights))
     raise OptionError(
-        f"subnetwork must be a number of weights, at most {weights}, or a fraction of them between 0 and 1; got {subnetwork!r}."
+        f"subnetwork must be a number of weights from 1 to {weights}, or a fraction between 0 and 1; got {subnetwork!r}."
     )
 
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
-    # Places, in increasing order, of the largest marginal variances 1 / (h + lambda): the smallest h. Weights with h = 0 come last: no
-    # training datum depends on them (a third of a trained LeNet's belong to units that never fire), and they would take every place.
+    # Return the indices, in increasing order, of the largest marginal variances 1 / (h + lambda), that is, of the smallest h.
+    # Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong to dead units
+    # and would otherwise fill the subnetwork.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[:count].sort().values.cpu()
 
@@ -155,7 +163,7 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs, *, factored: bool) -
             outputs = call(network, inputs)
             if outputs.dim() != 2 or len(outputs) != size:
                 raise DataError(
-                    f"expected logits of shape ({size}, C), got {tuple(outputs.shape)}. For dense outputs use mola.fit."
+                    f"expected logits of shape ({size}, C), got {tuple(outputs.shape)}. Use mola.fit for dense outputs."
                 )
             check_finite(outputs[:, :0], outputs)
             check_logits(network, inputs, outputs, CATEGORICAL)

@@ -1,8 +1,9 @@
 r"""Jacobians of the logits with respect to a network's weights, for a few data at a time.
 
-`torch.func` differentiates any network datum by datum. For a linear or convolutional layer with inputs :math:`a_t` (the constant 1 of
-the bias included) at T positions of a datum and gradients :math:`g_t` of a logit at its outputs, the Jacobian is :math:`\sum_t g_t
-a_t^\top`. These factors are all that K-FAC needs, and rotating them is far cheaper than rotating their product.
+`torch.func` differentiates any network datum by datum. Consider a linear or convolutional layer that is applied at T positions of a
+datum. Let :math:`a_t` be its inputs, including the constant 1 of the bias, and :math:`g_t` the gradients of a logit with respect to
+its outputs. The Jacobian is then :math:`\sum_t g_t a_t^\top`. K-FAC needs only these factors, and rotating them is far cheaper than
+rotating their product.
 """
 
 from __future__ import annotations
@@ -21,40 +22,40 @@ from mola.network import Inputs, run, without_autocast
 from mola.numerics import to_float64
 
 NUMBERS_AT_ONCE = 2**22
-"""Numbers of Jacobians that are held at once: 32 MB in float64."""
+"""Largest number of Jacobian entries in memory at once (32 MB in float64)."""
 
 Directions: TypeAlias = "Callable[[Tensor], Tensor]"
-"""From logits (n, C) to directions (n, R, C) of the output space, both in float64."""
+"""A function from logits (n, C) to directions (n, R, C) of the output space, both in float64."""
 
 
 def each_logit(logits: Tensor) -> Tensor:
-    """Return directions (n, C, C) of the single logits."""
+    """Return one direction for each logit, shape (n, C, C)."""
     return torch.eye(logits.shape[1]).to(logits).expand(len(logits), -1, -1)
 
 
 def curvature_roots(logits: Tensor) -> Tensor:
-    r"""Return directions (n, C, C) whose outer products sum to the softmax's curvature: :math:`\sqrt{p_r} (e_r - p)`."""
+    r"""Return the directions :math:`\sqrt{p_r} (e_r - p)` (n, C, C), whose outer products sum to the softmax's curvature."""
     probs = torch.softmax(logits, 1)
     return probs.sqrt()[:, :, None] * (each_logit(logits) - probs[:, None])
 
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters that make one matrix: a layer's weight with its bias as last column, or any one parameter as a row."""
+    """Parameters that form one matrix: a layer's weight with its bias as the last column, or any single parameter as a row."""
 
     names: tuple[str, ...]
     rows: int
     columns: int
     layer: str | None = None
-    """Name of the layer whose Jacobian is a product of factors; None for any other parameter."""
+    """Name of the layer if its Jacobian is a product of factors; None for any other parameter."""
 
     @property
     def size(self) -> int:
-        """Number of weights."""
+        """Number of weights in the block."""
         return self.rows * self.columns
 
     def matrix(self, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
-        """Return tensors by name, with some leading dimensions, as matrices (..., rows, columns)."""
+        """Return the block's tensors as matrices (..., rows, columns); `leading` is the number of batch dimensions."""
         parts = [tensors[name].detach() for name in self.names]
         parts = [part.reshape(*part.shape[:leading], self.rows, -1) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -62,11 +63,11 @@ class Block:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The uncertain weights of a network as one vector: all blocks flattened, or a subnetwork of them."""
+    """Layout of a network's uncertain weights as one vector: all blocks flattened, or a subnetwork of these weights."""
 
     blocks: tuple[Block, ...]
     chosen: Tensor | None = None
-    """Places of the subnetwork in the vector of all blocks, in increasing order; None: all weights are uncertain."""
+    """Indices of the subnetwork's weights in the vector of all blocks, in increasing order. None if all weights are uncertain."""
 
     @property
     def total(self) -> int:
@@ -79,7 +80,7 @@ class WeightLayout:
         return self.total if self.chosen is None else len(self.chosen)
 
     def flat(self, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
-        """Return the uncertain entries (..., D) of tensors by name, such as Jacobians or the parameters themselves, in float64."""
+        """Return the uncertain entries (..., D) of named tensors in float64; the tensors are parameters or Jacobians."""
         flat = to_float64(torch.cat([block.matrix(tensors, leading).flatten(leading) for block in self.blocks], -1))
         return flat if self.chosen is None else flat[..., self.chosen.to(flat.device)]
 
@@ -96,10 +97,12 @@ class WeightLayout:
 
 
 def size_of(inputs: Inputs) -> int:
-    """Return the number of data in a batch: the length of its first tensor."""
+    """Return the number of data in a batch, which is the length of its first tensor."""
     sizes = [len(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
-        raise DataError("expected a batch with at least one tensor whose first dimension counts the data.")
+        raise DataError(
+            "expected a batch with at least one tensor whose first dimension is the batch dimension, got no such tensor."
+        )
     return sizes[0]
 
 
@@ -108,7 +111,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """Return a part of the data in a batch of `size`."""
+    """Return a slice of a batch of `size` data."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 
@@ -116,7 +119,7 @@ def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
 
 
 class _Logits(nn.Module):
-    # The network with one argument, for torch.func.functional_call.
+    # Wrap the network as a module with one argument for torch.func.functional_call.
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -132,7 +135,7 @@ def _call(network: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> 
 
 
 def _single(value: Any) -> Any:
-    # At least float32, and a tensor that autograd may save, also if the given one was made in inference mode.
+    # Convert to at least float32. Clone tensors created in inference mode, because autograd cannot save them.
     if not isinstance(value, Tensor):
         return value
     value = value.clone() if value.is_inference() else value.detach()
@@ -148,7 +151,7 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 def jacobians(
     network: nn.Module, names: Sequence[str], inputs: Inputs, directions: Directions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits (n, C) in float64, and their derivatives (n, R, ...) along some directions with respect to parameters by name."""
+    """Return logits (n, C) in float64, and derivatives (n, R, ...) of their projections onto R directions for each named parameter."""
     size, tensors = size_of(inputs), _tensors(network)
     leaves, form = tree_flatten(tree_map(_single, inputs))
     batched = [_is_batched(leaf, size) for leaf in leaves]
@@ -165,7 +168,7 @@ def jacobians(
     except (RuntimeError, ValueError, DataError) as error:
         raise DataError(
             f"{type(network).__name__} cannot be differentiated datum by datum with respect to {names[0]!r}: {error}. Freeze such "
-            f"parameters with requires_grad_(False), or use mola.fit, which needs the last layer alone."
+            f"parameters with requires_grad_(False), or use mola.fit, which needs only the last layer."
         ) from error
     return to_float64(outputs), found
 
@@ -174,13 +177,14 @@ class Factors(NamedTuple):
     """Jacobian rows of one layer, `sum_t g_t a_t'`, in float64."""
 
     gradients: Tensor
-    """g (n, R, O, T)"""
+    """Gradients g, shape (n, R, O, T)."""
     inputs: Tensor
-    """a (n, I, T)"""
+    """Inputs a, shape (n, I, T)."""
 
     def product(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
         """Return `left' (sum_t g_t a_t') right` (n, R, O, I); None is the identity."""
-        # From the right, torch folds all data into one product: 0.4 s instead of 1.3 s for 200 data of a perceptron 784-100-10.
+        # Multiplied from the right, torch folds all data into one product. For 200 data and a 784-100-10 perceptron, this takes 0.4 s
+        # instead of 1.3 s.
         gradients = self.gradients if left is None else (self.gradients.mT @ left).mT
         inputs = self.inputs if right is None else right.T @ self.inputs
         return gradients @ inputs[:, None].mT
@@ -191,7 +195,10 @@ class Factors(NamedTuple):
 def layer_factors(
     network: nn.Module, layers: Sequence[str], inputs: Inputs, directions: Directions
 ) -> tuple[Tensor, list[Factors | None]]:
-    """Return logits (n, C) in float64, and the Jacobian rows of layers along some directions; None for a layer not called once."""
+    """Return logits (n, C) in float64, and each layer's Jacobian rows along R directions.
+
+    The rows are None for a layer that is not called exactly once.
+    """
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
 
     def watch(own: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
@@ -230,7 +237,7 @@ def layer_factors(
 
 
 def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    # Inputs (n, I, T) and gradients (n, R, O, T) of a layer at each position.
+    # Return the layer's inputs (n, I, T) and gradients (n, R, O, T) at each position.
     if isinstance(module, nn.Conv2d):
         options: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
         return nn.functional.unfold(given, *options), torch.stack([one.flatten(2) for one in gradients], 1)
@@ -242,12 +249,12 @@ def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) 
 
 
 def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> WeightLayout:
-    """Lay out the weights that require gradients; with `factored`, linear and convolutional layers are separate blocks."""
+    """Lay out the weights that require gradients. If `factored`, each linear and convolutional layer is a separate block."""
     free = {name: value for name, value in network.named_parameters() if value.requires_grad}
     if not free:
         raise OptionError(
-            f"{type(network).__name__} has no parameter that requires gradients: all are frozen. Call requires_grad_(True) on "
-            f"parameters that are to be uncertain."
+            f"{type(network).__name__} has no parameter that requires gradients. Call requires_grad_(True) on the parameters that "
+            f"should be uncertain."
         )
     layers = _exact_layers(network, free, some_of(inputs, slice(2), size_of(inputs))) if factored else []
     taken = {name for layer in layers for name in layer.names}
@@ -256,7 +263,7 @@ def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> Weight
 
 
 def _exact_layers(network: nn.Module, free: Mapping[str, Tensor], inputs: Inputs) -> list[Block]:
-    # Not exact are layers that are called twice or not at all, and weights that are also used by hand.
+    # The product is not exact for layers that are called twice or never, or whose weights are also used outside the layer.
     candidates = []
     for name, module in network.named_modules():
         names = tuple(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))

@@ -1,7 +1,7 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
-It is a `MoLA` whose features are Jacobians. These are too large to keep, so held-out data keep their inputs, and the Jacobians
-of a few data at a time are computed for all candidates of a search together.
+A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
+instead. A search computes the Jacobians of a few data at a time and evaluates all candidates on them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mola.whole.structures import WholeStructure
 
 
 def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor:
-    """Return the Jacobians (n, C, D) of a few data in the eigenbasis of a component's curvature: its features.
+    """Return a component's features: the Jacobians (n, C, D) of a few data in the eigenbasis of its curvature.
 
     Args:
-        component: whose network is linearised.
+        component: component whose network is linearised.
         inputs: inputs of the data.
         outputs: logits (n, C) of the network, in float64.
     """
@@ -55,14 +55,14 @@ def structure_of(component: Component) -> WholeStructure:
 def make_component(
     network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
 ) -> Component:
-    """Solve the eigenproblem of the sums of one network."""
+    """Make the component of one network from its sums."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
     return Component(network, None, layer, prior_precision, likelihood)
 
 
 @dataclass(frozen=True)
 class CapturedInputs(Captured):
-    """One pass of a network, with the inputs."""
+    """Outputs of one pass of a network, together with the inputs."""
 
     inputs: Inputs = None
     component: Component | None = None
@@ -70,7 +70,7 @@ class CapturedInputs(Captured):
     """Data whose Jacobians are held at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield coordinates (m, C, D) and outputs (m, C) in float64 of some data at a time."""
+        """Yield coordinates (m, C, D) and outputs (m, C) in float64 for a few data at a time."""
         assert self.component is not None
         size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
         for start in range(0, max(total, 1), size):
@@ -80,10 +80,10 @@ class CapturedInputs(Captured):
 
 @dataclass(frozen=True)
 class HeldInputs(HeldOut):
-    """Held-out data with their inputs, which stay in memory while candidates are compared."""
+    """Held-out data together with their inputs, which stay in memory while candidates are compared."""
 
     batches: Sequence[tuple[Inputs, int]] = ()
-    """Inputs and number of data of each batch."""
+    """Inputs and size of each batch."""
     components: Sequence[Component] = ()
     most: int = 1
     """Data whose Jacobians are held at once."""
@@ -102,10 +102,10 @@ class HeldInputs(HeldOut):
 
 
 class WholeMoLA(MoLA):
-    """A mixture of Laplace approximations over all weights of its networks. Made by `mola.whole.fit` or `mola.whole.load`.
+    """A mixture of Laplace approximations over all weights of its networks, made by `mola.whole.fit` or `mola.whole.load`.
 
-    Networks are linearised around the trained weights, in eval mode. Every call takes the Jacobians of its data: C backward
-    passes of each network.
+    The networks are linearised around the trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
+    C backward passes through each network.
     """
 
     @property
@@ -118,13 +118,13 @@ class WholeMoLA(MoLA):
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def why_no_distances(self) -> str:
-        """Explain why there are no distances."""
-        return "a posterior over whole networks has no distances from the training data: mola.fit has them."
+        """Return the reason why this posterior has no distances."""
+        return "a posterior over whole networks has no distances from the training data. Use mola.fit, which computes distances."
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def capture(self, inputs: Inputs) -> list[Captured]:
-        """Run every network once and keep the inputs."""
+        """Run every network once and store the inputs."""
         captured, most = super().capture(inputs), self._most()
         return [
             CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)
@@ -137,7 +137,7 @@ class WholeMoLA(MoLA):
         return MAX_PROBABILITY
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
-        """Return the prediction from captured passes: all fields at once, since Jacobians are the cost."""
+        """Return the prediction from captured passes. All fields are computed at once, because Jacobians dominate the cost."""
         assert isinstance(self.likelihood, ClassificationLikelihood)
         found = []
         for rows in self.chunks(captured):
@@ -158,9 +158,9 @@ class WholeMoLA(MoLA):
         return Prediction(fields, likelihood=self.likelihood)
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Raise an error: the paper's limit holds for last layers only."""
+        """Raise `OptionError`, because the far-field limit of the paper holds for last layers only."""
         raise OptionError(
-            "the far-field limit holds for last layers, and this posterior is over whole networks. Use mola.fit."
+            "the far-field limit holds only for last layers, but this posterior is over whole networks. Use mola.fit."
         )
 
     # --- tune -------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class WholeMoLA(MoLA):
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
-        """Run the networks once over a loader and keep inputs, outputs and labels."""
+        """Run the networks once over a loader and store inputs, outputs and labels."""
         if isinstance(loader, HeldOut):
             return super().read(loader, where, labelled=labelled)
         check_loader(loader, where)
@@ -183,7 +183,7 @@ class WholeMoLA(MoLA):
         def remembered() -> Iterator[Any]:
             for index, raw in enumerate(loader):
                 batch = as_batch(raw, f"batch {index} of the {where}")
-                # Copies: a loader may reuse its memory for the next batch.
+                # Copy the inputs, because a loader may reuse their memory for the next batch.
                 copies = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch.inputs)
                 kept.append((copies, size_of(copies)))
                 yield raw
@@ -193,14 +193,15 @@ class WholeMoLA(MoLA):
         data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
         if sum(size for _, size in kept) != len(data):
             raise DataError(
-                f"the {where}: expected one row of logits for each datum. Put the data in the first dimension of every input."
+                f"the {where}: expected one row of logits for each datum, got {len(data)} rows for {sum(size for _, size in kept)} "
+                f"data. The first dimension of every input must be the batch dimension."
             )
         return HeldInputs(**vars(data), batches=kept, components=self.components, most=self._most())
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save everything except the networks, for `mola.whole.load(directory, networks)`; see `MoLA.save`."""
+        """Save everything except the networks; load it with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
         from mola.whole.files import save_whole
 
         return save_whole(self, directory)

@@ -1,15 +1,15 @@
-r"""Curvature over all weights of a network: the generalised Gauss-Newton matrix in some structure, and its eigenbasis.
+r"""Structures of the generalised Gauss-Newton matrix over all weights of a network, and their eigenbases.
 
-With the output curvature of a datum written as :math:`\Lambda = S S^\top`, the rows :math:`S^\top J` of its Jacobian give :math:`H =
-\sum_n (S^\top J)^\top (S^\top J)`. K-FAC (Martens and Grosse, 2015; "expand" of Eschenhagen et al., 2023) approximates the block of a
-layer with inputs a and gradients g at T positions by
+Let :math:`\Lambda = S S^\top` be the output curvature of a datum and J its Jacobian. Then :math:`H = \sum_n (S^\top J)^\top
+(S^\top J)`. K-FAC (Martens and Grosse, 2015; the "expand" variant of Eschenhagen et al., 2023) approximates the block of a layer
+with inputs a and gradients g at T positions by
 
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
-For one datum and T = 1 it is exact. The exact matrix of all weights is the case of one layer whose gradients are the Jacobian rows
-and whose input is the constant 1; the diagonal is the case of no layer. A `WholeCurvature` is an orthogonal basis of weight space
-with one eigenvalue for each direction. With the coordinates z (n, C, D) of the Jacobians in this basis, every formula is a sum over
-:math:`1 / (h + \lambda)`.
+This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of one layer whose gradients
+are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without layers. A `WholeCurvature` is an
+orthogonal basis of weight space with one eigenvalue h for each direction. In the coordinates z (n, C, D) of the Jacobians in this
+basis, every formula is a sum over :math:`1 / (h + \lambda)`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mola.whole.jacobians import Directions, Factors, WeightLayout, jacobians, l
 NAMES = ("kron", "diag", "full", "subnetwork")
 
 JITTER = 1e-9
-"""Added to the diagonal of the centred covariance before its root is taken, relative to its mean: a few uncertain weights give a
-covariance of low rank."""
+"""Multiple of the mean diagonal entry that is added to the diagonal of the centred covariance before its Cholesky decomposition. The
+covariance has a low rank if only a few weights are uncertain."""
 
 
 class JacobianRows(NamedTuple):
-    """Jacobian rows along R directions: factors of each layer, and (n, R, S) of the weights with a diagonal alone."""
+    """Jacobian rows along R directions: the factors of each layer, and the rows (n, R, S) of the S remaining weights."""
 
     layers: list[Factors]
     rest: Tensor
@@ -46,7 +46,7 @@ class WholeStructure(Structure):
     """A way to approximate the Gauss-Newton matrix of the weights in a layout.
 
     Args:
-        layout: the weights.
+        layout: layout of the weights.
         outputs: number of classes.
         name: "kron" (K-FAC of the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
             exact matrix) or "subnetwork" (the exact matrix of some weights).
@@ -57,7 +57,7 @@ class WholeStructure(Structure):
     name: str
 
     def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, JacobianRows]:
-        """Return logits (n, C), and the Jacobian rows of a few data along some directions."""
+        """Return logits (n, C) and Jacobian rows along the given directions, for a few data."""
         layers = [block.layer for block in self.layout.blocks if block.layer is not None]
         if layers:
             return self._factored_rows(network, layers, inputs, directions)
@@ -80,12 +80,16 @@ class WholeStructure(Structure):
         known = [one for one in factors if one is not None]
         if len(known) < len(layers):
             raise DataError(
-                f"layer {layers[factors.index(None)]!r} was called once in the fit, and not once in this pass."
+                f"layer {layers[factors.index(None)]!r} was called exactly once per pass in the fit, but not in this pass. "
+                f"If the number of calls varies, fit with structure='diag'."
             )
         return outputs, JacobianRows(known, rest)
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Return B (O, O) and A (I, I) of each layer, and the squares (S,) of the rest, for rows along the roots of the curvature."""
+        """Return B (O, O) and A (I, I) of each layer, and the sums of squares (S,) of the remaining weights.
+
+        The rows must be along the directions of `curvature_roots`.
+        """
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
             by_output, by_input = gradients.transpose(0, 2).flatten(1), inputs.transpose(0, 1).flatten(1)
@@ -94,7 +98,7 @@ class WholeStructure(Structure):
         return found
 
     def solve(self, sums: Sums) -> WholeCurvature:
-        """Solve for the eigenbases of both factors of each layer."""
+        """Return the eigenvalues, and the eigenbases of both factors of each layer."""
         bases, values = [], []
         for index in range(len(sums.tensors) // 2):
             above, left = eigensystem(sums.tensors[f"gradients.{index}"])
@@ -105,28 +109,28 @@ class WholeStructure(Structure):
         return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of sums and eigenbases."""
+        """Return the memory of sums and eigenbases in bytes."""
         squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
 
 @dataclass(frozen=True)
 class WholeCurvature(Curvature):
-    """Eigenvalues (D,) of the Gauss-Newton matrix, and the eigenbases (O, O) and (I, I) of the factors of each layer.
+    """Eigenvalues (D,) of the Gauss-Newton matrix, and eigenbases (O, O) and (I, I) of each layer's factors.
 
-    All other weights are their own eigenbasis. In the methods, phi are coordinates (n, C, D).
+    The eigenbasis of all other weights is the identity. In the methods, phi is the coordinates (n, C, D) of the Jacobians.
     """
 
     values: Tensor
     bases: tuple[tuple[Tensor, Tensor], ...]
 
     def coordinates(self, rows: JacobianRows) -> Tensor:
-        """Return Jacobian rows (n, R, D) in the eigenbasis: rotate the factors, then multiply them."""
+        """Return Jacobian rows (n, R, D) in the eigenbasis. The factors are rotated before they are multiplied."""
         pairs = zip(rows.layers, self.bases, strict=True)
         return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """Return the deviation (D,) of the uncertain weights with these coordinates (D,) in the eigenbasis."""
+        """Convert coordinates (D,) in the eigenbasis to a deviation (D,) of the uncertain weights."""
         sizes = [len(left) * len(right) for left, right in self.bases]
         *parts, rest = torch.split(coordinates, [*sizes, len(coordinates) - sum(sizes)])
         pairs = zip(self.bases, parts, strict=True)
@@ -161,11 +165,11 @@ class WholeCurvature(Curvature):
 
     @property
     def noise_size(self) -> int:
-        """One standard normal for each contrast of the logits."""
+        """Number of standard normals per draw, one for each contrast of the logits."""
         return self.outputs - 1
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Draws from the centred covariance, by its Cholesky root in the contrasts."""
+        """Return draws from the centred covariance, computed with its Cholesky root in the contrasts."""
         basis = contrasts(self.outputs).to(self.values)
         seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
         scale = seen.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(seen.dtype).tiny)
@@ -173,13 +177,13 @@ class WholeCurvature(Curvature):
         return (noise @ root.mT) @ basis.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (count, D) of the uncertain weights from the trained ones."""
+        """Return deviations (count, D) of the uncertain weights from their trained values."""
         scale = self.inverse(precision).sqrt()
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the linearised logits from draws of the weights."""
+        """Return deviations (n, count, C) of the linearised logits for random draws of the weights."""
         scale = self.inverse(precision).sqrt()
         draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # one at a time
         return torch.stack([phi @ one for one in draws], 1)
@@ -202,4 +206,6 @@ class WholeCurvature(Curvature):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise OptionError(f"{what} belongs to a last layer, and this posterior is over whole networks. Use mola.fit.")
+    raise OptionError(
+        f"only a posterior over last layers has {what}, but this posterior is over whole networks. Use mola.fit."
+    )
