@@ -1,15 +1,16 @@
-"""Work that is killed at random moments: no file may be lost, and a second attempt must give the same bits.
+"""Kill work at random moments: no file may be lost, and a second attempt must give identical results.
 
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
-Four kinds of work are killed many times each: `save` (a posterior over an older one), `fit` (with a checkpoint after every batch),
-`bench` (`mola bench digits` on few data) and `predict` (`mola predict` over an older file). Half of the kills are SIGKILL at a random
-time, a quarter just before a file operation, and a quarter in the middle of a write, when a file reaches a random size.
+Each of four kinds of work is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint after
+every batch), `bench` (`mola bench digits` on few data) and `predict` (`mola predict` that replaces an older file). Half of the kills
+are a SIGKILL at a random time. A quarter happen just before a file operation, and a quarter in the middle of a write, when a file
+reaches a random size.
 
-After a kill, the old result or the new one must be there, whole (`half-written` otherwise). The second attempt must succeed (`lost`
-otherwise) and give the same bits as work that was never killed (`differs`). Hidden `.partial` files may stay.
+After a kill, either the old result or the new result must be complete (`half-written` otherwise). The second attempt must succeed
+(`lost` otherwise) and give the same bytes as work that was never killed (`differs` otherwise). Hidden `.partial` files may remain.
 
-Exits with 1 if a case fails, and prints how to repeat it. Writes benchmarks/results/crash.json.
+The exit status is 1 if a case fails, and the command that repeats the case is printed. Writes benchmarks/results/crash.json.
 """
 
 import argparse
@@ -129,13 +130,13 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
 }
-"""Each kind of work: the files before it, the work itself, and its result as digests by file."""
+"""Kinds of work, each with a function that writes the initial files, the work itself, and its result as digests by file."""
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 FORK = multiprocessing.get_context("fork")
-"""Children that have imported everything."""
+"""Context whose child processes have already imported all modules."""
 
 
 def start(folder: Path, action: Callable[[], Any]) -> Any:
@@ -157,7 +158,7 @@ def run(folder: Path, action: Callable[[], Any]) -> None:
 
 
 class Arena:
-    """A kind of work, the files before it, and its result when nothing disturbs it."""
+    """A kind of work, the files before it, and its undisturbed result."""
 
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
@@ -176,7 +177,7 @@ class Arena:
         return queue.get()
 
     def kill(self, rng: np.random.Generator) -> str | None:
-        """Start the work and kill it; returns the moment, or None if the work ended first."""
+        """Start the work and kill it; return the time of the kill, or None if the work ended first."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
         moment, size, left = rng.uniform(0, self.seconds), int(2 ** rng.uniform(4, 18)), int(rng.geometric(0.1))
 
@@ -185,7 +186,7 @@ class Arena:
             opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             left -= bool(event in EVENTS or opened)
             if left == 0:
-                left = -1  # the kill is an event, too
+                left = -1  # the kill is also an event
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def act() -> None:
@@ -208,7 +209,7 @@ class Arena:
         return how[way] if process.exitcode else None
 
     def case(self, seed: int) -> tuple[str, str]:
-        """One kill: its outcome and its moment."""
+        """Kill the work once; return the outcome and the time of the kill."""
         rng, how, failed = np.random.default_rng(seed), None, "half-written"
         while how is None:
             shutil.rmtree(self.folder)
@@ -226,7 +227,7 @@ class Arena:
 
 
 def campaign(kind: str, cases: range) -> dict[str, Any]:
-    """Counts of the outcomes of one kind of work."""
+    """Count the outcomes of one kind of work."""
     outcomes, began = collections.Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         arena = Arena(Path(place), *KINDS[kind])
@@ -242,13 +243,15 @@ def campaign(kind: str, cases: range) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS), help="kinds of work; the rows of others stay")
-    parser.add_argument("--kills", type=int, default=100, help="kills of each kind of work")
-    parser.add_argument("--quick", action="store_true", help="one kill of each; writes no file")
-    parser.add_argument("--case", help="one kill, such as predict:17; writes no file")
+    parser.add_argument(
+        "kinds", nargs="*", default=list(KINDS), help="kinds of work to run; rows of other kinds are kept"
+    )
+    parser.add_argument("--kills", type=int, default=100, help="number of kills for each kind of work")
+    parser.add_argument("--quick", action="store_true", help="kill each kind of work once; write no file")
+    parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # a thread, which would be forked
+    tqdm.monitor_interval = 0  # its thread would be forked
     kinds, cases = options.kinds, range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")

@@ -1,24 +1,25 @@
-"""Guarantees of abstention, prediction sets and alarms on real predictions: over many splits, and under shift.
+"""Guarantees of abstention, prediction sets and alarms on real predictions, over many splits and under shift.
 
     python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-The first five networks of MNIST and CIFAR-10 are fitted on activations that `mola bench` stores (--cache), and tuned on the validation
-set of the suite. The predictions of the test set are then divided at random, many times: one part calibrates, the other measures the
-guarantees. CLINC150 is embedded by means of token vectors.
---quick uses scikit-learn's digits and small networks, and writes no file.
+Posteriors of the first five networks of MNIST and CIFAR-10 are fitted on activations that `mola bench` stores (--cache), and tuned on
+the validation set of the suite. The predictions for the test set are then split at random many times. One part is used for
+calibration, and the other part measures the guarantees. Each request of CLINC150 is represented by the mean of its token vectors. With
+--quick, the benchmark uses scikit-learn's digits and small networks, and writes no file.
 
 - `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee is about the true error rate above the threshold,
-  so calibration data are also drawn with replacement: then the true rate is known, that of all test data above it, and `violations` is
-  the share of draws whose rate is too high; it must not exceed one minus the certainty. `realised` is over the other part of plain
-  splits, `above` the share of splits where that part came out above the rate, chance in that part included.
+    so calibration data are also drawn with replacement. Then the true rate is known: it is the error rate of all test data above the
+    threshold. `violations` is the share of draws whose true rate is too high, which must not exceed one minus the certainty.
+    `realised` is the error rate in the other part of plain splits, and `above` is the share of splits in which this rate is too high,
+    partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
-- `tuned_on_same`: the same guarantees if the posterior is tuned anew on each calibration part, as `mola fit` does.
-- `shift`: guarantees from test data on shifted data and outliers, with and without the alarm as a gate.
+- `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
+- `shift`: thresholds from test data, applied to shifted data and outliers, with and without alarms that prevent answers.
 
-Exits with 1 if `violations` of MoLA's answers exceed one minus the certainty by more than chance, or coverage or alarms are off by
-more than 4 standard errors.
+The exit status is 1 if the `violations` of MoLA's answers exceed one minus the certainty by more than chance, or if coverage or alarm
+rates differ from their nominal values by more than 4 standard errors.
 """
 
 import argparse
@@ -49,18 +50,18 @@ from mola.lab.suite import DataOptions
 CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)
 SIZED = 20
-"""Splits in which set sizes are measured."""
+"""Number of splits in which set sizes are measured."""
 BESIDE = 100
-"""Splits for MAP and DE."""
+"""Number of splits for MAP and DE."""
 RETUNED = 10
-"""Splits on which the posterior is tuned again."""
+"""Number of splits in which the posterior is tuned again."""
 SHIFTED = 10
-"""Splits whose guarantees are tested on shifted data."""
+"""Number of splits whose guarantees are tested on shifted data."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set: number of calibration data, error rates, and names of the shifted and outlying sets."""
+    """A data set with its number of calibration data, error rates, and names of shifted sets and outlier sets."""
 
     name: str
     calibration: int
@@ -91,7 +92,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Features (n, K, P) of K networks, and labels of a set: a loader."""
+    """A loader with the features (n, K, P) of K networks and the labels of a set."""
 
     features: Tensor
     labels: Tensor | None
@@ -105,17 +106,17 @@ class Rows:
         return -(-len(self.features) // 2000)
 
     def part(self, rows: Tensor) -> "Rows":
-        """Some of them."""
+        """Return the rows with the given indices."""
         return Rows(self.features[rows], None if self.labels is None else self.labels[rows])
 
 
 Ready = tuple[mola.MoLA, Rows, dict[str, Rows]]
-"""A fitted and tuned posterior, the test set, and the shifted and outlying sets."""
+"""A fitted and tuned posterior, the test set, and the shifted sets and outlier sets."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Probabilities, labels and outlier scores of one method on a set."""
+    """Probabilities, labels and OOD scores of one method on a set."""
 
     probs: Tensor
     labels: Tensor | None
@@ -127,7 +128,7 @@ class Outputs:
 
 
 def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
-    """A single network, the ensemble and the mixture on one set."""
+    """Predict a set with a single network, the ensemble and the mixture."""
     prediction = posterior.predict(data.features)
     alone = torch.softmax(prediction.logit_mean.double(), -1)
     return {
@@ -138,7 +139,7 @@ def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
 
 
 def from_suite(suite: Suite) -> Ready:
-    """From the activations of a suite."""
+    """Fit and tune a posterior on the activations of a suite."""
     stored = suite.read(slice(COMPONENTS))
     posterior = mola.fit(stored["train"].heads, stored.pop("train"), stored.pop("validation"), progress=False)
     sets = {
@@ -151,7 +152,7 @@ def from_suite(suite: Suite) -> Ready:
 
 
 def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes: int, epochs: int) -> Ready:
-    """Small networks, trained on vectors; sets beyond train, validation and test have no labels."""
+    """Train small networks on vectors, and fit their posterior. Sets other than train, validation and test have no labels."""
     inputs, labels = parts["train"]
     assert labels is not None
     networks = []
@@ -175,7 +176,7 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
 
 
 def from_sentences(folder: Path) -> Ready:
-    """CLINC150: each request is the mean of the vectors of its tokens."""
+    """Open CLINC150, in which each request becomes the mean of its token vectors."""
     requests = load_clinc150(folder)
     parts: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
@@ -185,7 +186,7 @@ def from_sentences(folder: Path) -> Ready:
 
 
 def from_digits() -> Ready:
-    """scikit-learn's digits with noise, so that there are errors."""
+    """Open scikit-learn's digits with noise, so that there are errors."""
     from sklearn.datasets import load_digits
 
     pixels, labels = (torch.from_numpy(one) for one in load_digits(return_X_y=True))
@@ -212,14 +213,14 @@ def prepare(case: Case, data: Path, cifar10: Path, cache: Path) -> Ready:
 
 
 def mean_and_error(values: list[float]) -> list[float]:
-    """Mean and its standard error over splits, to five digits."""
+    """Return the mean over splits and its standard error, to five digits."""
     known = np.array(values)
     error = known.std(ddof=1) / math.sqrt(len(known)) if len(known) > 1 else math.nan
     return [float(f"{number:.5g}") for number in (known.mean(), error)]
 
 
 class Splits:
-    """Random parts of n data: which calibrate."""
+    """Draw masks of the calibration data among n data."""
 
     def __init__(self, total: int, size: int, count: int) -> None:
         self.total, self.size, self.count = total, size, count
@@ -237,7 +238,7 @@ class Splits:
 
 
 def answer_threshold(known: Calibration, rate: float, **options: Any) -> float | None:
-    """The abstention threshold, or None if there is none."""
+    """Return the abstention threshold, or None if no threshold has the guarantee."""
     try:
         return float(abstain_threshold(known, None, rate, CERTAINTY, **options))
     except DataError:
@@ -245,10 +246,10 @@ def answer_threshold(known: Calibration, rate: float, **options: Any) -> float |
 
 
 def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
-    """Nominal and realised error rates of answers."""
+    """Measure nominal and realised error rates of answers."""
     order = known.confidence.argsort(descending=True)
     ordered = known.confidence[order]
-    # Error rate of the k most confident data, for every k.
+    # Compute the error rate of the k most confident data, for every k.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
     drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
@@ -275,7 +276,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
 
 
 def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> dict[str, Any]:
-    """Nominal and realised coverage, and the size of the sets."""
+    """Measure nominal and realised coverage, and the size of the sets."""
     held, sizes = [], []
     for place, (rows, rest) in enumerate(splits.plain()):
         made = prediction_sets(known.rows(rows), None, coverage)
@@ -287,7 +288,7 @@ def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> 
 
 
 def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
-    """Nominal and realised false alarms."""
+    """Measure nominal and realised false-alarm rates."""
     found = [
         float((score[rest] > mola.alarm_threshold(score[rows], rate)).double().mean()) for rows, rest in splits.plain()
     ]
@@ -295,7 +296,7 @@ def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
 
 
 def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> dict[str, Any]:
-    """All guarantees, if the posterior is tuned on the calibration data."""
+    """Measure all guarantees for a posterior that is tuned on the calibration data."""
     realised: dict[str, list[float]] = {"coverage": [], "false alarms": []}
     wrong: dict[float, list[float]] = {rate: [] for rate in case.error_rates}
     for rows, rest in Splits(len(test.features), case.calibration, count).plain():
@@ -326,7 +327,7 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
 
 
 def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: float, count: int) -> list[dict[str, Any]]:
-    """Guarantees from test data on shifted data and outliers."""
+    """Measure guarantees from test data on shifted data and outliers."""
     known = test.calibration()
     assert test.score is not None
     found: dict[str, dict[str, list[float]]] = {}
@@ -382,7 +383,7 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
 def measure(
     case: Case, posterior: mola.MoLA, test: Rows, others: dict[str, Rows], count: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All numbers of a case."""
+    """Compute all numbers of a case."""
     found_outputs = outputs_of(posterior, test)
     splits = Splits(len(test.features), case.calibration, count)
     found: dict[str, Any] = {
@@ -414,7 +415,7 @@ def measure(
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """Guarantees that do not hold within chance."""
+    """List the guarantees that are violated by more than chance."""
     wrong = []
     for row in found["answers"]:
         chance = math.sqrt(CERTAINTY * (1 - CERTAINTY) / row["splits"])
@@ -438,15 +439,15 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
     parser.add_argument("--splits", type=int, default=1000)
     parser.add_argument("--cases", default="mnist,cifar10,clinc150")
-    parser.add_argument("--quick", action="store_true", help="digits, 50 splits; writes no file")
+    parser.add_argument("--quick", action="store_true", help="use digits and 50 splits; write no file")
     options = parser.parse_args()
     if options.quick:
         options.cases, options.splits = "digits", 50
     elif options.data is None or options.cifar10 is None:
-        parser.error("give --data and --cifar10, or --quick")
+        parser.error("pass --data and --cifar10, or --quick")
     began, wrong = time.perf_counter(), []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
-    # Keep earlier cases with the same number of splits.
+    # Keep earlier cases that have the same number of splits.
     if record.exists("decisions") and (before := record.read("decisions"))["splits"] == options.splits:
         document["cases"] = before["cases"]
     for name in options.cases.split(","):

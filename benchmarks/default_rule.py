@@ -1,9 +1,9 @@
-"""Confirm the default rule on networks that did not choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
+"""Confirm the default rule on networks that were not used to choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
 
 The constants of the rule were chosen on the first two groups of five networks of MNIST and CIFAR-10, with the suites' split of the
-test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups, and on
-the other groups with another split, with 1, 2, 3 and 5 networks and 200, 500 and 2000 validation images. Activations are those of
-`mola bench` (`--cache`), computed where they are missing. Writes `benchmarks/results/default_rule.json`.
+test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups, and on the
+other groups with another split. It uses 1, 2, 3 and 5 networks, and 200, 500 and 2000 validation images. Activations are read from the
+cache of `mola bench` (`--cache`), and computed if they are missing. Writes `benchmarks/results/default_rule.json`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mola.metrics import auroc, expected_calibration_error, negative_log_likelih
 from mola.tuning import HeldOut
 
 GROUP, HALF, SEED = 5, 2, 7
-"""Networks of a group, groups that the rule was chosen on, and the seed of the other split."""
+"""Number of networks in a group, number of groups on which the rule was chosen, and the seed of the other split."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
-"""Numbers of networks and of validation images."""
+"""Numbers of networks and numbers of validation images to compare."""
 
 
 def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
-    """Some rows of held-out data."""
+    """Select rows of held-out data."""
     assert data.labels is not None
     return replace(
         data,
@@ -44,7 +44,7 @@ def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
 
 
 def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut, HeldOut]:
-    """The suite's own split, or a random split of the same sizes."""
+    """Return the suite's split, or a random split with the same sizes."""
     if seed is None:
         return validation, test
     assert validation.labels is not None
@@ -60,14 +60,14 @@ def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut
 
 
 def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
-    """Probabilities of all rows."""
+    """Compute the probabilities of all rows."""
     return torch.cat([posterior.predictive(rows).point() for rows, _ in data.chunks(4000)])
 
 
 def measured(
     posterior: mola.MoLA, sets: dict[str, HeldOut], shifted: Sequence[str], outliers: Sequence[str]
 ) -> dict[str, float]:
-    """Log loss and calibration on test data, mean log loss under shift and mean AUROC by confidence on outliers."""
+    """Compute log loss and calibration on test data, mean log loss under shift, and mean AUROC of confidence on outliers."""
     probs = {name: probabilities(posterior, data) for name, data in sets.items()}
     losses = {name: negative_log_likelihood(probs[name], sets[name].labels) for name in ("test", *shifted)}  # type: ignore[arg-type]
     inside = -probs["test"].amax(1)
@@ -80,7 +80,7 @@ def measured(
 
 
 def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
-    """All groups of networks of one suite."""
+    """Compare the rules on all groups of networks of one suite."""
     found, outliers = [], suite.places("outlier")
     for group in range(len(suite.networks) // GROUP):
         seed = None if group < HALF else SEED
@@ -111,7 +111,7 @@ def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compare on both suites."""
+    """Compare the rules on both suites."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--cifar10", type=Path, required=True, help="folder of ResNet-20s")

@@ -1,18 +1,19 @@
-"""Random calls against an independent closed form.
+"""Compare random calls with an independent closed form.
 
     python benchmarks/fuzz.py [--calls 10000] [--seed 0] [--quick] [--case 1234]
 
-Each call draws networks, data and options at random and is compared with `tests/reference/closed_form.py`, numpy in float64 that
-shares no code with the library.
+Each call draws networks, data and options at random. Its results are compared with `tests/reference/closed_form.py`, which uses numpy
+in float64 and shares no code with the library.
 
-A call fails if it is
-  wrong     a result that differs from the closed form by more than rounding explains: the closed form is computed again with all
-            numbers moved by a few roundings, and the result may be off by some times as much;
-  foreign   an error that is no MolaError, or a warning that is no MolaWarning;
-  refused   a call that was refused;
-  changed   a call that changed a network, the data or the posterior.
+A call fails with one of these outcomes:
+  wrong     A result differs from the closed form by more than rounding explains. The closed form is computed again with all
+            numbers perturbed by a few rounding errors, and the result may deviate by a small multiple of the change.
+  foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
+  refused   The call raised a MolaError.
+  changed   The call changed a network, the data or the posterior.
 
-Exits with 1 if a call fails, and prints how to repeat it: `--case` runs one call, with its traceback. Writes results/fuzz.json.
+The exit status is 1 if a call fails, and the command that repeats the call is printed. `--case` runs one call and shows its traceback.
+Writes results/fuzz.json.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ CALLS, QUICK = 10_000, 150
 FAILURES = ("wrong", "foreign", "refused", "changed")
 STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(dense.LINKS)
 UNDECIDED = 0.02
-"""Relative rounding error above which a comparison is undecided."""
+"""Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of perturbed closed forms, up and down, and the factor by which a result may exceed their deviations."""
+"""Number of perturbed closed forms, and the factor by which the error of a result may exceed their deviations."""
 
 
 class WrongError(Exception):
-    """A result that differs from the closed form."""
+    """Error for a result that differs from the closed form."""
 
 
 def require(right: Any, message: str) -> None:
@@ -65,7 +66,7 @@ SCALES = {"plain": 1.0, "zero rows": 1.0, "all zero": 1.0, "duplicated": 1.0, "t
 
 @dataclass
 class Problem:
-    """Networks, data and options, all drawn from one seed."""
+    """Networks, data and options that are drawn from one seed."""
 
     rng: np.random.Generator
     networks: list[nn.Sequential]
@@ -85,7 +86,7 @@ class Problem:
         return choices[int(self.rng.integers(len(choices)))]
 
     def features(self, inputs: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Features with the constant 1, and logits, of every network."""
+        """Return the features of every network with a constant 1 appended, and its logits."""
         found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for network in self.networks:
             with torch.no_grad():
@@ -96,7 +97,7 @@ class Problem:
         return found
 
     def reference(self, **changes: Any) -> dense.Mixture:
-        """The closed form of the posterior."""
+        """Return the closed form of the posterior."""
         components, precisions = [], changes.get("precision", self.precision)
         for network, precision, *seen in zip(self.networks, precisions, *self.features(self.train[0]), strict=True):
             head = network[-1]
@@ -106,7 +107,7 @@ class Problem:
         return dense.Mixture(components, changes.get("weights", self.weights), changes.get("link", self.link))
 
     def loader(self, inputs: Tensor, labels: Tensor) -> Any:
-        """The data in one of the forms that a loader may have."""
+        """Return the data in one of the forms that a loader may have."""
         size = int(self.pick([1, 2, 3, 7, len(inputs)]))
         self.notes.append(f"batches of {size}")
         batches = list(zip(inputs.split(size), labels.split(size), strict=True))
@@ -132,7 +133,7 @@ def draw(seed: int) -> Problem:
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
     inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
-    bias = bool(rng.random() < 0.7) and kind != "huge"  # a constant 1 next to features of 1e22 is noise
+    bias = bool(rng.random() < 0.7) and kind != "huge"  # compared with features of 1e22, a constant 1 is rounding error
     deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
@@ -142,7 +143,7 @@ def draw(seed: int) -> Problem:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.copy_(torch.from_numpy(rng.standard_normal(tuple(parameter.shape)) * strength))
-            network[-1].weight.div_(SCALES[kind])  # logits of ordinary size
+            network[-1].weight.div_(SCALES[kind])  # give logits an ordinary size
         networks.append(network.train(bool(rng.random() < 0.5)))
     precision = 10.0 ** rng.uniform(-8, 8, size=count)
     weights: Any = [rng.dirichlet(np.ones(count)), "uniform", "evidence"][int(rng.choice(3, p=[0.4, 0.5, 0.1]))]
@@ -165,10 +166,10 @@ def compare(
     *,
     relative: bool = False,
 ) -> bool:
-    """Return False where the closed form is undecided: it does not converge, overflows or is ill-conditioned.
+    """Return False if the closed form is inconclusive because it does not converge, overflows or is ill-conditioned.
 
     Raises:
-        WrongError: where the result differs from it by more than rounding explains.
+        WrongError: the result differs from the closed form by more than rounding explains.
     """
     arithmetic = problem.arithmetic if arithmetic is None else arithmetic
     own = torch.finfo(problem.test[0].dtype).eps
@@ -186,10 +187,10 @@ def compare(
     values = np.asarray(found.detach().double() if isinstance(found, Tensor) else found, dtype=np.float64)
     require(values.shape == exact.shape, f"{name}: shape {values.shape}, expected {exact.shape}")
     require(not np.isnan(values).any(), f"{name}: NaN")
-    if getattr(found, "dtype", None) == torch.float32:  # which keeps infinity of a number beyond its range
+    if getattr(found, "dtype", None) == torch.float32:  # keep infinity for a number beyond the range
         values = np.where(np.isposinf(values) & (exact > 3e38), exact, values)
     size = np.maximum(np.abs(exact), (1e-295 if arithmetic < 1e-10 else 1e-30) if relative else 1.0)
-    if exact.ndim > 1:  # roundings of one class move the others
+    if exact.ndim > 1:  # rounding errors of one class affect all other classes
         movement = np.broadcast_to(movement.max(-1, keepdims=True), exact.shape)
         size = np.broadcast_to(size.max(-1, keepdims=True), exact.shape)
     tolerance = SLACK * movement + 64 * arithmetic * size
@@ -204,11 +205,11 @@ def compare(
 def check_probs(problem: Problem, probs: Tensor, reference: dense.Mixture) -> bool:
     values, seen = probs.double().numpy(), problem.features(problem.test[0])
     valid = np.isfinite(values).all() and (values >= 0).all() and np.abs(values.sum(1) - 1).max() <= 1e-5
-    require(valid, "rows are no probabilities")
+    require(valid, "rows are not probabilities")
     return compare(problem, "probs", probs, lambda one: one.probabilities(*seen), reference)
 
 
-# --- calls: each returns whether the closed form decided ----------------------------------------------------------
+# --- calls: each returns True if the closed form was conclusive ---------------------------------------------------
 
 
 def call_predict(problem: Problem) -> bool:
@@ -219,19 +220,19 @@ def call_predict(problem: Problem) -> bool:
     decided = check_probs(problem, prediction.probs, reference)
     variance, score = prediction.logit_variance, prediction.ood_score
     compare(problem, "logit_variance", variance, lambda one: one.variance(*seen), reference, relative=True)
-    if all(one.gram.max() > 0 for one in reference.components):  # training features that are all 0 give no unit
+    if all(one.gram.max() > 0 for one in reference.components):  # training features that are all 0 define no unit
         compare(problem, "ood_score", score, lambda one: one.outlier_score(*seen), reference, relative=True)
     return decided
 
 
 def call_evidence(problem: Problem) -> bool:
     found, exact = problem.fit().log_evidence(), problem.reference()
-    # Hundreds of logarithms are added up, and may cancel.
+    # Hundreds of logarithms are added, and may cancel.
     return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 
 def call_with(problem: Problem) -> bool:
-    """The same mixture at another prior precision, with other weights, with another link, in any order."""
+    """Compare the mixture after changing its prior precision, weights and link in random order."""
     posterior, link = problem.fit(), problem.pick(LINKS)
     precision = (10.0 ** problem.rng.uniform(-8, 8, size=len(problem.networks))).tolist()
     weights = problem.rng.dirichlet(np.ones(len(problem.networks)))
@@ -247,7 +248,7 @@ def call_with(problem: Problem) -> bool:
 
 
 def call_tune(problem: Problem) -> bool:
-    """Candidates have the scores of the closed form, and the chosen candidate is the best of the curve."""
+    """Check that candidates have the scores of the closed form, and that the chosen candidate is the best of the curve."""
     name = problem.pick(["threshold", "nll", "brier"])
     inputs, labels = (torch.cat(parts) for parts in zip(problem.test, problem.train, strict=True))
     grid = [float(value) for value in np.logspace(-4, 4, int(problem.rng.integers(1, 9)))]
@@ -258,7 +259,9 @@ def call_tune(problem: Problem) -> bool:
     curve = np.array(tuned.tuning.curve[score])
     if name != "threshold":
         require(curve[grid.index(chosen)] == curve.min(), f"{name}: another candidate is better")
-    if tuned.tuning.temperature != 1:  # underconfident networks: the curve is at this temperature, the closed form at 1
+    if (
+        tuned.tuning.temperature != 1
+    ):  # for underconfident networks, the curve uses this temperature, but the closed form uses 1
         return False
     seen = problem.features(inputs)
 
@@ -275,7 +278,7 @@ CALLED = {call_predict: 60, call_evidence: 10, call_with: 10, call_tune: 20}
 
 
 def run(seed: int) -> tuple[str, str]:
-    """One call: its outcome and its description, with the traceback of a failure."""
+    """Run one call; return its outcome and its description, with the traceback of a failure."""
     problem, shares = draw(seed), np.array(list(CALLED.values()))
     call = list(CALLED)[int(problem.rng.choice(len(shares), p=shares / shares.sum()))]
     problem.notes.append(call.__name__)
@@ -300,9 +303,9 @@ def run(seed: int) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; later calls increment it")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} calls; writes no file")
-    parser.add_argument("--case", type=int, help="run one call, and show its traceback")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; each later call adds 1")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} calls; write no file")
+    parser.add_argument("--case", type=int, help="run one call and show its traceback")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.case is not None:

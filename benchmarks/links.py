@@ -1,16 +1,17 @@
-"""Closed forms and links against Monte Carlo with very many samples.
+"""Comparison of closed forms and links with Monte Carlo estimates from many samples.
 
     python benchmarks/links.py [--quick]
     python benchmarks/links.py --data DIR --networks DIR [--cache DIR] [--network 0]
 
-Without folders: weights of the last layer are drawn from the posterior of a mixture of three small networks, and everything that a
-prediction gives in closed form is computed again from the draws. For regression: mean, parts of the variance, distribution function,
-quantiles, log density and CRPS; for yes/no labels: the probability, by quadrature and by the links, and the parts of the entropy. What
-is exact must be within 5 standard errors of the draws; links are approximations, and shown. Writes closed_forms.json.
+Without folders, last-layer weights are drawn from the posterior of a mixture of three small networks. Every closed-form quantity of a
+prediction is then computed again from the draws. For regression, these are the mean, the parts of the variance, the distribution
+function, quantiles, the log density and the CRPS. For binary labels, they are the probability, by quadrature and by the links, and the
+parts of the entropy. Exact quantities must be within 5 standard errors of the Monte Carlo estimates. Links are approximations, and are
+only reported. Writes closed_forms.json.
 
-With folders of data sets and of ResNet-20s: the error of each link on the logits of 1000 test images of CIFAR-10 and 1000 of SVHN,
-against 100,000 samples; how well each link predicts with a prior precision tuned for it; and the variance of the logits, common to all
-classes and in their contrasts. Writes links_against_monte_carlo.json.
+With folders of data sets and ResNet-20s, the benchmark measures the error of each link on the logits of 1000 test images of CIFAR-10
+and 1000 images of SVHN, against 100,000 samples. It also measures how well each link predicts with a prior precision tuned for it, and
+the variance of the logits, both common to all classes and in their contrasts. Writes links_against_monte_carlo.json.
 """
 
 import argparse
@@ -38,25 +39,25 @@ STRUCTURES = ("full", "diag", "kron", "kron-exact", "kron-diag")
 WEIGHTS, PRECISION = (0.5, 0.3, 0.2), 0.5
 INPUTS, OUTPUTS, HIDDEN = 6, 2, 10
 CHUNK = 5000
-"""Draws at once: what leaves the processor's cache takes several times as long."""
+"""Number of draws at once. More draws would not fit into the processor's cache and would take several times as long."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Standard errors: of some thousand comparisons, one is beyond 5 by chance in a thousand runs."""
+"""Largest difference in standard errors. Among some thousand comparisons, chance exceeds it about once in a thousand runs."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
-"""Name, closed form, Monte Carlo, its standard error, and whether the closed form is exact."""
+"""Name, closed form, Monte Carlo estimate, its standard error, and True if the closed form is exact."""
 
 
 @dataclass
 class Average:
-    """Mean over draws and its standard error, from sums of draws minus a first guess: no digits are lost where the mean is large."""
+    """Mean over draws and its standard error. A first guess is subtracted from the draws, so that a large mean loses no digits."""
 
     count: int = 0
     guess: Tensor | None = None
     sums: list[Tensor] = field(default_factory=list)
 
     def add(self, draws: Tensor) -> None:
-        """Add draws (S, ...)."""
+        """Add the draws (S, ...)."""
         if self.guess is None:
             self.guess = draws.mean(0)
             self.sums = [torch.zeros_like(self.guess), torch.zeros_like(self.guess)]
@@ -92,7 +93,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs (S, n, D) of networks with drawn weights, and the index of each network, in portions."""
+    """Yield outputs (S, n, D) of networks with drawn weights, and the index of each network, in chunks."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         features = torch.stack([network[:-1](x) for network in posterior.networks])
@@ -103,7 +104,7 @@ def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tenso
 
 
 def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[Found]:
-    """Everything that a prediction of a regression gives."""
+    """Compare all quantities of a regression prediction."""
     gaussian = mola.likelihoods.Gaussian
     likelihood = gaussian(heteroscedastic=True) if heteroscedastic else gaussian(noise=[0.3, 0.7])
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "prior_precision": PRECISION}
@@ -127,7 +128,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
             "between": (centre - prediction.mean).square(),
             "aleatoric": shaken.square(),
             "cdf": (draws <= y).double(),
-            # The noise integrated out: the density of the targets given weights is known.
+            # Integrate the noise out, since the density of the targets given the weights is known.
             "density": torch.distributions.Normal(outputs, noise).log_prob(y).sum(2).exp(),
             "distance": (draws - y).abs(),
             "spread": (draws[:half] - draws[half : 2 * half]).abs(),
@@ -140,7 +141,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
         yield name, getattr(prediction, name), averages[name].mean, averages[name].error, True
     yield "distribution function", prediction.cdf(y), averages["cdf"].mean, averages["cdf"].error, True
     for level, place, one in zip(LEVELS, quantiles, below, strict=True):
-        # In units of the targets: divided by the density there.
+        # Divide by the density at the quantile, for errors in units of the targets.
         slope = (prediction.cdf(place + 1e-4) - prediction.cdf(place - 1e-4)) / 2e-4
         chance = math.sqrt(level * (1 - level) / one.count)
         yield f"quantile {level:g}", place, place + (level - one.mean) / slope, chance / slope, True
@@ -151,7 +152,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
 
 
 def labels(structure: str, samples: int) -> Iterator[Found]:
-    """Everything that a prediction of yes/no labels gives."""
+    """Compare all quantities of a prediction of binary labels."""
     x, y = data(60, 1)
     options: dict[str, Any] = {"structure": structure, "likelihood": "bernoulli", "prior_precision": PRECISION}
     posterior = mola.fit(networks(OUTPUTS), [(x, (y > 0).double())], weights=WEIGHTS, progress=False, **options)
@@ -188,7 +189,7 @@ def labels(structure: str, samples: int) -> Iterator[Found]:
 
 
 def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iterator[dict[str, Any]]:
-    """One row for each likelihood, structure and closed form."""
+    """Return one row for each likelihood, structure and closed form."""
     for likelihood in ("gaussian", "gaussian, heteroscedastic", "bernoulli"):
         for structure in structures:
             discrete = likelihood == "bernoulli"
@@ -202,7 +203,7 @@ def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iter
                     "exact": exact,
                     "error": float(apart.max()),
                     "standard_error": float(error.flatten()[int(apart.argmax())]),
-                    # Constant quantities are off by rounding only.
+                    # Constant quantities differ only by rounding.
                     "standard_errors": float((apart / error.clamp_min(1e-13 * (1 + closed.abs()))).max()),
                     "size": float(closed.abs().max()),
                     "compared": closed.numel(),
@@ -227,7 +228,7 @@ POINTS, JUDGE_SAMPLES = 1000, 100_000
 
 @dataclass(frozen=True)
 class Experiment:
-    """A trained head, its training data, and the data it is judged on, all in float64."""
+    """A trained head, its training data, and its evaluation data, all in float64."""
 
     head: nn.Linear
     train: list[tuple[Tensor, Tensor]]
@@ -237,7 +238,7 @@ class Experiment:
     svhn: Tensor
 
     def tune(self, posterior: mola.MoLA, rule: str) -> mola.MoLA:
-        """The posterior at the prior precision that the rule picks."""
+        """Return the posterior at the prior precision that the rule chooses."""
         return posterior.tune(self.validation, rule=rule, progress=False)
 
 
@@ -255,12 +256,12 @@ def read(folder: Path, weights: Path, cache: Path, network: int) -> Experiment:
 
 
 def total_variation(first: Tensor, second: Tensor) -> Tensor:
-    """Half the sum of absolute differences (n,): the largest disagreement on the probability of any set of classes."""
+    """Return half the sum of absolute differences (n,), the largest difference in the probability of any set of classes."""
     return (first - second).abs().sum(1) / 2
 
 
 def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> Iterator[dict[str, Any]]:
-    """Errors of each link, at the prior precisions that the probit link's rules pick."""
+    """Measure the errors of each link, at the prior precisions that the rules choose for the probit link."""
     points = {
         "test": (experiment.test[:POINTS], experiment.test_labels[:POINTS]),
         "svhn": (experiment.svhn[:POINTS], None),
@@ -294,7 +295,7 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
 
 
 def scores(experiment: Experiment, structure: str, name: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Log loss and calibration on all test images, and how well the largest probability separates them from SVHN."""
+    """Measure log loss and calibration on all test images, and how well the confidence separates test images from SVHN."""
     inside, outside = posterior(experiment.test), posterior(experiment.svhn)
     return {
         "structure": structure,
@@ -307,7 +308,7 @@ def scores(experiment: Experiment, structure: str, name: str, posterior: mola.Mo
 
 
 def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Median variance of a logit, common to all classes and in their contrasts."""
+    """Measure the median variance of a logit, common to all classes and in their contrasts."""
     row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
     for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
         curvature, precision = posterior.components[0].layer.curvature, posterior.prior_precision[0]
@@ -319,7 +320,7 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
 
 
 def on_real_logits(experiment: Experiment) -> dict[str, Any]:
-    """All rows of the record."""
+    """Compute all rows of the record."""
     plain = mola.ensemble(experiment.head)
     scaled = mola.baselines.temperature_scaled([experiment.head], experiment.validation)
     rows, spreads = [], []
@@ -335,15 +336,17 @@ def on_real_logits(experiment: Experiment) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1_000_000, help="draws of the weights (default 1,000,000)")
-    parser.add_argument("--quick", action="store_true", help="20,000 draws; writes no file")
+    parser.add_argument(
+        "--samples", type=int, default=1_000_000, help="number of draws of the weights (default 1,000,000)"
+    )
+    parser.add_argument("--quick", action="store_true", help="use 20,000 draws; write no file")
     parser.add_argument("--data", type=Path, help="folder of the data sets")
     parser.add_argument("--networks", type=Path, help="folder with 00.safetensors, ...")
     parser.add_argument("--cache", type=Path, default=Path("activations"), help="folder of activations")
-    parser.add_argument("--network", type=int, default=0, help="which of the pretrained networks (default 0)")
+    parser.add_argument("--network", type=int, default=0, help="index of the pretrained network (default 0)")
     options = parser.parse_args()
     environment = record.environment("mola-torch")
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # grids grow, as they should
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings about growing grids are expected
     if options.networks is not None:
         found = on_real_logits(read(options.data, options.networks, options.cache, options.network))
         about = {

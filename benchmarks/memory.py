@@ -1,15 +1,16 @@
-"""Peak memory of fitting, tuning and predicting as data grow, and a fit by two processes.
+"""Peak memory of fitting, tuning and predicting for growing data, and a fit with two processes.
 
     python benchmarks/memory.py [--quick]
 
-Each case runs in a process of its own: the peak of resident memory during the call, above what was resident before it (Linux's own
-counter, reset in between). Fitting must not grow with the data, tuning keeps O(n (P + C)) numbers, a prediction is made in chunks.
+Each case runs in a separate process. Its result is the peak of resident memory during the call minus the resident memory before the
+call, measured by the Linux counter, which is reset in between. The memory of fitting must not grow with the data. Tuning stores O(n (P
++ C)) numbers, and predictions are made in chunks.
 
-Scale-out: two processes with one thread each fit the same networks on the same images as one process, in turns of one run. The ratio
-in CPU time (one process over the busiest of the two) is the speed-up where each process has a core; wall time depends on what else the
-machine does. Beside it are the constants that docs/scale.md computes with.
+Scale-out: two processes with one thread each, and one process alone, alternately fit the same networks on the same images. The ratio
+of CPU times (one process over the busier of the two) is the speed-up if each process has its own core; wall time depends on the load
+of the machine. The record also contains the constants that docs/scale.md uses.
 
-Exits with 1 if a bar is missed. Writes benchmarks/results/memory.json and scale_out.json.
+The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.
 """
 
 import argparse
@@ -47,21 +48,21 @@ CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("predict", "kron", 512, 100, 2048, False),
     ("predict", "kron", 512, 100, 16_384, False),
 )
-"""Work, structure, P, C, N, and whether the bar is judged: at most 3 times the bytes of the result, whatever N is."""
+"""Work, structure, P, C, N, and True if the limit applies: at most 3 times the bytes of the result, for every N."""
 BAR = 3.0
 QUICK = (0, 5, 7)
 
 
 def resident(name: str) -> int:
-    """Bytes that the process has in memory now ("VmRSS"), or had at most since the last reset ("VmHWM")."""
+    """Return the resident bytes of the process now ("VmRSS"), or their peak since the last reset ("VmHWM")."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{name} is not available: this benchmark needs Linux.")
+    raise RuntimeError(f"{name} is not available. This benchmark needs Linux.")
 
 
 def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
-    """Peak resident bytes during the work, above what was resident before it, or above a given number."""
+    """Return the peak of resident bytes during the work, minus the resident bytes before it or a given number."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS") if above is None else above
@@ -70,7 +71,7 @@ def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
 
 
 class Stream:
-    """Batches that are made when they are read, so that data take no memory."""
+    """Batches that are generated when they are read, so that the data take no memory."""
 
     def __init__(self, count: int, classes: int) -> None:
         self.count, self.classes = count, classes
@@ -87,7 +88,8 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
     network = nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
     tiny = nn.Sequential(nn.Linear(INPUTS, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     few = [(torch.randn(8, INPUTS), torch.randint(3, (8,)))]
-    mola.fit(tiny, few, few, rule="nll", structure=structure, progress=False).predict(few)  # load code
+    # Load the code before measuring.
+    mola.fit(tiny, few, few, rule="nll", structure=structure, progress=False).predict(few)
     data = Stream(count, classes)
     with torch.no_grad():
         for inputs, _ in Stream(BATCH, classes):
@@ -101,7 +103,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
 
 
 def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
-    """Bytes that the result itself takes: the sums, or features and outputs, or probabilities and variances."""
+    """Return the size of the result in bytes: the sums, the features and outputs, or the probabilities and variances."""
     if work == "fit":
         return as_structure(structure).bytes(features + 1, classes)
     return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
@@ -111,14 +113,14 @@ def floor(work: str, structure: str, features: int, classes: int, count: int) ->
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return wall time and CPU time in seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
-    """Together and alone in turns; the other process waits while rank 0 fits alone."""
+    """Alternate between fitting together and alone; the other process waits while rank 0 fits alone."""
     from mola.lab.models import lenet
 
     torch.manual_seed(0)
@@ -129,7 +131,7 @@ def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict
         together = timed(lambda: mola.fit(networks, part, progress=False, team=team))
         alone = timed(lambda: mola.fit(networks, whole, progress=False)) if team.first else (0.0, 0.0)
         busiest = max(team.collect(together[1]))
-        if repeat > 0:  # the first is a warm-up
+        if repeat > 0:  # the first round is a warm-up
             row = {"alone_seconds": alone[0], "together_seconds": together[0]}
             row |= {"alone_cpu_seconds": alone[1], "busiest_cpu_seconds": busiest}
             rows.append(row | {"speed_up": alone[0] / together[0], "speed_up_cpu": alone[1] / busiest})
@@ -137,7 +139,7 @@ def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict
 
 
 def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, float]]:
-    """Arithmetic of the sums, eigenproblems, and bytes that are added up over processes."""
+    """Measure the arithmetic of the sums, the eigenproblems, and the bytes that are added over processes."""
     features, classes, rows = (200, 100, 512) if quick else (2049, 1000, 512)
     generator = torch.Generator().manual_seed(0)
     phi = torch.randn(rows, features, generator=generator, dtype=torch.float64)
@@ -198,11 +200,11 @@ def scale_out(quick: bool) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three small cases and few images; writes no file")
+    parser.add_argument("--quick", action="store_true", help="run three small cases on few images; write no file")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # random labels fit no better than guesses
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # networks cannot predict random labels better than chance
     if options.case is not None:
         print(measure(*options.case))
         return 0

@@ -1,7 +1,7 @@
 """Separate environments for other libraries.
 
-laplace-torch requires torchvision and several curvature libraries, TorchCP requires graph libraries. An environment is created on
-first use and kept in the user's cache folder: the library without its declared dependencies, plus the packages that its import
+laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. An environment is created on
+first use in the user's cache folder. It contains the library without its declared dependencies, and the packages that its import
 needs. mola is imported from this repository, so that both libraries run in one process.
 """
 
@@ -20,14 +20,14 @@ REPOSITORY = HERE.parent
 
 @dataclass(frozen=True)
 class Packages:
-    """Packages of an environment."""
+    """The packages of an environment."""
 
     name: str
     peer: tuple[str, ...]
     """The libraries, installed without dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
-    """Installed without dependencies, which are never imported."""
+    """Packages that are installed without dependencies, which are never imported."""
 
 
 LAPLACE_TORCH = Packages(
@@ -48,13 +48,13 @@ def cache_folder(packages: Packages = LAPLACE_TORCH) -> Path:
 
 
 def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
-    """Return the environment's interpreter; create the environment if it is missing or has other packages."""
+    """Return the environment's interpreter; create the environment if it is missing or contains other packages."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     wanted = json.dumps([packages.peer, packages.needs, packages.alone, sys.version_info[:2]])
     marker = folder / "ready.json"
     if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python
-    print(f"making an environment for {packages.name}, once", file=sys.stderr, flush=True)
+    print(f"creating an environment for {packages.name} (once)", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*install, "--constraint", REPOSITORY / "constraints.txt", *packages.needs], check=True)

@@ -1,20 +1,20 @@
-"""Agreement with other libraries wherever the definitions agree, in float64: laplace-torch, MAPIE and TorchCP.
+"""Agreement with laplace-torch, MAPIE and TorchCP in float64, for all quantities with the same definition.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-The libraries run in environments of their own (peer_environment.py), in one process with mola.
+The libraries run in separate environments (peer_environment.py), in one process with mola.
 
-laplace-torch defines the same posterior for `full` and `diag`, and for mola's `kron-exact` beside its `kron` on a head without bias
-(with one, laplace-torch gives the bias a block of its own). The Laplace bridge is the same for all structures but `diag`:
-laplace-torch conditions the logits on a sum of 0, mola projects them. It computes with BackPACK here. Its default backend,
-curvlinops, is listed apart: it multiplies the Hessian of `full` in float32, whatever the network's precision.
+laplace-torch defines the same posterior for `full` and `diag`. On a head without bias, its `kron` is mola's `kron-exact`; with a bias,
+laplace-torch uses a separate block for the bias. The Laplace bridge is the same for all structures except `diag`: laplace-torch
+conditions the logits on a sum of 0, and mola projects the logits. laplace-torch uses BackPACK here. Its default backend, curvlinops,
+is listed separately, because it multiplies the Hessian of `full` in float32, even for networks in float64.
 
-Prediction sets of MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and lac by class) must be
-equal class by class, up to one set in a hundred: MAPIE adds classes whose score is above the threshold by rounding. MAPIE's other
-forms of aps are different definitions, shown and not judged.
+Prediction sets of MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and lac by class) must
+contain the same classes, except for one set in a hundred: MAPIE adds classes whose score exceeds the threshold only by rounding. MAPIE
+defines the other forms of aps differently; they are reported, but not tested.
 
-Exits with 1 if a difference is above its tolerance. Writes compare_laplace_torch.json, compare_laplace_torch_regression.json and
-conformal_against_mapie.json in benchmarks/results. `--frozen` prints the small reference of tests/library instead.
+The exit status is 1 if a difference is above its tolerance. Writes compare_laplace_torch.json, compare_laplace_torch_regression.json
+and conformal_against_mapie.json in benchmarks/results. `--frozen` prints the small reference of tests/library instead.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import mola
 
 TOLERANCE = 1e-8
-"""Eigendecomposition here, Cholesky there: at prior precision 1e-3, condition numbers of 1e6 leave about 10 of float64's digits."""
+"""Relative tolerance. At prior precision 1e-3, condition numbers of 1e6 leave about 10 of the digits of float64."""
 SETTLED = 1e-6
-"""Slope at the end of a search for the largest evidence, which ends where the evidence grows no more in float64."""
+"""Largest slope at the end of a search for the largest evidence, which ends when the evidence no longer grows in float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
 NOISE, STEP = 0.3, 2e-3
@@ -66,13 +66,13 @@ def lenet_with(outputs: int, bias: bool) -> nn.Sequential:
 
 
 def observed(inputs: Tensor, outputs: int) -> Tensor:
-    """Targets (n, D): waves along the first number of each input, and noise."""
+    """Return targets (n, D): waves along the first value of each input, plus noise."""
     waves = torch.sin(inputs.flatten(1)[:, :1] + torch.arange(outputs, dtype=torch.float64))
     return waves + NOISE * torch.randn(len(inputs), outputs, dtype=torch.float64)
 
 
 def train(network: nn.Module, data: TensorDataset) -> None:
-    """Some steps, so that outputs have the size of a trained network's."""
+    """Train for a few steps, so that outputs have the size of a trained network's outputs."""
     inputs, labels = data.tensors
     loss = nn.functional.mse_loss if labels.is_floating_point() else nn.functional.cross_entropy
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -84,12 +84,12 @@ def train(network: nn.Module, data: TensorDataset) -> None:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference relative to the largest value."""
+    """Return the largest difference relative to the largest value."""
     return float(f"{float((ours.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max()):.2g}")
 
 
 def bias_last(head: nn.Linear) -> Tensor:
-    """Places of mola's weights (C, P) in laplace-torch's parameter vector: weights row by row, then biases."""
+    """Return the positions of mola's weights (C, P) in laplace-torch's parameter vector: weights row by row, then biases."""
     classes, features = head.weight.shape
     places = torch.arange(classes * features).view(classes, features)
     if head.bias is not None:
@@ -107,7 +107,7 @@ def weight_covariance(peer: Any) -> Tensor:
 def quantities(
     posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor, order: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, mola's value and laplace-torch's."""
+    """Yield each quantity's name, mola's value and laplace-torch's value."""
     (component,), (precision,) = posterior.components, posterior.prior_precision
     curvature = component.layer.curvature
     outputs, features = component.layer.weights.shape
@@ -150,9 +150,10 @@ def quantities(
 
 
 def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterator[tuple[str, float, float]]:
-    """Prior precision, and noise, that the evidence rule picks, and laplace-torch's slopes there in logarithms.
+    """Return the prior precision and the noise that the evidence rule chooses, and laplace-torch's logarithmic slopes at these values.
 
-    By differences of the fourth order: for `kron`, automatic differentiation does not reach the noise in laplace-torch's determinant.
+    The slopes are differences of the fourth order, since automatic differentiation does not reach the noise in laplace-torch's
+    determinant for `kron`.
     """
     if regression:
         free = [one.with_likelihood(replace(one.likelihood, estimated=True)) for one in posterior.components]
@@ -173,7 +174,7 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
 def compare(
     name: str, network: nn.Sequential, structure: str, data: TensorDataset, unseen: tuple[Tensor, Tensor], backend: Any
 ) -> list[dict[str, Any]]:
-    """Differences of every quantity at every prior precision."""
+    """Return the differences of every quantity at every prior precision."""
     from laplace import Laplace
 
     regression = data.tensors[1].is_floating_point()
@@ -209,11 +210,11 @@ def compare(
 
 
 def laplace_torch() -> dict[str, Any]:
-    """Run inside the environment of laplace-torch."""
+    """Compare mola with laplace-torch, inside the environment of laplace-torch."""
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: threads would only wait for each other
+    torch.set_num_threads(1)  # for small matrices, threads would only wait for each other
     documents = {}
     cases: dict[str, list[tuple[str, Callable[[int, bool], nn.Sequential], tuple[int, ...], int]]] = {
         "compare_laplace_torch": [("MLP 8-16-5", mlp, (8,), 5), ("LeNet 84-10", lenet_with, (1, 28, 28), 10)],
@@ -250,7 +251,7 @@ def laplace_torch() -> dict[str, Any]:
 
 
 def above(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the same definition that differ by more than their tolerance."""
+    """Return the rows with the same definition that differ by more than their tolerance."""
     return [
         row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])
     ]
@@ -276,11 +277,11 @@ def judge_laplace_torch(documents: dict[str, Any]) -> int:
 
 SEED = 0
 ALLOWED = 0.01
-"""Share of sets that may differ, by classes within rounding of the threshold."""
+"""Share of sets that may differ, because the scores of some classes equal the threshold up to rounding."""
 
 
 def torchcp() -> types.SimpleNamespace:
-    """TorchCP's scores and predictors, without the parts of it that need graphs and sorting extensions."""
+    """Import TorchCP's scores and predictors, without its parts that need graphs and sorting extensions."""
     package = types.ModuleType("torchcp")
     package.__path__ = [str(distribution("torchcp").locate_file("torchcp"))]
     sorting = types.ModuleType("torchsort")
@@ -327,7 +328,7 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
 
 
 def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Overconfident probabilities, and labels."""
+    """Draw overconfident probabilities and labels."""
     draw = np.random.default_rng(seed)
     logits = draw.normal(0, 2, (count, classes))
     true = np.exp(logits / 1.5)
@@ -337,7 +338,7 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
-    """Ours with MAPIE's random numbers, which it draws anew from the seed for either step, and subtracts."""
+    """Compute mola's sets with MAPIE's random numbers, which MAPIE draws again from the seed in both steps, and subtracts."""
 
     def drawn(*shape: int, **_: Any) -> Tensor:
         return torch.from_numpy(1 - np.random.RandomState(SEED).uniform(size=shape[0])).reshape(shape)
@@ -347,19 +348,19 @@ def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray
 
 
 class Ends:
-    """Predicted quantiles (n, 3), low, high and middle, as `mola.prediction_intervals` reads them."""
+    """Predicted quantiles (n, 3), low, high and middle, in the form that `mola.prediction_intervals` reads."""
 
     def __init__(self, columns: np.ndarray) -> None:
         self.columns = torch.from_numpy(columns)
         self.mean, self.variance = self.columns[:, 2:], torch.ones(len(columns), 1)
 
     def interval(self, _level: float) -> tuple[Tensor, Tensor]:
-        """The given ends."""
+        """Return the given ends."""
         return self.columns[:, :1], self.columns[:, 1:2]
 
 
 def intervals() -> dict[str, Any]:
-    """Conformalised quantile regression with a symmetric correction."""
+    """Compare conformalised quantile regression with a symmetric correction."""
     from mapie.regression import ConformalizedQuantileRegressor
     from sklearn.base import BaseEstimator, RegressorMixin
 
@@ -398,7 +399,7 @@ def intervals() -> dict[str, Any]:
 
 
 def conformal() -> dict[str, Any]:
-    """Run inside the environment of MAPIE and TorchCP."""
+    """Compare mola with MAPIE and TorchCP, inside their environment."""
     peer = torchcp()
     same: list[dict[str, Any]] = []
     different: list[dict[str, Any]] = []
@@ -464,7 +465,7 @@ def conformal() -> dict[str, Any]:
 
 
 def frozen() -> dict[str, Any]:
-    """A small case with the sets of the peers, for tests/library/conformal_reference.json."""
+    """Return a small case with the sets of MAPIE and TorchCP, for tests/library/conformal_reference.json."""
     peer = torchcp()
     (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
     given = probs, labels, new, 0.8
@@ -509,8 +510,8 @@ PEERS: dict[str, tuple[peer_environment.Packages, Callable[[dict[str, Any]], int
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", nargs="?", choices=list(PEERS), help="one of them; default: both")
-    parser.add_argument("--venv", type=Path, help="folder of the environment, with one peer")
+    parser.add_argument("peer", nargs="?", choices=list(PEERS), help="comparison to run (default: both)")
+    parser.add_argument("--venv", type=Path, help="folder of the environment, for one comparison")
     parser.add_argument(
         "--frozen", action="store_true", help="print the reference of tests/library/test_conformal_reference.py"
     )

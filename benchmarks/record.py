@@ -1,4 +1,4 @@
-"""Write a measurement as JSON beside the environment it was made in: versions and kind of machine, no paths."""
+"""Write a measurement as JSON together with its environment: versions and kind of machine, but no paths."""
 
 import json
 import os
@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Versions of Python and of the packages, what kind of machine this is, and how busy it is now."""
+    """Return the versions of Python and the packages, the kind of machine, and its current load."""
     versions = {}
     for package in ("torch", "numpy", *packages):
         try:
@@ -29,17 +29,17 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def exists(name: str) -> bool:
-    """Return True if there is a record."""
+    """Return True if the record exists."""
     return (RESULTS / f"{name}.json").exists()
 
 
 def read(name: str) -> dict[str, Any]:
-    """The last measurement."""
+    """Return the last measurement."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def write(name: str, document: dict[str, Any]) -> None:
-    """Write results/NAME.json in one step, each row of a table on a line of its own."""
+    """Write results/NAME.json atomically, with each row of a table on its own line."""
     RESULTS.mkdir(exist_ok=True)
     unfinished = RESULTS / f"{name}.json.partial"
     entries = [f"{json.dumps(key)}: {_value(value)}" for key, value in document.items()]

@@ -1,17 +1,17 @@
-"""Time that mola adds to the forward passes it needs anyway.
+"""Time that mola adds to the necessary forward passes.
 
     python benchmarks/speed.py [--quick] [--data DIR --networks DIR] [--only LeNet]
     python benchmarks/speed.py --peer [--venv DIR]
 
-`fit` and `tune`, with every rule, against bare forward passes over the same batches; `posterior(x)` against `mola.ensemble`. The two
-take turns in one process with one thread, in CPU time. `ratio` is the median of tested over plain time. `added` is 1 + time outside
-the networks / time inside, over the tested calls alone; for predictions it is relative to the ensemble's. Bars are judged by `added`:
-two bare passes of one network may differ by more than what is to be shown.
+`fit` and `tune`, with every rule, are compared with bare forward passes over the same batches, and `posterior(x)` is compared with
+`mola.ensemble`. The two alternate in one process with one thread, and CPU time is measured. `ratio` is the median of tested time over
+plain time. `added` is 1 + time outside the networks / time inside, over the tested calls alone; for predictions, it is relative to the
+ensemble's value. Limits apply to `added`, because two bare passes of one network may differ by more than the overhead.
 
-ResNet-20 has trained weights and CIFAR-10 images with --data and --networks (folders), and random weights and images otherwise;
-the arithmetic is the same. With --peer, the same work is done by laplace-torch in an environment of its own (peer_environment.py).
+With --data and --networks (folders), ResNet-20 has trained weights and CIFAR-10 images. Otherwise, weights and images are random, and
+the arithmetic is the same. With --peer, laplace-torch does the same work in a separate environment (peer_environment.py).
 
-Exits with 1 if a bar is missed. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
+The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
 """
 
 import argparse
@@ -40,14 +40,14 @@ Work = Callable[[], Any]
 
 RULES = ("calibrated", "nll", "threshold", "brier", "ece", "distance", "outliers", "evidence")
 TURN_SECONDS = 0.1
-"""Short work is repeated within its turn, so that caches are warm."""
+"""Shortest duration of a turn in seconds. Shorter work is repeated, so that caches are warm."""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
 class Inside:
-    """CPU seconds spent in the networks' forward passes while this context lasts."""
+    """Context that measures the CPU seconds of the networks' forward passes."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         self.networks, self.seconds = networks, 0.0
@@ -75,7 +75,7 @@ def cpu_seconds(work: Work) -> float:
 
 
 def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Module] = ()) -> dict[str, list[Any]]:
-    """Turns of each work after a warm-up: pairs of CPU seconds, in all and inside the networks."""
+    """Run several turns of each work after a warm-up; return pairs of CPU seconds, in total and inside the networks."""
     calls = {name: max(1, round(TURN_SECONDS / max(cpu_seconds(work), 1e-4))) for name, work in works.items()}
     times: dict[str, list[Any]] = {name: [] for name in works}
     for repeat in range(repeats):
@@ -89,7 +89,7 @@ def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Modu
 def compare(
     tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool
 ) -> dict[str, Any]:
-    """Ratio and added time of the tested work; `relative` to what the plain work adds."""
+    """Return the ratio and the added time of the tested work; if `relative`, divide by the plain work's added time."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
     ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
     added = {name: statistics.median(total / own for total, own in found) for name, found in times.items()}
@@ -116,7 +116,7 @@ def bare(networks: Iterable[nn.Module], loader: Loader) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, its data, and the bars by work; "tune seconds" is a bar in seconds."""
+    """A network, its data, and the limits by work; "tune seconds" is a limit in seconds."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -132,7 +132,7 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, count: int) -> Loader:
-        """Random inputs and labels."""
+        """Draw random inputs and labels."""
         inputs, labels = torch.randn(count, *self.shape), torch.randint(self.classes, (count,))
         return list(zip(inputs.split(self.batch), labels.split(self.batch), strict=True))
 
@@ -150,7 +150,7 @@ def resnet20() -> nn.Module:
 
 
 def head(inputs: int, features: int, classes: int) -> nn.Module:
-    """A last layer behind a tiny network."""
+    """Build a last layer behind a tiny network."""
     return nn.Sequential(nn.Linear(inputs, features), nn.ReLU(), nn.Linear(features, classes))
 
 
@@ -187,12 +187,12 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
         images = load_images("cifar10", name, data).evenly(count)
         batches = zip(normalise(images.pixels).split(RESNET.batch), images.labels.split(RESNET.batch), strict=True)
         loaders.append(list(batches))
-    # The memory layout in which this network is fastest.
+    # Use the memory layout in which this network is fastest.
     return network.eval().to(memory_format=torch.channels_last), loaders[0], loaders[1]
 
 
 def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
-    """One row for each work: fit by structure, calls, and tune by rule."""
+    """Return one row for each work: fit by structure, calls, and tune by rule."""
     share = 8 if quick else 1
     network, training, validation = given or (
         setting.network().eval(),
@@ -214,7 +214,7 @@ def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loade
     for structure in setting.structures[:1] if quick else setting.structures:
         fit = partial(mola.fit, network, training, structure=structure, progress=False, **setting.options)
         add("fit", structure, fit, lambda: bare(networks, training), repeats)
-        if structure == "full":  # the exact C P x C P Hessian: shown, not judged
+        if structure == "full":  # the exact C P x C P Hessian is reported without a limit
             rows[-1] |= {"bar": None, "missed": False}
     posterior = mola.fit(network, training, structure=setting.structures[0], progress=False, **setting.options)
     ensemble = mola.ensemble(network)
@@ -245,7 +245,7 @@ SIZE, DENSE_CLASSES, FEATURES, DENSE_BATCH = 256, 21, 64, 4
 
 
 class UNet(nn.Module):
-    """Three levels with 64, 128 and 256 channels, and a 1x1 convolution on 64 features."""
+    """A U-Net of three levels with 64, 128 and 256 channels, and a 1x1 convolution on 64 features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(FEATURES, DENSE_CLASSES, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, C, H, W)."""
+        """Return the logits (n, C, H, W)."""
         kept: list[Tensor] = []
         for level in self.down:
             images = level(nn.functional.max_pool2d(images, 2) if kept else images)
@@ -276,11 +276,12 @@ def dense_data(images: int, size: int) -> tuple[nn.Module, Loader]:
 
 
 def dense_memory(images: int, size: int) -> dict[str, int]:
-    """Peak resident memory of `fit` beyond that of the bare pass; in a process of its own."""
+    """Measure the peak resident memory of `fit` beyond the peak of a bare pass, in a separate process."""
     from memory import peak_of
 
     network, loader = dense_data(images, size)
-    mola.fit(nn.Conv2d(3, 4, 1), [(torch.randn(2, 3, 8, 8), torch.randint(4, (2, 8, 8)))], progress=False)  # load code
+    # Load the code before measuring.
+    mola.fit(nn.Conv2d(3, 4, 1), [(torch.randn(2, 3, 8, 8), torch.randint(4, (2, 8, 8)))], progress=False)
     plain = peak_of(lambda: bare([network], loader), above=0)
     return {"bare_peak": plain, "fit_peak": peak_of(lambda: mola.fit(network, loader, progress=False), above=0)}
 
@@ -312,21 +313,23 @@ INPUTS, GRID = 784, 100
 
 
 class PeerLoader(list):
-    """Batches that are ready, with the attributes that laplace-torch reads."""
+    """Prepared batches, with the attributes that laplace-torch reads."""
 
     def __init__(
         self, count: int, classes: int, judge: nn.Module | None = None, size: int = 256, width: int = INPUTS
     ) -> None:
         inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
         if judge is not None:
-            with torch.no_grad():  # labels of an overconfident network: the best prior precision is inside the grid
+            with (
+                torch.no_grad()
+            ):  # with labels of an overconfident network, the best prior precision is inside the grid
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         super().__init__(zip(inputs.split(size), labels.split(size), strict=True))
         self.dataset, self.batch_size = torch.utils.data.TensorDataset(inputs, labels), size
 
 
 def peer_rows(quick: bool) -> list[dict[str, Any]]:
-    """Run inside the environment of laplace-torch: the same work by both."""
+    """Time the same work with both libraries, inside the environment of laplace-torch."""
     from laplace import Laplace
     from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 
@@ -354,7 +357,7 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
             for name, backend in backends.items():
                 try:
                     peer(model, structure, backend).fit(PeerLoader(64, classes))
-                except Exception as error:  # any error of another library's backend
+                except Exception as error:  # backends of another library may raise any error
                     print(f"{structure} with {name}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
                     continue
                 theirs = lambda backend=backend, structure=structure: peer(model, structure, backend).fit(loader)  # noqa: E731
@@ -430,23 +433,23 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="an eighth of the data, one turn; writes no file, judges nothing"
+        "--quick", action="store_true", help="use an eighth of the data and one turn; write no file and apply no limits"
     )
     parser.add_argument("--data", type=Path, help="folder of the data sets, for ResNet-20")
     parser.add_argument("--networks", type=Path, help="folder with 00.safetensors of a ResNet-20")
     parser.add_argument(
-        "--only", default="", help="settings whose name contains this; the other rows of the record stay"
+        "--only", default="", help="run settings whose names contain this text; other rows of the record are kept"
     )
-    parser.add_argument("--peer", action="store_true", help="against laplace-torch")
+    parser.add_argument("--peer", action="store_true", help="compare with laplace-torch")
     parser.add_argument(
-        "--venv", type=Path, default=peer_environment.cache_folder(), help="environment of laplace-torch"
+        "--venv", type=Path, default=peer_environment.cache_folder(), help="folder of the environment of laplace-torch"
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dense-memory", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # random labels fit no better than guesses
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # networks cannot predict random labels better than chance
     if options.inside:
         print(json.dumps({"rows": peer_rows(options.quick), "environment": record.environment("laplace-torch")}))
         return 0
@@ -457,7 +460,7 @@ def main() -> int:
         against_laplace_torch(options.venv, options.quick)
         return 0
     if (options.data is None) != (options.networks is None):
-        parser.error("--data and --networks belong together: images and weights of ResNet-20")
+        parser.error("pass --data and --networks together: images and weights of ResNet-20")
     environment = record.environment("mola-torch")
     rows = []
     print(f"{'':32} {'work':5} {'kind':12} {'ratio':>7} {'added':>7} {'tested':>10}")

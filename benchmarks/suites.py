@@ -1,4 +1,4 @@
-"""Features and logits of trained networks on the sets of a suite, as `mola bench` stores them."""
+"""Features and logits of trained networks on the sets of a suite, from the cache of `mola bench`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ class Suite:
     activations: Activations
 
     def read(self, networks: slice) -> dict[str, Stored]:
-        """Return the activations of some of the networks on every set."""
+        """Return the activations of selected networks on every set."""
         return {place: self.activations.read(self.networks[networks], one) for place, one in self.sources.items()}
 
     def places(self, role: str) -> list[str]:
-        """Return the names of the sets with this role."""
+        """Return the names of the sets with the given role."""
         return [place for place, source in self.sources.items() if source.role == role]
 
 
 def open_suite(
     name: str, networks: Path, options: DataOptions, cache: Path, count: int | None = None, sets: Collection[str] = ()
 ) -> Suite:
-    """Open the MNIST or CIFAR-10 suite, and compute activations that are missing.
+    """Open the MNIST or CIFAR-10 suite, and compute missing activations.
 
     Args:
         name: "mnist" or "cifar10".
         networks: folder of 00.safetensors, 01.safetensors, ...
         options: data sets, their folder and their normalisation.
         cache: folder of the activations.
-        count: number of networks; None is all.
-        sets: names of the sets to use; none is all.
+        count: number of networks; None uses all networks.
+        sets: names of the sets to use; an empty sequence uses all sets.
     """
     suite = find_suite(name)
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)

@@ -2,9 +2,9 @@
 
     python examples/digits.py
 
-Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), fits a posterior, and compares it with one
-network and the plain ensemble, on test digits and on digits rotated until they are unreadable. About ten seconds. Needs `pip
-install 'mola-torch[bench]'`.
+Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), fits a posterior, and compares it with one network and
+the plain ensemble, on test digits and on digits rotated until they are unreadable. Takes about ten seconds. Needs `pip install
+'mola-torch[bench]'`.
 """
 
 import argparse
@@ -38,20 +38,22 @@ def train(seed: int, images, labels) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for figure and posterior")
+    parser.add_argument(
+        "--output", type=Path, default=Path("example-results"), help="folder for the figure and the posterior"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down networks this small
+    torch.set_num_threads(1)  # threads slow down small networks
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
     train_set, val_set, test_set = (TensorDataset(images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
 
-    # Replace these by your own trained networks.
+    # Replace these networks with your own trained networks.
     networks = [train(NETWORKS * options.seed + member, *train_set.tensors) for member in range(NETWORKS)]
 
-    # One pass over the training data, then tuning on the validation data: by the default rule, and by log loss alone.
+    # Fit in one pass over the training data, then tune on the validation data, by the default rule and by log loss alone.
     train_loader, val_loader, test_loader = (DataLoader(some, 256) for some in (train_set, val_set, test_set))
     mixture = mola.fit(networks, train_loader, val_loader)
     by_loss = mixture.tune(val_loader, rule="nll")
@@ -66,7 +68,7 @@ def main() -> None:
     test_images, test_labels = test_set.tensors
     print(mola.evaluate(methods, test_loader))
 
-    # Most rotated digits are unreadable: confidence should fall with accuracy, and partly does.
+    # Most rotated digits are unreadable. Confidence should fall with accuracy, and partly does.
     rotated = [rotate(test_images, angle) for angle in ANGLES]
     confidence = {name: [metrics.mean_confidence(method(at)) for at in rotated] for name, method in methods.items()}
     accuracy = [metrics.accuracy(mixture(at), test_labels) for at in rotated]
@@ -74,7 +76,7 @@ def main() -> None:
     for name, values in {**confidence, "accuracy of MoLA": accuracy}.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # The OOD score detects more. At 0 degrees, digits are compared with themselves: an AUROC of 50 % is chance.
+    # The OOD score detects more outliers. At 0 degrees, digits are compared with themselves, and an AUROC of 50 % is chance.
     auroc = {}
     for name, method, score in (
         ("MAP, 1 - confidence", methods["MAP"], lambda prediction: 1 - prediction.confidence),
@@ -87,7 +89,7 @@ def main() -> None:
     for name, values in auroc.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # Fields of single predictions.
+    # Print fields of single predictions.
     print(
         f"\n{'three digits':16}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}"
     )
@@ -97,7 +99,7 @@ def main() -> None:
         for truth, label, *numbers in zip(test_labels[:3], some.label, *columns, strict=True):
             print(f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
 
-    # Safetensors and JSON, no pickle. Loading checks that the networks are those that were fitted.
+    # Files are safetensors and JSON, not pickle. Loading checks that the networks are the fitted networks.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
     print(

@@ -1,11 +1,11 @@
-"""One posterior, mapped over partitions by Ray Data, Spark and Dask: equal to the plain call.
+"""One posterior, mapped over partitions by Ray Data, Spark and Dask, with the same results as a plain call.
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Exports three small networks on handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns: it holds only the
-name of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs
-`pip install 'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). About
-ten seconds, and ten more for each engine to start.
+Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns. It holds only the name
+of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs `pip install
+'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). Takes about ten seconds,
+and ten more seconds to start each engine.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def with_ray(predictor, frame):
 def with_spark(predictor, frame):
     from pyspark.sql import SparkSession
 
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # workers with the same packages
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # workers use the same packages
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
     try:
         rows = spark.createDataFrame(frame).repartition(4)
@@ -86,13 +86,13 @@ def main() -> None:
     posterior = mola.fit(networks, *(DataLoader(some, batch_size=100) for some in (train_set, val_set)), progress=False)
 
     options.output.mkdir(parents=True, exist_ok=True)
-    file = (options.output / "digits.onnx").resolve()  # where all workers can read it
+    file = (options.output / "digits.onnx").resolve()  # a path that all workers can read
     mola.export.onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
     predictor = BatchPredictor(file, inputs=COLUMNS, keep=["id"])
 
     new = images[1300:]
     frame = pd.DataFrame(new.numpy(), columns=COLUMNS).assign(id=np.arange(len(new)))
-    plain = predictor(frame)  # the same function without any engine
+    plain = predictor(frame)  # the same function without an engine
     torchs = posterior.predict(new)
     gap = np.abs(plain["confidence"] - torchs.confidence.double().numpy()).max()
     print(f"{len(plain)} rows; columns {', '.join(plain.columns)}")

@@ -2,11 +2,11 @@
 
     python examples/hugging_face_text.py
 
-Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
-download), and fits a posterior on the dictionary batches of the tokenizer. Then predicts messages about music and gardens.
-About twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no download), and
+fits a posterior on the tokenizer's dictionary batches. Then predicts messages about music and gardens. Takes about twenty seconds.
+Needs `pip install 'mola-torch[transformers]'`.
 
-With your own networks, replace everything above `mola.fit` by
+To use your own networks, replace everything above `mola.fit` with
 
     tokenizer = AutoTokenizer.from_pretrained("your-folder")
     networks = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in ("seed-0", "seed-1", "seed-2")]
@@ -63,7 +63,7 @@ UNKNOWN = {
 
 
 def sentence(topic: str, draw: random.Random) -> str:
-    """Fill in a pattern. Most names occur once; some messages about a known topic use a word of another topic."""
+    """Fill in a pattern. Most names occur once, and some messages about a known topic use a word of another topic."""
     chosen = {slot: draw.choice(words) for slot, words in (KNOWN | UNKNOWN)[topic].items()}
     if topic in KNOWN and draw.random() < 0.3:
         slot = draw.choice(list(chosen))
@@ -80,7 +80,7 @@ def messages(topics, count: int, seed: int):
 
 
 def make_tokenizer(texts) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of whole words that occur at least three times; all other words are [UNK]."""
+    """Train a tokenizer for whole words that occur at least three times; all other words become [UNK]."""
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -109,7 +109,7 @@ def train(seed: int, tokenizer, texts, labels) -> BertForSequenceClassification:
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=32,
-        initializer_range=0.1,  # narrow layers start slowly with the usual 0.02
+        initializer_range=0.1,  # with the usual 0.02, narrow layers learn slowly at first
         num_labels=len(KNOWN),
         id2label=dict(enumerate(KNOWN)),
     )
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down small networks
 
     (train_texts, train_labels), (val_texts, val_labels), (test_texts, test_labels) = (
         messages(KNOWN, count, seed=3 * options.seed + part) for part, count in enumerate((200, 100, 100))
@@ -135,7 +135,7 @@ def main() -> None:
     tokenizer = make_tokenizer(train_texts)
     networks = [train(3 * options.seed + member, tokenizer, train_texts, train_labels) for member in range(3)]
 
-    # Batches are passed to the networks unchanged, and their .logits are used.
+    # Batches are passed to the networks unchanged, and the .logits of their outputs are used.
     train_batches = list(batches(tokenizer, train_texts, train_labels))
     val_batches = list(batches(tokenizer, val_texts, val_labels))
     posterior = mola.fit(networks, train_batches, val_batches)
@@ -145,7 +145,7 @@ def main() -> None:
         f"{len(test_texts)} test messages: accuracy {accuracy:.1%}, mean confidence {prediction.confidence.mean():.1%}"
     )
 
-    # One false alarm in twenty; see examples/ood_alarm.py.
+    # Allow one false alarm in twenty; see examples/ood_alarm.py.
     threshold = mola.alarm_threshold(posterior.predict(val_batches).ood_score, 0.05)
     single = mola.ensemble(networks[0])
     print(f"\n{'':32}{'alarm':>8}{'MoLA: confidence':>20}{'one BERT: confidence':>24}")

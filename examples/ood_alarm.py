@@ -2,9 +2,9 @@
 
     python examples/ood_alarm.py
 
-`prediction.ood_score` is higher for more outlying inputs; `mola.alarm_threshold` turns it into an alarm that at most 5 % (or
-1 %) of real digits raise. Setting it needs no outliers. Checks the rate on fresh digits, and counts the outliers that raise
-it. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
+`prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns it into an alarm that at most 5 % (or 1 %) of real digits
+raise. The threshold needs no outliers. This example checks the rate on new digits, and counts the outliers that raise the alarm. Takes
+about ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down networks this small
+    torch.set_num_threads(1)  # threads slow down small networks
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
@@ -54,12 +54,12 @@ def main() -> None:
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
     posterior = mola.fit(networks, [train_set], [val_set])
 
-    # The score does not depend on the prior precision, so the data that tuned it can also set the threshold.
+    # The score does not depend on the prior precision, so the validation data can be used for tuning and for the threshold.
     usual, unseen = (posterior.predict(some[0]).ood_score for some in (val_set, test_set))
     thresholds = {rate: mola.alarm_threshold(usual, rate) for rate in RATES}
 
-    # The guarantee is an average over validation sets. The range is that of the realised rate on 400 test digits.
-    print("False alarms among 400 test digits, thresholds from 400 validation digits:\n")
+    # The guarantee is an average over validation sets. The table shows the range of the realised rate on 400 test digits.
+    print("False alarms among 400 test digits, with thresholds from 400 validation digits:\n")
     print(f"{'requested':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
     for rate, threshold in thresholds.items():
         alarms = int((len(usual) + 1) * rate)
@@ -71,7 +71,7 @@ def main() -> None:
         )
     print(f"\nMean over 1000 random splits of the same 800 digits: {', '.join(over_splits(usual, unseen))}.")
 
-    # Outliers that raise the alarm. None was used to fit or tune.
+    # Count the outliers that raise the alarm. No outliers were used to fit or tune.
     test = test_set[0]
     grain = torch.randn(test.shape, generator=torch.Generator().manual_seed(options.seed))
     groups = {
@@ -108,7 +108,7 @@ def draw(predictions, threshold: float, path: Path) -> None:
     panel.boxplot(
         [some.numpy() for some in scores.values()], orientation="horizontal", whis=(5, 95), sym="", widths=0.6
     )
-    panel.axvline(threshold, color="tab:red", label="alarm threshold: 5 % of real digits exceed it")
+    panel.axvline(threshold, color="tab:red", label="alarm threshold that 5 % of real digits exceed")
     panel.set(yticks=range(1, len(scores) + 1), yticklabels=scores, xlabel="ood_score (whiskers: 5 % and 95 %)")
     panel.invert_yaxis()
     panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.12))

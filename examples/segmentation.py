@@ -2,10 +2,10 @@
 
     python examples/segmentation.py
 
-Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior on their last layers,
-which are 1x1 convolutions. Evaluates on test pictures, on shifted copies (dimmer and noisy), and on pictures with rings, a shape
-absent from the training data. Prints a table and draws maps; distances are medians over pixels, and the AUROC measures how well
-the OOD score separates rings from the rest. About a minute. Needs `pip install 'mola-torch[bench]'`.
+Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior over their last layers, which
+are 1x1 convolutions. Evaluates on test pictures, on shifted copies (dimmer and noisy), and on pictures with rings, a shape absent from
+the training data. Prints a table and draws maps. Distances are medians over pixels, and the AUROC measures how well the OOD score
+separates rings from all other pixels. Takes about a minute. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mola.metrics import (
 
 NETWORKS, SIZE, CLASSES = 3, 48, 4
 NAMES = ("background", "disc", "square", "triangle")
-RING = -100  # ignored by fit and tune
+RING = -100  # label that fit and tune ignore
 
 
 def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tenso
 
 
 def shifted(pictures: Tensor, seed: int) -> Tensor:
-    """Return the same pictures in bad light: dimmer, with less contrast and more noise."""
+    """Return the same pictures in poor light: dimmer, with less contrast and more noise."""
     noise = torch.randn(pictures.shape, generator=torch.Generator().manual_seed(seed))
     return 0.2 + 0.45 * pictures + 0.12 * noise
 
@@ -68,7 +68,7 @@ def block(given: int, made: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """U-Net with three levels, whose head is a 1x1 convolution."""
+    """A U-Net with three levels, whose head is a 1x1 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(16, CLASSES, 1)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return logits (n, C, H, W)."""
+        """Return the logits (n, C, H, W)."""
         kept = []
         for level in self.down:
             pictures = level(functional.max_pool2d(pictures, 2) if kept else pictures)
@@ -102,7 +102,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """Draw a row for each kind of picture: the picture, its labels, and maps."""
+    """Draw a row for each kind of picture, with the picture, its labels, and maps."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
@@ -134,7 +134,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
     networks = [train(seed + member, *train_set, steps) for member in range(NETWORKS)]
     loader = list(zip(train_set[0].split(20), train_set[1].split(20), strict=True))
 
-    # Each picture counts as one datum: its pixels are not independent.
+    # Treat each picture as one datum, since its pixels are not independent.
     posterior = mola.fit(networks, loader, [val_set], positions="average", progress=False)
     methods = {
         "MAP": mola.ensemble(networks[0]),
@@ -151,7 +151,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Return metrics over pixels of known classes, and the AUROC by which the OOD score separates rings from them."""
+    """Return metrics over pixels of known classes, and the AUROC of the OOD score for rings against these pixels."""
     said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
     known, scores = truth >= 0, said.ood_score.flatten()
     probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]

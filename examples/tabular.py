@@ -1,10 +1,10 @@
-"""Tables with scikit-learn: calibration in a cross-validation, and an alarm for rows in the wrong units.
+"""Tables with scikit-learn: calibration in cross-validation, and an alarm for rows in the wrong units.
 
     python examples/tabular.py
 
-`mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. Compares its probabilities
-with those of logistic regression and of `MLPClassifier` on the chemistry of 178 wines, then predicts rows with mistakes in
-them. About ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
+`mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. This example compares `MolaClassifier`,
+logistic regression and `MLPClassifier` on the chemistry of 178 wines, then predicts rows that contain mistakes. Takes about ten
+seconds. Needs `pip install 'mola-torch[sklearn]'`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    torch.set_num_threads(1)  # threads slow down networks this small
+    torch.set_num_threads(1)  # threads slow down small networks
     wine = load_wine()
     rows, labels = wine.data, wine.target
 
@@ -49,10 +49,11 @@ def compare(rows, labels, seed: int) -> None:
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     print(f"{'5-fold cross-validation':28}{'accuracy %':>12}{'log loss':>10}{'ECE %':>8}{'confidence %':>14}")
     for name, model in models.items():
-        # MolaClassifier also standardises by itself; the pipeline gives all models the same inputs.
+        # MolaClassifier also standardises its inputs, but the pipeline gives all models the same inputs.
         pipeline = make_pipeline(StandardScaler(), model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # MLPClassifier stops at max_iter, which is enough here
+            # MLPClassifier warns that it stops at max_iter, which is enough here.
+            warnings.simplefilter("ignore", ConvergenceWarning)
             probs = cross_val_predict(pipeline, rows, labels, cv=folds, method="predict_proba")
         print(
             f"{name:28}{100 * accuracy_score(labels, probs.argmax(1)):12.1f}{log_loss(labels, probs):10.3f}"
@@ -61,7 +62,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Count alarms on correct rows and on rows with mistakes, over several splits: a single split of 178 wines is noisy."""
+    """Count alarms on correct rows and on rows with mistakes, over several splits, since a single split of 178 wines is noisy."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -85,13 +86,13 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
         alarm, outside, confidence = np.mean(splits, axis=0)
         print(f"{name:34}{alarm:20.0%}{outside:24.0%}{confidence:13.1%}")
     print(
-        "\nThe score depends on the direction of a network's features and hardly on their norm: it detects unusual combinations"
-        "\nof values, but rarely rows in which all columns are too large or missing. A range check catches these. Do both."
+        "\nThe score depends mainly on the direction of a network's features, not on their norm. It detects unusual combinations"
+        "\nof values, but rarely rows in which all columns are too large or missing. A range check detects such rows. Use both."
     )
 
 
 def calibration_error(probs, labels, bins: int = 10) -> float:
-    """Return the expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
+    """Return the expected calibration error, the mean gap between confidence and accuracy over bins of confidence."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
@@ -99,7 +100,7 @@ def calibration_error(probs, labels, bins: int = 10) -> float:
 
 
 def mistakes(rows, names):
-    """Return correct rows, and rows with typical mistakes of data entry."""
+    """Return correct rows, and rows with typical mistakes in data entry."""
 
     def scaled(name: str, factor: float):
         changed = rows.copy()

@@ -1,11 +1,11 @@
-"""Several processes, one posterior: each reads its part of the data, and their sums are added.
+"""One posterior from several processes: each process reads a part of the data, and the sums of all processes are added.
 
     python examples/torchrun_fit.py                               # alone
     torchrun --nproc-per-node=2 examples/torchrun_fit.py          # two processes on this machine
 
-Both commands give the same posterior: the sums behind a Laplace approximation add up, so parts of the data can be read
-anywhere. On many machines, torchrun's `--nnodes` and `--rdzv-endpoint` do the rest. About ten seconds. Needs
-`pip install 'mola-torch[bench]'`.
+Both commands give the same posterior. A Laplace approximation is computed from sums over the data, so each process can sum over its
+own part. For several machines, use `--nnodes` and `--rdzv-endpoint` of torchrun. Takes about ten seconds. Needs `pip install
+'mola-torch[bench]'`.
 """
 
 import argparse
@@ -36,22 +36,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the posterior")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # each process has a core of its own
+    torch.set_num_threads(1)  # one core for each process
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     parts = order.split([1000, 297, 500])
     train_set, val_set, test_set = (TensorDataset(pixels[rows] / 16, labels[rows]) for rows in parts)
 
-    with mola.distributed.join() as team:  # the processes that torchrun started; without it, this process alone
-        # Every process needs the same networks. You would load their weights from files; here the same seeds make the same
-        # networks everywhere. mola compares checksums, and refuses networks that differ.
+    with mola.distributed.join() as team:  # the processes that torchrun started, or this process alone
+        # Every process needs the same networks. Normally, you load their weights from files; here, equal seeds give equal networks in
+        # every process. mola compares checksums, and rejects networks that differ.
         networks = [train(seed, *train_set.tensors) for seed in range(NETWORKS)]
 
-        # Each datum goes to exactly one process. Fitting, tuning and predicting are one job from there.
+        # Each datum goes to exactly one process. All processes then fit, tune and predict together.
         loaders = [DataLoader(team.shard(some), batch_size=100) for some in (train_set, val_set, test_set)]
         posterior = mola.fit(networks, *loaders[:2], team=team)
-        prediction = posterior.predict(loaders[2], team=team)  # all test data in their order, on every process
+        prediction = posterior.predict(loaders[2], team=team)  # for all test data, in order, on every process
 
         if team.first:  # one process writes and prints
             accuracy = (prediction.label == test_set.tensors[1]).double().mean()

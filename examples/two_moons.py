@@ -1,9 +1,9 @@
-"""Two moons: confidence of MAP, a deep ensemble, LLLA and MoLA, near the data and far away.
+"""Two moons: the confidence of MAP, a deep ensemble, LLLA and MoLA, near the data and far away.
 
     python examples/two_moons.py
 
-Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane.
-Prints a table and draws a map for each method. About five seconds. Needs `pip install 'mola-torch[bench]'`.
+Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane. Prints a table
+and draws a map for each method. Takes about five seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import nn
 import mola
 
 NETWORKS = 5
-REACH = 8.0  # half the side of the maps; the data are within 2 of the origin
+REACH = 8.0  # half the side length of the maps; the data are within a distance of 2 from the origin
 
 
 def moons(count: int, seed: int):
@@ -41,12 +41,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down networks this small
+    torch.set_num_threads(1)  # threads slow down small networks
 
     train_set, val_set, test_set = (moons(200, seed=3 * options.seed + part) for part in range(3))
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
 
-    # One pass over the training data, then tuning on the validation data. A loader is any iterable of batches.
+    # Fit in one pass over the training data, then tune on the validation data. A loader is any iterable of batches.
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
@@ -55,7 +55,7 @@ def main() -> None:
         "MoLA, distance": posterior.tune([val_set], rule="distance"),
     }
 
-    # Confidence on test data, and on circles of growing radius.
+    # Print the confidence on test data and on circles of growing radius.
     angles = torch.linspace(0, 2 * torch.pi, 361)[:-1]
     circle = torch.stack([angles.cos(), angles.sin()], dim=1)
     inputs, labels = test_set

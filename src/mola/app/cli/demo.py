@@ -1,4 +1,4 @@
-"""`mola demo`: fit, tune and compare, on data that come with scikit-learn."""
+"""`mola demo`: fit, tune and compare on data included in scikit-learn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
-"""Share of the whole time after which figures are drawn, as measured."""
+"""Measured share of the total time after which figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Half of what scikit-learn's generators take, as the two moons draw with two seeds."""
+"""Largest seed: half of the limit of scikit-learn's generators, since the two moons use two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class DemoOptions(Quiet):
 def demo(options: DemoOptions) -> None:
     """Compare one network, deep ensembles and MoLA on handwritten digits, by the paper's rule and by the default rule.
 
-    Trains five small networks on data that come with scikit-learn, fits and tunes, compares the methods in distribution,
+    Trains five small networks on data included in scikit-learn, fits and tunes a posterior, compares the methods in distribution,
     under rotation and on inputs that are not digits, and writes a page with tables and figures. Takes about a minute.
     """
-    # Imported before the work, so that a missing extra is reported early.
+    # Imported before the slow work, so that a missing extra is reported early.
     from mola.compare.report.writing import write_demo
 
     output, quiet = options.output, options.quiet

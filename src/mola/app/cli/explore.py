@@ -1,4 +1,4 @@
-"""`mola explore`: a local page to play with a posterior."""
+"""`mola explore`: a local page to explore a posterior."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mola.errors import OptionError
 
 
 def explore(options: ExploreOptions) -> None:
-    """Change a picture on a local page, and watch the confidence.
+    """Change a picture on a local page, and see how the confidence changes.
 
-    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture: their classes and
-    confidence, MoLA's uncertainty, and the OOD score compared with those of the validation data. Without a folder, opens the digits
-    demo. Only this machine can reach the page. Ctrl-C ends it.
+    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture. Shows their classes and
+    confidence, MoLA's uncertainty, and the OOD score relative to the validation data. Without a folder, opens the digits demo. Only
+    this machine can open the page. Press Ctrl-C to stop.
 
         mola explore posterior
     """
@@ -28,9 +28,9 @@ def explore(options: ExploreOptions) -> None:
     from mola.compare.demo_result import DemoSettings
 
     posterior, port, quiet = options.posterior, options.port, options.quiet
-    with socket.socket() as probe:  # before the work rather than after it
+    with socket.socket() as probe:  # checked before the slow work
         if port is not None and probe.connect_ex((HOST, port)) == 0:
-            raise OptionError(f"port {port} of {HOST} is in use: choose another with --port, or leave it out.")
+            raise OptionError(f"port {port} of {HOST} is in use. Choose another port with --port, or omit --port.")
     with showing_progress(quiet=quiet) as progress:
         settings = DemoSettings(seed=options.seed)
         subject = digits_subject(progress, settings) if posterior is None else open_subject(options, progress)
@@ -39,7 +39,7 @@ def explore(options: ExploreOptions) -> None:
         console = Console(highlight=False)
         for note in subject.notes:
             console.print(f"note: {escape(note)}", soft_wrap=True)
-        console.print(f"Explore [bold]{escape(address)}[/bold] (Ctrl-C ends it)", soft_wrap=True)
+        console.print(f"Explore [bold]{escape(address)}[/bold] (press Ctrl-C to stop)", soft_wrap=True)
     try:
         if options.browser:
             webbrowser.open(address)

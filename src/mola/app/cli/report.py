@@ -29,12 +29,12 @@ class ReportOptions(Quiet):
 
 
 def report(options: ReportOptions) -> None:
-    """Show benchmark results: tables, figures and a page, compared with the paper's numbers.
+    """Show benchmark results in tables, figures and a page, compared with the paper's numbers.
 
-    Reads the records of `mola bench`, and no model. Writes index.html, which needs no other file, tables.md, tables.tex and
-    the figures. Takes seconds.
+    Reads the records of `mola bench` but no model. Writes index.html, which needs no other file, tables.md, tables.tex and the
+    figures. Takes a few seconds.
     """
-    # Here and not above: drawing needs matplotlib, which other commands do not.
+    # Imported here, since only this command needs matplotlib.
     from mola.compare.report.reading import read_suites
     from mola.compare.report.suite_tables import TERMINAL, suite_tables
     from mola.compare.report.words import suite_findings

@@ -1,4 +1,4 @@
-"""`mola train`: the networks of a suite, by the paper's recipe."""
+"""`mola train`: train the networks of a suite by the paper's recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mola.app.jobs.groups import Computing, Device
 from mola.app.jobs.job import RUN
 from mola.app.options import check_writable, option
 
-RECIPE = "Recipe, by default the paper's"
+RECIPE = "Recipe (default: the paper's recipe)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,23 @@ class TrainOptions(Computing, Device):
         None, "Folder for the networks", flags=("--output", "-o"), metavar="DIR", shown="networks/SUITE"
     )
     data: Path | None = option(
-        None, "Folder of the data sets, also MOLA_DATA; digits need none", metavar="DIR", envvar="MOLA_DATA"
+        None, "Folder of the data sets (or MOLA_DATA); not needed for digits", metavar="DIR", envvar="MOLA_DATA"
     )
     download: bool = option(False, "Download missing data sets")
     network: str | None = option(None, "Architecture", panel=RECIPE, metavar="NAME")
     epochs: int | None = option(None, "Epochs", panel=RECIPE, minimum=1)
-    batch_size: int | None = option(None, "Inputs in a step", panel=RECIPE, minimum=1)
-    learning_rate: float | None = option(None, "Learning rate at the start", panel=RECIPE)
+    batch_size: int | None = option(None, "Number of inputs in a training step", panel=RECIPE, minimum=1)
+    learning_rate: float | None = option(None, "Initial learning rate", panel=RECIPE)
     weight_decay: float | None = option(None, "Weight decay", panel=RECIPE)
     train_images: int | None = option(None, "Use at most N training inputs", panel=RECIPE, minimum=1)
-    seed: int = option(0, "Base seed; each network derives its own", panel=RUN, minimum=0)
+    seed: int = option(0, "Seed from which each network's seed is derived", panel=RUN, minimum=0)
 
 
 def train(options: TrainOptions) -> None:
     """Train the networks of a suite, each from its own seed.
 
-    Finished networks are saved as NN.safetensors, unfinished networks after every epoch; the same command resumes them, bit for bit.
+    Finished networks are saved as NN.safetensors. Unfinished networks are saved after every epoch; the same command resumes their
+    training and gives identical weights.
     """
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks

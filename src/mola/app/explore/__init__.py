@@ -1,4 +1,4 @@
-"""A local page to play with a posterior: change a picture, and compare MAP, the deep ensemble and MoLA."""
+"""A local page to explore a posterior: change a picture, and compare MAP, the deep ensemble and MoLA."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ class ExploreOptions(Opening, Computing):
     posterior: Path | None = option(
         None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"
     )
-    port: int | None = option(
-        None, "Port of the page", minimum=1, maximum=65535, shown="the first free one from 7860 on"
-    )
+    port: int | None = option(None, "Port of the page", minimum=1, maximum=65535, shown="first free port from 7860 on")
     browser: bool = option(True, "Do not open the page in a browser")
     seed: int = option(0, "Seed of the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)

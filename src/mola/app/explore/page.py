@@ -1,7 +1,7 @@
 """The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` for everything that a user changes.
 
-Plain requests are used instead of gradio's events: its queue loses an answer when a request arrives while the server closes the
-stream of answers.
+Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server closes the stream
+of answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mola.app.explore.pictures import MAX_SIDE, SLIDERS, change, read_changes, t
 from mola.app.explore.subject import Subject
 from mola.errors import MolaError, OptionError, importing
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this when it is imported
 with importing("the explorer", "gradio", "explore"):
     import gradio as gr
 
@@ -32,15 +32,15 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""If one picture takes at least this many seconds, the curve over all angles is left out."""
+"""Seconds per picture from which on the curve over all angles is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side of the drawing pad, and width of a stroke in pixels of the networks."""
+"""Side of the drawing pad, and width of a stroke, in pixels of the network inputs."""
 
 
 def percent(share: float) -> str:
-    """Return a probability in percent; only 0 and 1 are shown as 0 % and 100 %."""
+    """Return a probability as a percentage; only 0 and 1 become 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -52,11 +52,11 @@ TEMPLATES.filters["percent"] = percent
 
 
 class Explorer:
-    """Answers the page's requests about a subject; keeps nothing between two of them."""
+    """Handler for the page's requests about a subject, without state between requests."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._lock = threading.Lock()  # several pages may be open
+        self._lock = threading.Lock()  # more than one page may be open
         self._predict([subject.examples[0][1]])  # the first call is slower than later calls
         began = time.perf_counter()
         self._predict([subject.examples[0][1]])
@@ -68,13 +68,13 @@ class Explorer:
         return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
 
     def _methods(self, prediction: Any) -> dict[str, Tensor]:
-        # Probabilities (n, C): the first network, the mean of all, and the mixture of Laplace approximations.
+        # Return probabilities (n, C) of the first network, the mean of all networks, and the mixture of Laplace approximations.
         alone = prediction.logit_mean.softmax(-1)
         mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """Return the HTML for a request: `picture` as a `data:` address, values by the names of `SLIDERS`, and `invert`."""
+        """Return the HTML for a request with `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
@@ -85,7 +85,7 @@ class Explorer:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs of the page for a picture of the right size, edited by the arguments of `change`."""
+        """Return all outputs of the page for a picture of the right size, after applying `change` to it."""
         subject = self.subject
         seen = change(image, **changes)
         prediction = self._predict([seen])
@@ -135,17 +135,17 @@ def controls(subject: Subject) -> str:
 
 
 def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
-    """Serve the page to this machine alone, without waiting; return the page, to be closed, and its address.
+    """Serve the page on this machine only, without blocking; return the page, which the caller closes, and its address.
 
-    Without a port, the first free port from 7860 on is used.
+    If no port is given, the first free port from 7860 on is used.
     """
 
-    def look(request: Mapping[str, Any]) -> str:  # not a method, since gradio sets an attribute of the function
+    def look(request: Mapping[str, Any]) -> str:  # not a method, since gradio sets an attribute on the function
         return explorer.look(request)
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
-            controls(explorer.subject),  # as `value`, since gradio evaluates templates
+            controls(explorer.subject),  # passed as `value`, since gradio evaluates templates
             js_on_load=(ASSETS / "page.js").read_text(encoding="utf-8"),
             server_functions=[look],
             apply_default_css=False,
@@ -153,7 +153,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
             side=MAX_SIDE,
             pen=max(20, round(PAD / max(explorer.subject.sight.shape[1:]) * PEN)),
         )
-    fonts = ["system-ui", "sans-serif"]  # of the machine: none are fetched
+    fonts = ["system-ui", "sans-serif"]  # fonts of this machine, so that none are downloaded
     try:
         _, address, _ = page.launch(
             server_name=HOST,
@@ -173,6 +173,6 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
         )
     except OSError as error:
         raise OptionError(
-            f"cannot serve on port {port} of {HOST}: choose another with --port, or leave it out."
+            f"cannot serve on port {port} of {HOST}. Choose another port with --port, or omit --port."
         ) from error
     return page, address

@@ -1,4 +1,4 @@
-"""Pictures for the explorer: read from the page, brought to the size that the networks take, changed by sliders."""
+"""Pictures for the explorer: read from the page, resized for the networks, and changed by sliders."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps
 
 MAX_SIDE = 1024
-"""Pixels. The page scales larger pictures down; networks that take larger inputs are too slow for sliders."""
+"""Largest side of a picture, in pixels. The page shrinks larger pictures; networks with larger inputs are too slow for sliders."""
 
 PREFIX = "data:image/png;base64,"
 MAX_CHARACTERS = 8 * MAX_SIDE**2
-"""Length of a picture as text: 4 bytes a pixel that do not compress, in base64, and a margin."""
+"""Largest length of a picture as text: 4 incompressible bytes per pixel in base64, and a margin."""
 
 
 class Slider(NamedTuple):
@@ -46,11 +46,11 @@ SLIDERS = {
     "brightness": Slider("Brightness", -0.5, 0, 0.5, 0.01),
     "contrast": Slider("Contrast (times)", 0, 1, 3, 0.05),
 }
-"""In the order of the page."""
+"""The sliders by name, in the order of the page."""
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `change` from a request of the page; a value outside a slider's range becomes the nearest end."""
+    """Return the arguments of `change` from a request of the page; a value outside a slider's range is clipped."""
     values = {
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
@@ -69,13 +69,13 @@ def change(
     contrast: float = 1.0,
     invert: bool = False,
 ) -> Image.Image:
-    """Change a grey or RGB picture by the values of the sliders; neutral values do not change it."""
+    """Change a grey or RGB picture by the values of the sliders. Neutral values leave it unchanged."""
     if invert:
         image = ImageOps.invert(image)
     if (contrast, brightness) != (1, 0):
         table = [round((level - 127.5) * contrast + 127.5 + 255 * brightness) for level in range(256)]
         image = image.point([min(255, max(0, level)) for level in table] * len(image.getbands()))
-    if scale < 1:  # bilinear sampling reads two pixels a side, and would skip others
+    if scale < 1:  # bilinear sampling reads two pixels per side, and would skip the rest
         image = image.filter(ImageFilter.GaussianBlur(0.4 * (1 / scale - 1)))
     if (rotation, scale) != (0, 1):
         cos, sin = math.cos(math.radians(rotation)) / scale, math.sin(math.radians(rotation)) / scale
@@ -93,7 +93,7 @@ def change(
 
 @dataclass(frozen=True)
 class Sight:
-    """Preparation of pictures for networks that take (channels, height, width)."""
+    """Preparation of pictures for networks with inputs (channels, height, width)."""
 
     shape: tuple[int, ...]
     intake: Intake
@@ -102,20 +102,20 @@ class Sight:
         shape = self.shape
         if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= MAX_SIDE for side in shape[1:]):
             raise OptionError(
-                f"the explorer needs networks that take pictures (channels, height, width), with 1 or 3 channels and 2 to "
-                f"{MAX_SIDE} pixels a side; these take inputs of shape {tuple(shape)}. `mola predict` predicts for them."
+                f"the explorer needs networks for pictures (channels, height, width), with 1 or 3 channels and 2 to {MAX_SIDE} "
+                f"pixels per side; these networks take inputs of shape {tuple(shape)}. Use `mola predict` for these networks."
             )
 
     def read(self, text: str) -> Image.Image:
-        """Return a picture from the page, `data:image/png;base64,...`, as the networks take it."""
+        """Return a picture from the page, `data:image/png;base64,...`, in the size and mode of the network inputs."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
             raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
         try:
             image = Image.open(io.BytesIO(base64.b64decode(text.removeprefix(PREFIX), validate=True)), formats=["PNG"])
             if max(image.size) > MAX_SIDE:
-                raise ValueError(f"expected at most {MAX_SIDE} pixels a side, got {image.width} x {image.height}")
+                raise ValueError(f"expected at most {MAX_SIDE} pixels per side, got {image.width} x {image.height}")
             image.load()
-        except Exception as error:  # a damaged file makes Pillow raise almost anything
+        except Exception as error:  # for a damaged file, Pillow may raise almost any exception
             raise DataError(f"the picture cannot be decoded: {error}.") from error
         return self.fit(image)
 
@@ -134,7 +134,7 @@ class Sight:
         return self.intake.normalise(pixels).to(self.intake.torch_dtype)
 
     def images(self, inputs: Tensor) -> list[Image.Image]:
-        """Return pictures from network inputs; `DataError` unless these are normalised pixels."""
+        """Return pictures from network inputs; raise `DataError` unless the inputs are normalised pixels."""
         mean, std = (
             torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
         )
@@ -142,8 +142,8 @@ class Sight:
         low, high = float(values.min()), float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
-                f"the inputs range from {low:.3g} to {high:.3g}, expected pixels from 0 to 1: a picture cannot be converted to "
-                f"an input. Fit on images or bytes, with --normalise or --mean and --std."
+                f"expected pixels from 0 to 1, got inputs from {low:.3g} to {high:.3g}, so a picture cannot be converted to an "
+                f"input. Fit on images or bytes, with --normalise or --mean and --std."
             )
         return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 

@@ -1,6 +1,6 @@
-"""Content of the explorer: a posterior, how its networks take pictures, examples, and outlier scores to compare with.
+"""Content of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of validation data.
 
-`open_subject` reads a folder of `mola fit`; `digits_subject` trains, fits and tunes the digits demo, in seconds.
+`open_subject` reads a folder of `mola fit`; `digits_subject` trains, fits and tunes the digits demo in a few seconds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Example = tuple[str, Image.Image]
 
 @dataclass(frozen=True)
 class Reference:
-    """Outlier scores of validation data; of very many, some of them."""
+    """OOD scores of validation data, or of a subset of a large validation set."""
 
     scores: Tensor
     alarm: float
-    """Score above which `mola predict` flags an input as outlying."""
+    """Score above which `mola predict` flags an input as an outlier."""
     count: int
     """Number of validation data."""
 
@@ -56,15 +56,15 @@ class Subject:
     classes: tuple[str, ...]
     sight: Sight
     examples: tuple[Example, ...]
-    """Names and pictures, the first shown at the start."""
+    """Names and pictures of the examples; the page starts with the first example."""
     reference: Reference | None
-    """None without scores of validation data."""
+    """OOD scores of the validation data; None if there are none."""
     notes: tuple[str, ...] = ()
-    """Reasons for missing content."""
+    """Notes that explain missing content."""
 
 
 def ood_examples(sight: Sight) -> list[Example]:
-    """Return pictures of no class: noise, a checkerboard and, with scikit-learn, a photograph."""
+    """Return pictures that belong to no class: noise, a checkerboard and, if scikit-learn is installed, a photograph."""
     channels, height, width = sight.shape
     noise = torch.randint(256, sight.shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     side = max(1, min(height, width) // 4)
@@ -107,15 +107,16 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
 
 
 def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
-    """Open the folder of `mola fit` that the options name."""
+    """Open the `mola fit` folder given in the options."""
     progress("loading networks", 0.0)
     folder = Path(str(options.posterior))
     fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)
     posterior = fitted.posterior
     if posterior.is_dense or not posterior.likelihood.mutually_exclusive:
         raise OptionError(
-            f"the explorer needs networks that choose one of several classes for each picture; {folder} has the likelihood "
-            f"{posterior.likelihood.name!r}{' and dense outputs' if posterior.is_dense else ''}. `mola predict` predicts for it."
+            f"the explorer needs networks that predict one of several classes for each picture; {folder} has the likelihood "
+            f"{posterior.likelihood.name!r}{' and dense outputs' if posterior.is_dense else ''}. Use `mola predict` for this "
+            f"posterior."
         )
     is_picture = isinstance(fitted.example, Tensor) and fitted.example.is_floating_point()
     sight = Sight(tuple(fitted.example.shape[1:]) if is_picture else (), fitted.intake)
@@ -125,12 +126,14 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
         scores = read_columns(folder)[SCORE]
         reference = Reference(scores, float(validation["outlier_threshold"]), int(validation["count"]))
     examples: list[Example] = []
-    notes = ["Fitted without validation data: no examples, and no outlier scores to compare with."]
+    notes = [
+        "There are no examples and no OOD scores for comparison, because the posterior was fitted without validation data."
+    ]
     if fitted.job.val is not None:
         try:
             examples, notes = _examples(fitted, fitted.job.val, sight, options.data), []
         except MolaError as error:
-            notes = [f"No examples, since {fitted.job.val} cannot be read: {error}"]
+            notes = [f"There are no examples, because {fitted.job.val} cannot be read: {error}"]
     progress("done", 1.0)
     return Subject(
         title=f"{folder}: {counted(len(posterior.networks), 'network')}, {', '.join(fitted.job.network)}",
@@ -144,7 +147,7 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 
 
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
-    # Evenly spaced, since a folder of images is in order of its classes; from the start of a set of unknown size.
+    # Examples are evenly spaced, since a folder of images is sorted by class. A set of unknown size is read from its start.
     source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (

@@ -1,4 +1,4 @@
-// At most one request is under way. What changes meanwhile is sent when it returns, so the last answer is for what is shown.
+// At most one request is pending. Later changes are sent when it returns, so the last answer matches the controls.
 const find = (selector) => element.querySelector(selector);
 const canvas = find("canvas"), pad = canvas.getContext("2d"), answer = find(".answer"), note = find(".note");
 const sliders = [...element.querySelectorAll("input[type=range]")], invert = find(".invert"), file = find(".file");
@@ -16,7 +16,7 @@ async function look() {
     try {
       answer.innerHTML = await server.look(request);
     } catch (error) {
-      note.textContent = "No answer: is `mola explore` still running?";
+      note.textContent = "The server did not answer. Check that `mola explore` is still running.";
     }
   }
   busy = false;
@@ -33,7 +33,7 @@ function show(address, name) {
     const shrink = Math.min(1, props.side / Math.max(image.width, image.height));
     const copy = document.createElement("canvas"), ink = copy.getContext("2d");
     [copy.width, copy.height] = [image.width, image.height].map((side) => Math.max(1, Math.round(side * shrink)));
-    ink.fillStyle = "white"; // below transparent parts
+    ink.fillStyle = "white"; // behind transparent parts
     ink.fillRect(0, 0, copy.width, copy.height);
     ink.drawImage(image, 0, 0, copy.width, copy.height);
     picture = copy.toDataURL("image/png");
@@ -70,7 +70,7 @@ function stroke(event) {
 
 canvas.addEventListener("pointerdown", (event) => {
   canvas.setPointerCapture(event.pointerId);
-  if (!drawing) wipe(); // a drawing begins on an empty pad
+  if (!drawing) wipe(); // a new drawing starts on an empty pad
   drawing = true;
   stroke(event);
 });
