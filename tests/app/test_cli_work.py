@@ -95,7 +95,7 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
         ("is a file", ["evaluate", "POSTERIOR", "--test", "test", "-o", "test.npz"]),
         ("unknown data", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
         ("no labels", ["evaluate", "POSTERIOR", "--test", "strange"]),
-        ("named once", ["evaluate", "POSTERIOR", "--test", "test", "--ood", "test"]),
+        ("only once", ["evaluate", "POSTERIOR", "--test", "test", "--ood", "test"]),
         ("not a writable folder", ["export", "POSTERIOR", "--onnx", "test.npz/out.onnx"]),
         ("not a writable folder", ["predict", "POSTERIOR", "test", "-o", "/proc/out.csv"]),
         ("holds no posterior", ["predict", "train", "test"]),
