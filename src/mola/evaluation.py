@@ -108,10 +108,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
 
-    Classification has accuracy, log loss (nll), Brier score, calibration error (ece), area under the risk-coverage curve
-    (aurc) and mean confidence; for multi-label data these are means over all known labels. Regression has rmse, nll, crps,
-    and the coverage of 90 % intervals. Outliers are compared with the test data by auroc and fpr95 of low confidence (for
-    regression, of the predicted standard deviation) and of `ood_score`.
+    For classification, the metrics are accuracy, log loss (nll), Brier score, calibration error (ece), area under the
+    risk-coverage curve (aurc) and mean confidence. For multi-label data, they are means over all known labels. For
+    regression, the metrics are rmse, nll, crps, and the coverage of 90 % intervals. Outliers are compared
+    with the test data by auroc and fpr95 of low confidence (for regression, of the predicted standard deviation) and of
+    `ood_score`.
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a

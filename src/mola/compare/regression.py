@@ -38,7 +38,7 @@ EXAMPLES = 300
 """Maximum number of targets in a figure, evenly spaced in the data."""
 
 SPREAD_BINS = 10
-"""Number of groups of equal size into which inputs are divided by their predicted standard deviation."""
+"""Number of equal-sized groups of inputs, sorted by predicted standard deviation."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> OutlierResult:
-    """Return metrics of how well a method's scores separate outliers from the test data (`inside`); `detail` keeps the histogram."""
+    """Return metrics of how a method's scores separate outliers from the test data (`inside`); `detail` keeps the histogram."""
     confidence, std = (outside.mean(name) if name in outside.columns else None for name in ("confidence", "std[all]"))
     separated = _separation(inside, outside)
     scores = {}

@@ -184,7 +184,9 @@ def run_evaluate(
     began = time.perf_counter()
     test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):
-        raise OptionError(f"each data set can be named only once, got {', '.join([test, *outliers])}.")
+        raise OptionError(
+            f"each data set can be named only once, got {', '.join([test, *outliers])}. Remove the repeated name."
+        )
     account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
 
     def loader(source: Set, doing: str, step: int, *, labelled: bool) -> Loader:
@@ -269,7 +271,9 @@ def _tuned(
     discrete = posterior.likelihood.classification
     if held_out is None:
         lacking = "temperatures" if discrete else "scaled noise"
-        notes.append(f"There are no {lacking} because there are no validation data. Name validation data with --val.")
+        notes.append(
+            f"The report has no {lacking}, because there are no validation data. Name validation data with --val."
+        )
     if posterior.is_dense:
         notes.append(
             f"Every number is computed over at most {POSITIONS} random positions of each input. Standard errors count inputs, because "
