@@ -81,7 +81,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; for multi-label data (..., C)."""
+    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component, with an extra dimension for labels."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
         check_finite(phi, outputs)  # otherwise the bound would be finite although there is no prediction

@@ -189,7 +189,7 @@ def _plain(text: str) -> str:
 def _clear(folder: Path) -> None:
     # Remove the previous model in this folder. The folder cannot be loaded until the new model is complete.
     if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder} is a file; expected a folder.")
+        raise StorageError(f"{folder} is a file, expected a folder. Pass the path of a folder.")
     if (folder / CONFIG).exists():
         _read_config(folder)  # raises StorageError for the folder of another library
         (folder / CONFIG).unlink()

@@ -139,7 +139,7 @@ def test_the_threshold_is_a_number_and_a_rule():
     assert int((labels[answered] != 0).sum()) == answer.errors
     again = pickle.loads(pickle.dumps(answer))
     assert (again, vars(again)) == (answer, vars(answer))
-    with pytest.raises(OptionError, match="scores of your own"):
+    with pytest.raises(OptionError, match="chosen for your own scores"):
         own(prediction)
 
 

@@ -201,10 +201,10 @@ class Swag(Mixture):
 
     @classmethod
     def load(cls, directory: str | Path, network: nn.Module) -> Swag:
-        """Load what `save` wrote.
+        """Load a SWAG from a folder that `save` wrote.
 
         Args:
-            directory: folder that `save` wrote.
+            directory: the folder.
             network: a network of the same architecture, trained or not; it is copied, not modified.
         """
         document, tensors = read_folder(directory, "swag", SCHEMA)
@@ -295,10 +295,10 @@ class MultiSwag(Mixture):
 
     @classmethod
     def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MultiSwag:
-        """Load what `save` wrote.
+        """Load a MultiSWAG from a folder that `save` wrote.
 
         Args:
-            directory: folder that `save` wrote.
+            directory: the folder.
             networks: one network of the same architecture for all SWAGs, or one network for each SWAG; copies are used.
         """
         document, _ = read_folder(directory, "multi-swag", {"swags": [str]})

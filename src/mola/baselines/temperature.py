@@ -114,7 +114,7 @@ def temperature_scaled(
         mean: the quantity that is averaged over the networks, "probabilities" or "logits".
         weights: "uniform", or K numbers that sum to 1.
         likelihood: "categorical" or "bernoulli".
-        progress: show a progress bar on stderr, if that is a terminal.
+        progress: show a progress bar on stderr if stderr is a terminal.
     """
     one_of(mean, ("probabilities", "logits"), "mean")
     plain = ensemble(networks, weights, likelihood=likelihood)
@@ -132,4 +132,4 @@ def temperature_scaled(
         plain, chosen = plain.with_pooling(0.0), fit_temperature(mixed(plain.weights, list(logits)), labels)
     else:
         chosen = fit_temperature(logits, labels, plain.weights)
-    return plain.with_temperature(min(max(chosen, 1e-3), 1e3))  # the range of `with_temperature`
+    return plain.with_temperature(min(max(chosen, 1e-3), 1e3))  # the range that `with_temperature` accepts

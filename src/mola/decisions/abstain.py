@@ -83,11 +83,11 @@ class AnswerThreshold(float):
         """Return a mask (n,) of the inputs to answer.
 
         Args:
-            prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold is for scores of your own.
+            prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold was chosen for your own scores.
         """
         if isinstance(prediction, Prediction) and self.score == "own":
             raise OptionError(
-                "this threshold is for scores of your own. Call it with scores (n,), not with a Prediction."
+                "this threshold was chosen for your own scores. Call it with scores (n,), not with a Prediction."
             )
         values = torch.as_tensor(prediction.confidence if isinstance(prediction, Prediction) else prediction)
         if values.ndim == 2 and self.score == "confidence":  # probabilities from any library
@@ -121,7 +121,7 @@ def abstain_threshold(
         labels: class indices (n,); None for a `Calibration`.
         error_rate: largest error rate of answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
-        score: scores of your own (n,), higher for more certain predictions and minus infinity for inputs that are never answered, such
+        score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that are never answered, such
             as inputs with an alarm; None uses the confidence.
 
     Returns:
@@ -155,7 +155,7 @@ def abstain_threshold(
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """Return `P(Bin(count, rate) <= errors)` to float64 precision, or 1 if `errors >= count * rate`, when it is at least 1/2."""
+    """Return `P(Bin(count, rate) <= errors)` to float64 precision, or 1 if `errors >= count * rate`."""
     if errors >= count * rate:
         return 1.0
     log_last = (

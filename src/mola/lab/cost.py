@@ -60,8 +60,8 @@ def measure_cost(
     to all images. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
     with a pass over all training images. Without a budget, SWAG and MIMO are left out.
 
-    Denormal numbers are flushed to zero during the measurement. They make a processor many times slower, and weight decay leaves
-    thousands of them in some networks, but none in SWAG's draws from these networks.
+    Denormal numbers are flushed to zero during the measurement. Denormal numbers make a processor many times slower. Weight decay
+    leaves thousands of denormal weights in some networks, but SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))

@@ -160,7 +160,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
 def standardised(
     members: Sequence[Detector], reference: Iterable[Sequence[Tensor]]
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Return the mean over networks of standardised scores; a batch has features (n, d_k) of each network.
+    """Return the mean of the networks' standardised scores; a batch contains the features (n, d_k) of each network.
 
     `reference` contains batches of held-out in-distribution data, on which each network's standardised scores have mean 0 and standard
     deviation 1.

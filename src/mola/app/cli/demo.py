@@ -66,4 +66,6 @@ def demo(options: DemoOptions) -> None:
         )
     for words in tuning_remarks(result):
         console.print(escape(words), style="dim")
-    console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with figures and numbers next to it.", soft_wrap=True)
+    console.print(
+        f"\nWrote [bold]{escape(str(page))}[/bold], with figures and numbers in the same folder.", soft_wrap=True
+    )

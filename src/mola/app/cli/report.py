@@ -57,4 +57,6 @@ def report(options: ReportOptions) -> None:
         for warning in suite.warnings:
             console.print(f"[bold]Compare with care[/bold]: {escape(warning)}", style="yellow")
         console.print()
-    console.print(f"Wrote [bold]{escape(str(page))}[/bold], with tables and figures next to it.", soft_wrap=True)
+    console.print(
+        f"Wrote [bold]{escape(str(page))}[/bold], with tables and figures in the same folder.", soft_wrap=True
+    )

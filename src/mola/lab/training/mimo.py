@@ -1,4 +1,4 @@
-"""Training of MIMO: every head classifies its own inputs, which come in an order of their own."""
+"""Training of MIMO: every head classifies its own inputs, drawn in its own random order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train_mimo(
             0 along a half cosine, batch by batch.
         seed: seed for the orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which an interrupted training continues.
-        progress: show a progress bar on stderr, if that is a terminal.
+        progress: show a progress bar on stderr if stderr is a terminal.
     """
     epochs, repetition = whole_number(epochs, "epochs"), whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:

@@ -63,7 +63,7 @@ def fit_swag(
         checkpoint: folder for the state after every epoch. An interrupted fit continues from this state and gives identical results. A
             complete fit continues if more epochs are requested.
         likelihood: likelihood of the outputs, as in `mola.fit`. For regression, pass the noise, or call `scale_noise` afterwards.
-        progress: show a progress bar on stderr, if that is a terminal.
+        progress: show a progress bar on stderr if stderr is a terminal.
 
     Raises:
         DivergedError: the learning rate is too high.

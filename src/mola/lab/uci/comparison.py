@@ -1,6 +1,6 @@
 """The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
 
-The settings are those of the papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
+The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
 hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the training rows. A tenth
 of the training rows is held out to choose the noise, prior precision and distance exponent of every method.
 """
