@@ -80,7 +80,7 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 
 
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Return the methods that are better than all other methods by more than chance: the best method and its ties.
+    """Return the methods that are better than all other methods by more than chance: the best method and all methods that tie with it.
 
     The lead must be as significant as `mola.compare.leads.CLEAR` standard errors of a normal distribution. By Student's t, this
     requires 2.9 standard errors for five runs and 14 for two runs.

@@ -78,7 +78,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Return the figures for which the suite has records by name, in page order."""
+    """Return the figures of a suite by name, in page order, without figures for which records are missing."""
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:

@@ -1,4 +1,4 @@
-"""HTML pages rendered from the templates in this package, with styles and figures inlined and without scripts or requests."""
+"""HTML pages, rendered from the templates in this package. Styles and figures are inlined, so pages need no scripts or requests."""
 
 from __future__ import annotations
 

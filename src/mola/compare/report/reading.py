@@ -243,7 +243,7 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
             if len(methods) > 1:
                 different.setdefault(listed(min(methods.values(), key=len)), []).append(repr(name))
         for odd, names in different.items():
-            yield f"Run {run}: {odd} used different data from the other methods: the checksums of {listed(names)} differ."
+            yield f"Run {run}: {odd} used different data from the other methods (the checksums of {listed(names)} differ)."
         for group in {record.group: None for record in together}:
             given = [one for one in together if one.group == group and not OWN_WEIGHTS.search(one.method)]
             most = max(given, key=lambda record: len(record.networks), default=None)

@@ -60,7 +60,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table of all outputs for regression, otherwise of the `most` worst classes, worst first."""
+    """Return a table with a row for each output (regression) or for each of the `most` worst classes (classification)."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 

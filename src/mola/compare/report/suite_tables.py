@@ -158,7 +158,7 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
-        f"al., 2019); rejecting at random gives the overall error rate. Excess AURC is the difference from the AURC of rejecting all "
+        f"al., 2019). Rejecting at random gives the overall error rate. Excess AURC is the difference from the AURC of rejecting all "
         f"errors first, so it depends only on the ranking of the predictions."
         f"{' The column for shifted data is a mean over all levels.' if len(levels) > 1 else ''}"
     )
@@ -297,7 +297,7 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"class and is computed as the average precision. The rows of MAP and DE contain the scores of features and logits. There "
         f"are several differences from OpenOOD: The networks are {suite.network}, not ResNet-18, and DE and MoLA use "
         f"{suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without Textures and "
-        f"Places365. Our own list determines which classes of TinyImageNet are left out because CIFAR-10 has them too. No outliers "
+        f"Places365. Classes of TinyImageNet that CIFAR-10 also contains are left out, according to our own list. No outliers "
         f"were used to choose the settings of scores. Therefore, do not rank these numbers among published numbers."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
@@ -333,7 +333,7 @@ def _people(suite: SuiteResults) -> Table | None:
     ]
     caption = (
         "NLL uses the published labels. Cross-entropy and divergence use the labels of about 50 people for each image (CIFAR-10H, "
-        "Peterson et al., 2019). The rank correlation is Spearman's, between scores and the entropy of the people's labels."
+        "Peterson et al., 2019). The last columns have Spearman's rank correlation between scores and the entropy of these labels."
     )
     return records_table(f"{suite.title}: human uncertainty", caption, Numbers(methods), columns)
 

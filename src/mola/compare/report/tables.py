@@ -56,7 +56,7 @@ class Table:
     caption: str
     columns: tuple[Column, ...]
     texts: pd.DataFrame
-    """Formatted texts with a row for each method and a column for each heading, below the headings of groups if there are any."""
+    """Formatted texts with a row for each method and one level of headings, or two levels if there are groups."""
     best: Collection[tuple[str, int]]
     """Row name and column index of each bold cell."""
     aside: Collection[str]
@@ -125,7 +125,7 @@ def _text(number: Number, column: Column) -> str:
 
 
 def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return the given columns, a mapping from metrics, with their metrics evaluated on one set."""
+    """Return columns that show metrics on one set; `columns` maps each metric to its heading and format."""
     return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
 
 
@@ -169,7 +169,7 @@ def print_table(console: Console, table: Table) -> None:
     if Measurement.get(console, unlimited, shown).maximum > console.width:
         shown = _rich_table(table, errors=False)
         shown.width = Measurement.get(console, unlimited, shown).maximum
-        caption += " The terminal is too narrow for standard errors, which are in the files." if caption else ""
+        caption += " The terminal is too narrow for standard errors; see the files." if caption else ""
     console.print(Text(table.title, style="bold"))
     console.print(shown, crop=False)
     if caption:

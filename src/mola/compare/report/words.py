@@ -83,10 +83,12 @@ def demo_remarks(result: DemoResult) -> list[str]:
     """Return the remarks below the demo: data, networks, tuned values and limits."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
-        f"Data: scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
-        f"{sizes['validation']} for tuning and {sizes['test']} for testing; patches of its two sample photographs; uniform noise.",
-        f"Networks: two hidden layers, no biases, {result.comparison.made['parameters']} weights, {result.settings.epochs} "
-        f"epochs, with little regularisation and therefore overconfident. With strong weight decay, MoLA is close to the ensemble.",
+        f"The data are scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
+        f"{sizes['validation']} for tuning and {sizes['test']} for testing. The outliers are "
+        f"patches of scikit-learn's two photographs, and uniform noise.",
+        f"The networks have two hidden layers without biases and {result.comparison.made['parameters']} weights. They were "
+        f"trained for {result.settings.epochs} epochs with little regularisation and are therefore overconfident. "
+        f"With strong weight decay, MoLA is close to the ensemble.",
         *tuning_remarks(result),
         "This is one run with one seed on a small data set, so small differences between methods may change sign with another seed.",
     ]
@@ -136,7 +138,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
     names = named(found.best)
     if found.level:
         level = [named(one) for one in found.level]
-        names += f" (tied with {', '.join(level) if len(level) < 4 else f'{len(level)} others'})"
+        names += f" (tied with {', '.join(level) if len(level) < 4 else f'{len(level)} other results'})"
     by = f"{factor * found.ahead:.{digits}f}"
     if found.error is not None:
         by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
@@ -158,7 +160,7 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
     for where, found in comparison.left_out.items():
         some = "; ".join(f"{name}: {words}" for name, words in list(found.items())[:5])
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-        lines.append(f"{where}: {len(found)} left out ({some}{more}).")
+        lines.append(f"Inputs left out of {where}: {len(found)} ({some}{more}).")
     return lines
 
 
