@@ -49,7 +49,7 @@ class OutputResult:
     metrics: dict[str, float]
     """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
     errors: dict[str, float | None]
-    """Standard errors over data."""
+    """Standard errors of the metrics over data."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Record:
     """Group of the method: "main", or the name of an ablation."""
     run: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    """Structure, link, rule, weights, number of components."""
+    """Settings of the method: structure, link, rule, weights and number of components."""
     networks: list[str] = field(default_factory=list)
     """Checksums of the networks used."""
     data: dict[str, str] = field(default_factory=dict)

@@ -84,7 +84,7 @@ class EvaluateOptions(Opening, Reporting):
         "Validation data for temperatures, scaled noise and LLLA",
         metavar="DATA",
         panel=MORE,
-        shown="those of the fit",
+        shown="validation data of the fit",
     )
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
     seed: int = option(0, "Random seed for your own code", panel=RUN, minimum=0)
