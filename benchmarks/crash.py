@@ -158,7 +158,7 @@ def run(folder: Path, action: Callable[[], Any]) -> None:
 
 
 class Arena:
-    """A kind of work, the files before it, and its undisturbed result."""
+    """A kind of work, the files before it starts, and its result without a kill."""
 
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]

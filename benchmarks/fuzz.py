@@ -220,7 +220,7 @@ def call_predict(problem: Problem) -> bool:
     decided = check_probs(problem, prediction.probs, reference)
     variance, score = prediction.logit_variance, prediction.ood_score
     compare(problem, "logit_variance", variance, lambda one: one.variance(*seen), reference, relative=True)
-    if all(one.gram.max() > 0 for one in reference.components):  # training features that are all 0 define no unit
+    if all(one.gram.max() > 0 for one in reference.components):  # distances have no unit if all training features are 0
         compare(problem, "ood_score", score, lambda one: one.outlier_score(*seen), reference, relative=True)
     return decided
 
@@ -248,7 +248,7 @@ def call_with(problem: Problem) -> bool:
 
 
 def call_tune(problem: Problem) -> bool:
-    """Check that candidates have the scores of the closed form, and that the chosen candidate is the best of the curve."""
+    """Check that candidates have the scores of the closed form, and that the chosen candidate is the best on the curve."""
     name = problem.pick(["threshold", "nll", "brier"])
     inputs, labels = (torch.cat(parts) for parts in zip(problem.test, problem.train, strict=True))
     grid = [float(value) for value in np.logspace(-4, 4, int(problem.rng.integers(1, 9)))]

@@ -24,7 +24,7 @@ class Packages:
 
     name: str
     peer: tuple[str, ...]
-    """The libraries, installed without dependencies."""
+    """The libraries to install, without their dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
     """Packages that are installed without dependencies, which are never imported."""
@@ -64,7 +64,7 @@ def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
 
 
 def run(python: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """Run a script of this folder in the environment and return the JSON that it prints."""
+    """Run a script from this folder in the environment, and return the JSON that it prints."""
     surroundings = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
     command = [python, "-W", "ignore", HERE / script, *arguments]
     return json.loads(subprocess.run(command, env=surroundings, stdout=subprocess.PIPE, check=True).stdout)

@@ -14,7 +14,8 @@ contain the same classes, except for one set in a hundred: MAPIE adds classes wh
 defines the other forms of aps differently; they are reported, but not tested.
 
 The exit status is 1 if a difference is above its tolerance. Writes compare_laplace_torch.json, compare_laplace_torch_regression.json
-and conformal_against_mapie.json in benchmarks/results. `--frozen` prints the small reference of tests/library instead.
+and conformal_against_mapie.json in benchmarks/results. With `--frozen`, the script prints the small reference for tests/library
+instead.
 """
 
 import argparse
@@ -513,7 +514,7 @@ def main() -> int:
     parser.add_argument("peer", nargs="?", choices=list(PEERS), help="comparison to run (default: both)")
     parser.add_argument("--venv", type=Path, help="folder of the environment, for one comparison")
     parser.add_argument(
-        "--frozen", action="store_true", help="print the reference of tests/library/test_conformal_reference.py"
+        "--frozen", action="store_true", help="print the reference for tests/library/test_conformal_reference.py"
     )
     parser.add_argument("--inside", choices=list(INSIDE), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -75,7 +75,7 @@ def cpu_seconds(work: Work) -> float:
 
 
 def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Module] = ()) -> dict[str, list[Any]]:
-    """Run several turns of each work after a warm-up; return pairs of CPU seconds, in total and inside the networks."""
+    """Run several turns of each task after a warm-up; return pairs of CPU seconds, in total and inside the networks."""
     calls = {name: max(1, round(TURN_SECONDS / max(cpu_seconds(work), 1e-4))) for name, work in works.items()}
     times: dict[str, list[Any]] = {name: [] for name in works}
     for repeat in range(repeats):
@@ -116,7 +116,7 @@ def bare(networks: Iterable[nn.Module], loader: Loader) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, its data, and the limits by work; "tune seconds" is a limit in seconds."""
+    """A network, its data, and the limits by task; "tune seconds" is a limit in seconds."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -192,7 +192,7 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
 
 
 def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
-    """Return one row for each work: fit by structure, calls, and tune by rule."""
+    """Return one row for each task: fit by structure, calls, and tune by rule."""
     share = 8 if quick else 1
     network, training, validation = given or (
         setting.network().eval(),

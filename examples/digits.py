@@ -103,7 +103,7 @@ def main() -> None:
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
     print(
-        f"\nWrote {folder}; loaded again, it predicts the same: {torch.equal(loaded(test_images), mixture(test_images))}"
+        f"\nWrote {folder}; the loaded posterior gives equal predictions: {torch.equal(loaded(test_images), mixture(test_images))}"
     )
     draw(confidence, accuracy, auroc, options.output / "digits.png")
 

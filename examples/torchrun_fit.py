@@ -53,7 +53,7 @@ def main() -> None:
         posterior = mola.fit(networks, *loaders[:2], team=team)
         prediction = posterior.predict(loaders[2], team=team)  # for all test data, in order, on every process
 
-        if team.first:  # one process writes and prints
+        if team.first:  # only one process writes and prints
             accuracy = (prediction.label == test_set.tensors[1]).double().mean()
             print(f"{team}: read {len(loaders[0].dataset)} of {len(train_set)} training data in this process")
             print(f"prior precision    {posterior.prior_precision[0]:.12g}")

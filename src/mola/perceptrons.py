@@ -55,16 +55,16 @@ def train_mlps(
     """Train K perceptrons with a learning rate that falls to 0 along a half cosine, without changing torch's random state.
 
     Args:
-        inputs: (n, features).
-        labels: (n,) or (n, C).
+        inputs: input rows (n, features).
+        labels: labels or targets, (n,) or (n, C).
         outputs: number of outputs.
         loss: loss to minimise.
         hidden: widths of the hidden layers.
         members: number of networks K.
         seed: random seed for all members; a larger ensemble begins with the same members.
-        epochs: passes over the data, reshuffled for every epoch and member.
+        epochs: number of passes over the data, reshuffled for every epoch and member.
         batch_size: number of rows in a training step.
-        learning_rate: learning rate at the start.
+        learning_rate: initial learning rate.
         weight_decay: weight decay of the optimiser.
         optimiser: function from parameters, `lr` and `weight_decay` to an optimiser.
 

@@ -1,4 +1,4 @@
-"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, built-in scaling and tuning.
+"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, standardised inputs and tuning.
 
 `mola.MolaClassifier` and `mola.MolaRegressor` are imported from this module on first use, because scikit-learn is an extra.
 """
@@ -167,18 +167,18 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     Args:
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
-        epochs: passes over the data for each network.
-        batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
-        learning_rate: learning rate at the start.
+        epochs: number of passes over the data for each network.
+        batch_size: number of rows in a training step; None uses about a sixteenth of the data, between 32 and 1024.
+        learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
-        structure: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
-        link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
+        structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
+        link: link function: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
         rule: rule that chooses the prior precision: "evidence"; "nll", "brier", "ece", "threshold" or "distance" on held-out data; an
             object of `mola.rules`; or None to keep `prior_precision`.
-        prior_precision: lambda, if `rule` is None.
+        prior_precision: prior precision lambda, used if `rule` is None.
         validation_fraction: share of each class set aside for the rule, at least one row of each class with two or more rows. With
             "evidence" or None, nothing is set aside.
-        random_state: seed of the split and the networks, as everywhere in scikit-learn.
+        random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
         classes_: the sorted class labels.
@@ -187,7 +187,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: names of the features, if X had them.
+        feature_names_in_: names of the features, if X has column names.
     """
 
     classes_: Array
@@ -275,19 +275,19 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     Args:
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
-        epochs: passes over the data for each network.
-        batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
-        learning_rate: learning rate at the start.
+        epochs: number of passes over the data for each network.
+        batch_size: number of rows in a training step; None uses about a sixteenth of the data, between 32 and 1024.
+        learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
-        structure: "kron-exact" (the exact posterior for constant noise), "kron", "kron-diag", "diag" or "full", or an object of
-            `mola.structures`.
+        structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an
+            object of `mola.structures`.
         rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", with which the
             standard deviation also grows with the distance from the training data; "evidence"; an object of `mola.rules`; or None to
             keep `prior_precision`.
-        prior_precision: lambda, if `rule` is None.
+        prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.
         validation_fraction: share of the rows set aside for the rule. With "evidence" or None, nothing is set aside.
-        random_state: seed of the split and the networks, as everywhere in scikit-learn.
+        random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
         posterior_: the `mola.MoLA` over standardised features, in the targets' units.
@@ -295,7 +295,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: names of the features, if X had them.
+        feature_names_in_: names of the features, if X has column names.
     """
 
     def __init__(

@@ -144,7 +144,8 @@ def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
     """Join K batches (n, channels, ...) side by side along the channels."""
     if any(batch.dim() < 2 for batch in inputs):
         raise DataError(
-            f"expected inputs (n, channels, ...), got shape {tuple(inputs[0].shape)}. A single input needs a batch: inputs[None]."
+            f"expected inputs (n, channels, ...), got shape {tuple(inputs[0].shape)}. For a single input, pass a batch of one: "
+            f"inputs[None]."
         )
     return torch.cat(list(inputs), dim=1)
 

@@ -152,7 +152,7 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return the same draws under a likelihood with other settings, such as another noise."""
+        """Return a copy with the same draws and another likelihood, for example with a different noise."""
         options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
@@ -283,7 +283,7 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return the same draws under a likelihood with other settings, such as another noise."""
+        """Return a copy with the same draws and another likelihood, for example with a different noise."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:

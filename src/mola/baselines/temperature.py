@@ -80,7 +80,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         warn(
             f"on these data, the loss falls as the temperature goes to {limit}. The temperature is set to the end of the range, "
             f"{math.exp(best):.3g}. "
-            f"More validation data give a finite optimum."
+            f"Use more validation data for a finite optimum."
         )
     return math.exp(best)
 

@@ -1,7 +1,7 @@
 r"""Selective prediction: answer as often as possible while the error rate of the answers is, with high probability, low enough.
 
-Let s be a score, higher for more certain predictions, and :math:`R(\tau) = P(\text{wrong} \mid s > \tau)` the error
-rate of the answers above a threshold. From n labelled data the procedure chooses :math:`\hat\tau` such that
+Let s be a score, higher for more certain predictions, and :math:`R(\tau) = P(\text{wrong} \mid s > \tau)` the error rate of the
+answers above a threshold. From n labelled data, the procedure chooses :math:`\hat\tau` such that
 
 .. math:: P\left(R(\hat\tau) \le \varepsilon\right) \ge 1 - \delta
 

@@ -32,7 +32,7 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
         false_alarm_rate: largest rate alpha of false alarms, such as 0.05 for one alarm in twenty in-distribution inputs.
 
     Returns:
-        The threshold: raise an alarm for scores *above* it.
+        The threshold. Raise an alarm for scores *above* it.
     """
     if isinstance(scores, (Prediction, RegressionPrediction)):
         scores = scores.ood_score

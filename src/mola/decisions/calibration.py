@@ -23,7 +23,7 @@ SUM_TOLERANCE = 1e-3
 
 
 def probs_of(prediction: Any) -> Tensor:
-    """Return probabilities (n, C) in float64 on the CPU, from a `mola.Prediction` or from a tensor or array of any library."""
+    """Return probabilities (n, C) in float64 on the CPU, from a `mola.Prediction` or from a tensor or array from any library."""
     given = prediction.probs if hasattr(prediction, "probs") else prediction
     probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
     if probs.ndim != 2 or probs.shape[1] < 2:

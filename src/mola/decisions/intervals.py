@@ -96,7 +96,7 @@ def prediction_intervals(
     known = known[:, None] if known.ndim == 1 and low.shape[1] == 1 else known
     if known.shape != low.shape or not bool(known.isfinite().all()):
         raise DataError(
-            f"targets: expected finite values of shape {tuple(low.shape)}, as the predictions; got shape {tuple(known.shape)}."
+            f"targets: expected finite values of shape {tuple(low.shape)}, like the predictions; got shape {tuple(known.shape)}."
         )
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
@@ -115,8 +115,8 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
         low, high = (as_numbers(end, "expected intervals of numbers") for end in prediction.interval(coverage))
         scale = torch.ones_like(low)
     else:
-        low = high = as_numbers(prediction.mean, "expected a mean of numbers")
-        scale = as_numbers(prediction.variance, "expected a variance of numbers").sqrt()
+        low = high = as_numbers(prediction.mean, "expected a numeric mean")
+        scale = as_numbers(prediction.variance, "expected a numeric variance").sqrt()
     shaped = low.ndim == 2 and low.shape == high.shape == scale.shape
     if not shaped or not bool(
         (low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & scale.isfinite()).all()

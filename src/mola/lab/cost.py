@@ -30,7 +30,7 @@ FEWER = 16
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
-"""A part of a fit: a function of a loader, the loader, and the number of calls."""
+"""One part of a fit: a function of a loader, the loader, and the number of calls."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def measure_cost(
     images: int = 2000,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Measure time and memory of all methods on real networks, including whole forward passes; return the document for `cost.json`.
+    """Measure the time and memory of all methods on real networks, including forward passes; return the document for `cost.json`.
 
     Repeats are interleaved, so that the load of the machine affects all methods equally. The results are medians of CPU time with one
     thread. Methods are fitted on the first `images` training images and on half of these images, and the time is extrapolated linearly

@@ -1,4 +1,4 @@
-r"""Outlier detectors on the features of a trained network, to compare with the scores of a posterior.
+r"""Outlier detectors for the features of a trained network, for comparison with the scores of a posterior.
 
 Each function fits a detector on training features and returns a function from features (n, d) to scores (n,), higher for outliers.
 Training features are read in chunks of rows, to bound the memory.

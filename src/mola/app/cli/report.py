@@ -31,8 +31,8 @@ class ReportOptions(Quiet):
 def report(options: ReportOptions) -> None:
     """Show benchmark results in tables, figures and a page, compared with the paper's numbers.
 
-    Reads the records of `mola bench` but no model. Writes index.html, which needs no other file, tables.md, tables.tex and the
-    figures. Takes a few seconds.
+    Reads the records of `mola bench` but no model. Writes tables.md, tables.tex, the figures, and index.html, which needs no other
+    file. Takes a few seconds.
     """
     # Imported here, since only this command needs matplotlib.
     from mola.compare.report.reading import read_suites

@@ -1,4 +1,4 @@
-"""The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` for everything that a user changes.
+"""The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` after every change by the user.
 
 Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server closes the stream
 of answers.

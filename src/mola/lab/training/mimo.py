@@ -57,7 +57,7 @@ def train_mimo(
 
     Args:
         mimo: the network to train.
-        train_loader: training data with labels, read once an epoch. Its shuffling and augmentation should draw from torch's random
+        train_loader: training data with labels, read once per epoch. Its shuffling and augmentation should draw from torch's random
             state, as in a `DataLoader`. Then the same seed gives the same network, even after interruptions.
         epochs: number of epochs.
         batch_repetition: number of times that each datum of a batch occurs in a step, for each member.
@@ -65,7 +65,7 @@ def train_mimo(
         optimiser: function from parameters to an optimiser, by default the paper's optimiser for CIFAR-10. The learning rate falls to
             0 along a half cosine, batch by batch.
         seed: seed for the orders, dropout and augmentation.
-        checkpoint: folder for the state after every epoch, from which an interrupted training continues.
+        checkpoint: folder for the state after every epoch, from which interrupted training resumes.
         progress: show a progress bar on stderr if stderr is a terminal.
     """
     epochs, repetition = whole_number(epochs, "epochs"), whole_number(batch_repetition, "batch_repetition")
