@@ -1,4 +1,4 @@
-"""MkDocs extension that converts the reStructuredText formulas in docstrings to Markdown."""
+"""Griffe extension that converts the reStructuredText formulas in docstrings to Markdown."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
 
 
 def is_clear(gap: Estimate) -> bool:
-    """Return True if the difference is larger than chance explains."""
+    """Return True if chance alone is unlikely to explain the difference."""
     if gap.error is None or gap.mean == 0 or gap.runs < 2:
         return False
     from scipy.special import stdtr

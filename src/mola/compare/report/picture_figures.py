@@ -63,7 +63,7 @@ def draw_examples(comparison: Comparison) -> Figure:
 
 def _bar(panel: Axes, place: tuple[float, float], confidence: float, colour: Any, *, hollow: bool) -> None:
     left, middle = place
-    full = SIZE - 0.24  # the rest is for the number
+    full = SIZE - 0.24  # the remaining width is for the number
     panel.barh(middle, full, BAR, left, facecolor=INK, alpha=0.08, linewidth=0)
     face = "none" if hollow else colour
     panel.barh(middle, confidence * full, BAR, left, facecolor=face, edgecolor=colour, linewidth=0.8)

@@ -117,7 +117,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         if abs(gap) > chance:
             sentences.append(f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.")
         else:
-            sentences.append(f"The mean confidence of {own} equals its accuracy to within chance.")
+            sentences.append(f"The mean confidence of {own} differs from its accuracy by no more than chance.")
     what = "the highest AUROC of all scores"
     outliers = [
         Finding(f"Outliers: {one.title}", lead_sentence(comparison.leads[one.name]["auroc"], what, 2, 100, " %"))
