@@ -47,7 +47,7 @@ STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(d
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of perturbed closed forms, and the factor by which the error of a result may exceed their deviations."""
+"""Number of pairs of closed forms, perturbed up and down, and the factor by which an error may exceed their deviations."""
 
 
 class WrongError(Exception):

@@ -42,7 +42,7 @@ CHUNK = 5000
 """Number of draws at once. More draws would not fit into the processor's cache and would take several times as long."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Largest difference in standard errors. Among some thousand comparisons, chance exceeds it about once in a thousand runs."""
+"""Largest difference in standard errors. In thousands of comparisons, chance exceeds it about once in a thousand runs."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
 """Name, closed form, Monte Carlo estimate, its standard error, and True if the closed form is exact."""

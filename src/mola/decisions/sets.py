@@ -64,7 +64,7 @@ class PredictionSets:
         """Smallest probability of a class that "lac" includes, equal for all inputs; 0 includes all classes."""
         if self.method != "lac" or self.threshold.ndim:
             raise OptionError(
-                "there is no single least probability: expected sets of method 'lac' that are not by class."
+                "only sets of method 'lac' that are not by class have a least probability. Use method='lac' and by=None."
             )
         return max(0.0, -float(self.threshold))
 

@@ -32,11 +32,11 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""Seconds per picture from which on the curve over all angles is left out."""
+"""Time per picture in seconds; for slower networks, the curve over all angles is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side of the drawing pad, and width of a stroke, in pixels of the network inputs."""
+"""Side of the drawing pad in pixels of the page, and width of a stroke in pixels of the network inputs."""
 
 
 def percent(share: float) -> str:

@@ -49,7 +49,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Subject:
-    """Networks, posterior and examples of the page."""
+    """The networks, the posterior and the examples of the page."""
 
     title: str
     posterior: MoLA

@@ -41,7 +41,7 @@ class Split:
     """Training and test rows, standardised by the training rows."""
 
     train: tuple[Tensor, Tensor]
-    """Inputs (n, P) and targets (n, 1), standardised."""
+    """Standardised inputs (n, P) and targets (n, 1)."""
     test: tuple[Tensor, Tensor]
     """Inputs (m, P), standardised by the training rows, and targets (m, 1) in their original units."""
     location: float
