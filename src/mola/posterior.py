@@ -243,7 +243,10 @@ class MoLA(Mixture):
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the members of the mixture at given rows, for the settings of this posterior or for candidates."""
+        """Return the members of the mixture at given rows, for the settings of this posterior or for candidates.
+
+        `mola.scaling` has the formulas.
+        """
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
         if candidates is None:

@@ -10,7 +10,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
 T is the temperature, c is the pooling and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give exactly the
-paper's MoLA.**
+paper's MoLA.** Pooling moves the means of the logits; their covariances are divided but not pooled.
+
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median
 on validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
 features, :math:`q_k` is the 99 % quantile of the norms on validation data, and :math:`\pi_k` are the mixture's weights. At
@@ -50,7 +51,7 @@ class FeatureScale(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of validation data: typical distances, norms and OOD scores."""
+    """Statistics of validation data: typical distances, norms and OOD scores. Before tuning, estimates from the training data."""
 
     scales: tuple[FeatureScale, ...]
     """Median distance and 99 % quantile of the norms for each network."""

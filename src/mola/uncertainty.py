@@ -2,6 +2,10 @@ r"""Total, aleatoric and epistemic uncertainty of a classification.
 
 Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the mixture's members, which more data
 would not remove. The rest is epistemic: the mutual information between label and weights.
+
+A distance exponent adds entropy but no mutual information. With H the entropy of the prediction, and :math:`H_0` and :math:`I_0` the
+entropy and the mutual information at distance exponent 0, the aleatoric part is :math:`\min(H, H_0 - I_0)`. All other entropy is
+epistemic, because data from nearby would remove it.
 """
 
 from __future__ import annotations

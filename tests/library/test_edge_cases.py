@@ -97,7 +97,7 @@ def test_a_resumed_fit_notices_other_labels_in_numpy(tmp_path):
     options = {"checkpoint": tmp_path / "fit", "checkpoint_every": 1, "progress": False}
     with pytest.raises(KeyboardInterrupt):
         mola.fit(small(), batches(0, broken=True), **options)
-    with pytest.raises(mola.errors.StorageError, match="differ"):
+    with pytest.raises(mola.errors.StorageError, match="changed"):
         mola.fit(small(), batches(1, broken=False), **options)
 
 

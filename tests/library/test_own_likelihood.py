@@ -50,9 +50,6 @@ class CountMixture(RegressionPredictive):
         steps = [self.cdf(torch.full_like(targets, one)) - (one >= targets).double() for one in range(last + 1)]
         return torch.stack(steps).square().sum(0)
 
-    def scores(self, labels):
-        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
-
 
 @dataclass(frozen=True)
 class Poisson(RegressionLikelihood):

@@ -105,9 +105,9 @@ class RegressionPredictive(ABC):
         parts = {name: getattr(self, name)[index : index + 1] for name in ("means", "variances", "noises")}
         return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
 
-    @abstractmethod
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return scores (..., n) of each datum by name: the log loss "nll", and possibly other scores."""
+        """Return the joint log loss "nll" (..., n) of each datum, and its "crps" (..., n) averaged over the outputs."""
+        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
 
     @abstractmethod
     def log_density(self, targets: Tensor) -> Tensor:
@@ -172,7 +172,11 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the second derivative of the negative log-likelihood at outputs (n, C). An output without a label has none."""
+        """Return the Fisher information of outputs (n, C): the expected second derivative of the negative log-likelihood.
+
+        It does not depend on the values of labels; an output without a label has no curvature. Like `label_sums` and
+        `Structure.sums`, the function also runs on the meta device, from which `mola.load` takes the shapes of the sums.
+        """
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:

@@ -58,10 +58,6 @@ SMALLEST, LARGEST = 1e-12, 1e12
 class NormalMixture(RegressionPredictive):
     """A mixture of K normal distributions for each of D outputs."""
 
-    def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the joint log loss (..., n) of each datum, and the CRPS (..., n) averaged over outputs."""
-        return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
-
     def log_density(self, targets: Tensor) -> Tensor:
         """Return the joint log density (..., n) of targets (n, D)."""
         return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)

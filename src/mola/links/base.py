@@ -15,10 +15,10 @@ from mola.likelihoods.base import ClassificationLikelihood, Likelihood
 
 
 class Link(ABC):
-    """A map from Gaussian logits to probabilities."""
+    """A map from Gaussian logits to probabilities. Every link is a frozen dataclass whose fields are its settings."""
 
     name: str
-    variance_only = True
+    variance_only = False
     """True if the link uses only the variance of each logit, so that a search can evaluate many candidates at once."""
 
     classes_only = False

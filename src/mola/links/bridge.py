@@ -31,6 +31,7 @@ class Bridge(Link):
 
     normalised: bool = False
     name = "bridge"
+    variance_only = True
     classes_only = True
     needs_covariance = True
 

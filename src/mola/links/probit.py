@@ -16,6 +16,7 @@ class Probit(Link):
     r"""The paper's multi-class probit approximation: :math:`\mathrm{softmax}(m_i / \sqrt{1 + \frac\pi8 S_{ii}})`."""
 
     name = "probit"
+    variance_only = True
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
@@ -29,6 +30,7 @@ class CentredProbit(Link):
     """The probit approximation of the centred logits."""
 
     name = "probit-centred"
+    variance_only = True
     classes_only = True
 
     def __call__(

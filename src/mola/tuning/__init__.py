@@ -43,8 +43,12 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
             f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Outliers(ood_loader); got {rule!r}."
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
-    if not getattr(chosen, "applies_to", lambda _: True)(likelihood):
-        known = ", ".join(repr(one) for one, kind in RULES.items() if kind.applies_to(likelihood))
+
+    def applies(one: Rule) -> bool:  # a plain function applies to every likelihood
+        return not isinstance(one, Rule) or one.applies_to(likelihood)
+
+    if not applies(chosen):
+        known = ", ".join(repr(one) for one, kind in RULES.items() if applies(kind))
         raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}. Use one of {known}.")
     needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:

@@ -80,7 +80,7 @@ class Calibrated(Rule):
     It chooses prior precision, temperature, pooling and distance exponent in one pass over the validation data.
 
     Args:
-        price: share of the validation log loss that caution may cost, unless half of the gain from pooling is more.
+        price: share of the validation log loss that caution may cost, unless half of the gain from pooling and covariance is more.
     """
 
     price: float = 0.01
@@ -267,8 +267,9 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
     parts = [f"{gained.capitalize()} lowered it by {scaled.loss - best.loss:.2g}."] if gained else []
     if chosen.exponent > 0:
         cost = cautious.loss - best.loss
-        cost_words = f"raised it by {cost:.2g}" if cost > TOO_SMALL * best.loss else "had no measurable cost"
-        parts.append(f"Caution far from the training data {cost_words}.")
+        effect = f"{'raised' if cost > 0 else 'lowered'} it by {abs(cost):.2g}"
+        effect = effect if abs(cost) > TOO_SMALL * best.loss else "had no measurable cost"
+        parts.append(f"Caution far from the training data {effect}.")
     return f"The validation log loss is {chosen.loss:.4g}: {compared}. {' '.join(parts)}"
 
 
