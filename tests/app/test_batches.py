@@ -74,7 +74,7 @@ def flat(**changes):
 WRONG_USE = {
     "a column is missing": ({}, flat()[["x1"]], "no column 'x0'"),
     "no batch": ({}, 3, "got int"),
-    "nan": ({}, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch is not finite"),
+    "nan": ({}, flat(x3=[1.0, np.nan, 1.0]), "row 1 of the batch contains NaN"),
     "words": ({}, flat(x3="seven"), "cannot be converted to float32"),
     "none": ({"inputs": "x"}, {"x": np.array([np.zeros(3), None], dtype=object)}, "cannot be converted"),
     "another shape": ({"shape": (5, 5)}, flat(), "cannot be converted"),

@@ -34,15 +34,15 @@ def posterior(desk, tmp_path_factory):
 
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
     place = tmp_path / "posterior"
-    assert "in place of" not in mola_command(*arguments(desk, place))[1]
-    assert "in place of the earlier posterior" in " ".join(mola_command(*arguments(desk, place))[1].split())
+    assert "replaces" not in mola_command(*arguments(desk, place))[1]
+    assert "which replaces the earlier posterior" in " ".join(mola_command(*arguments(desk, place))[1].split())
     document = json.loads((place / "posterior.json").read_text())
     (place / "posterior.json").unlink()
     assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
     strangers = {
         "saved swag": {"posterior.json": json.dumps(sealed(document | {"kind": "swag"}))},
         "not written by mola": {"posterior.json": "{}"},
-        "holds other files (notes.txt) and no posterior": {"notes.txt": "mine"},
+        "contains other files (notes.txt) and no posterior": {"notes.txt": "mine"},
     }
     for index, (words, files) in enumerate(strangers.items()):
         folder = tmp_path / str(index)
@@ -90,7 +90,7 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("holds other files", ["evaluate", "POSTERIOR", "--test", "test", "-o", "."]),
+        ("contains other files", ["evaluate", "POSTERIOR", "--test", "test", "-o", "."]),
         ("is a file", ["demo", "-o", "test.npz"]),
         ("is a file", ["evaluate", "POSTERIOR", "--test", "test", "-o", "test.npz"]),
         ("unknown data", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
@@ -98,13 +98,13 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
         ("only once", ["evaluate", "POSTERIOR", "--test", "test", "--ood", "test"]),
         ("not a writable folder", ["export", "POSTERIOR", "--onnx", "test.npz/out.onnx"]),
         ("not a writable folder", ["predict", "POSTERIOR", "test", "-o", "/proc/out.csv"]),
-        ("holds no posterior", ["predict", "train", "test"]),
+        ("contains no posterior", ["predict", "train", "test"]),
         ("unknown data", ["predict", "POSTERIOR", "nowhere"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
-        ("holds other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
+        ("contains other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
         ("contains no saved posterior", ["info", "train"]),
         ("--mean must be numbers", ["fit", "--mean", "a,b"]),
-        ("or a FILE with a name on each line", ["fit", "--classes", "cat,cat"]),
+        ("or a file with one name on each line", ["fit", "--classes", "cat,cat"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),
     ],
 )

@@ -270,7 +270,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, fitted):
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments, words in (
-            ([str(tmp_path), "--no-browser"], "holds no posterior"),
+            ([str(tmp_path), "--no-browser"], "contains no posterior"),
             ([str(fitted.folder), "--port", port, "--no-browser", "--quiet"], f"port {port}"),
         ):
             assert run(monkeypatch, *arguments) == 1

@@ -105,7 +105,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"rule": "distance", "price": 2.0}, "price must be a number"),
         ({"rule": "distance", "val": None}, "--rule distance needs validation data"),
         ({"rule": "distance", "distances": False}, "--no-distances"),
-        ({"rule": "outliers"}, "go together"),
+        ({"rule": "outliers"}, "both or neither"),
         ({"mode": "CMYK"}, "--mode must be one of RGB, L"),
         ({"normalise": "cifar"}, "Did you mean 'cifar10'"),
         ({"mean": (0.5,)}, "both --mean and --std"),
@@ -173,7 +173,7 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
         shutil.copy(source, path)
     run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
     shutil.copy(desk.weights()[2], paths[1])
-    with pytest.raises(StorageError, match=r"networks\[1\].*differ.*put back"):
+    with pytest.raises(StorageError, match=r"networks\[1\].*differ.*restore"):
         open_posterior(tmp_path / "posterior")
     paths[1].unlink()
     with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
@@ -181,7 +181,7 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
 
 
 def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
-    with pytest.raises(StorageError, match="holds no posterior"):
+    with pytest.raises(StorageError, match="contains no posterior"):
         open_posterior(tmp_path)
     fitted.posterior.save(tmp_path / "by-program")
     with pytest.raises(StorageError, match="saved from Python"):

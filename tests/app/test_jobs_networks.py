@@ -50,16 +50,16 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
     ("names", "weights", "words"),
     [
         (["lenett"], ["0"], r"unknown network 'lenett'\. Did you mean 'lenet'\? Expected one of mlp, lenet"),
-        (["./here"], ["0"], "There is no such file or folder"),
-        (["lenet"], [], "lenet comes without trained weights"),
+        (["./here"], ["0"], "file or folder does not exist"),
+        (["lenet"], [], "lenet has no trained weights"),
         (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
-        (["{m}:build"], ["strange"], "strange holds no weights"),
+        (["{m}:build"], ["strange"], "strange contains no weights"),
         (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 files of weights for 2 networks"),
         (["{m}:gone"], ["0"], "has no 'gone'"),
         (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
         (["{m}:broken"], ["0"], "failed .KeyError"),
         (["{m}:nothing"], ["0"], "returned int, expected a network"),
-        (["train"], [], r"train holds no config\.json"),
+        (["train"], [], r"train contains no config\.json"),
     ],
 )
 def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
@@ -144,14 +144,14 @@ def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"transformers.*mola-torch\[hub\]"):
         build_networks([str(hub_folder(tmp_path / "vit"))])
-    with pytest.raises(OptionError, match="holds a ViTModel: expected a classifier"):
+    with pytest.raises(OptionError, match="contains a ViTModel: expected a classifier"):
         build_networks([str(hub_folder(tmp_path / "bare", "ViTModel"))])
     (tmp_path / "vit" / "model.safetensors").unlink()
     with pytest.raises(StorageError, match=r"model\.safetensors does not exist"):
         build_networks([str(tmp_path / "vit")])
     (tmp_path / "vit" / "config.json").write_text("{")
     (tmp_path / "vit" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"config\.json is not JSON"):
+    with pytest.raises(StorageError, match=r"config\.json is not a valid JSON"):
         build_networks([str(tmp_path / "vit")])
 
 

@@ -71,9 +71,9 @@ def test_a_job_comes_back_from_its_file(desk, price):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[options", "not TOML"),
+        ("[options", "not a valid TOML file"),
         ("command = 'fit'", r"\[options\]"),
-        ("command = 'predict'\n[options]", "a run of `mola fit`"),
+        ("command = 'predict'\n[options]", "a run file of `mola fit`"),
         ("rul = 'nll'", "Did you mean 'rule'"),
         ("rule = 3", "rule must be a string, got 3"),
         ("resize = [1, 2, 3]", "height and width"),
@@ -120,7 +120,7 @@ def test_values_as_users_write_them(tmp_path):
     assert (parse_size("32X16"), parse_size("7"), parse_numbers("1,.5")) == ((32, 16), 7, (1.0, 0.5))
     assert (parse_price("loss"), parse_price("0.02"), parse_price(1)) == ("loss", 0.02, 1.0)
     (tmp_path / "names.txt").write_bytes("K\u00e4fer\nAmsel\n".encode("latin-1"))
-    with pytest.raises(OptionError, match=r"names\.txt is not text in UTF-8"):
+    with pytest.raises(OptionError, match=r"names\.txt is not a UTF-8 text file"):
         parse_class_names(str(tmp_path / "names.txt"))
     digit = "\u00b2"  # a digit to Python, a number to nobody
     wrong = {parse_class_names: ("cat,cat", "one"), parse_price: ("cheap", "", "2 %"), parse_numbers: ("a,b", "")}

@@ -105,7 +105,7 @@ def test_arrays_have_the_fields_of_the_prediction(kind, tmp_path):
         assert_close(found[name][usable], getattr(prediction, name), precision, name=name)
         assert np.all(found[name][3] == -1) if name == "label" else np.isnan(found[name][3]).all()
     assert found["classes"].tolist() == list(kind.names)
-    assert "nan or infinite" in str(found["error"][3])
+    assert "NaN or infinite" in str(found["error"][3])
     summary = json.loads(outcome.stdout)
     assert summary["count"] == usable.sum()
     assert_close(summary["outlying"], (found["outlying"][usable] == 1).mean())
@@ -192,8 +192,8 @@ def test_intervals_are_those_of_the_library(kind, tmp_path):
 WRONG_USE = {
     "ending": ("classes", ["--output", "out.xlsx"], ".parquet"),
     "folder as output": ("classes", ["--output", "folder.csv"], "is a folder"),
-    "output below a file": ("classes", ["--output", "test.npz/a.csv"], "cannot write"),
-    "output is the data": ("classes", ["--output", "./test.npz"], "holds the data"),
+    "output below a file": ("classes", ["--output", "test.npz/a.csv"], "cannot be written"),
+    "output is the data": ("classes", ["--output", "./test.npz"], "the file of the data"),
     "device": ("classes", ["--device", "abacus"], "abacus"),
     "certainty alone": ("classes", ["--certainty", "0.9"], "--error-rate"),
     "by class alone": ("classes", ["--by-class"], "--coverage"),
@@ -205,7 +205,7 @@ WRONG_USE = {
     "probabilities of a regression": ("regression", ["--probabilities"], "is for classes"),
     "coverage of maps": ("maps", ["--coverage", "0.9"], "dense outputs"),
     "answers of maps": ("maps", ["--error-rate", "0.1"], "dense outputs"),
-    "probabilities of maps": ("maps", ["--probabilities"], ".npz alone"),
+    "probabilities of maps": ("maps", ["--probabilities"], "only to .npz"),
 }  # fmt: skip
 
 

@@ -70,8 +70,8 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     check_evaluation(tmp_path, evaluated, alone)
     check_predictions(tmp_path, *predicted)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
-    assert "mola info works in one process, and torchrun started 2" in wrong
-    assert "train and bench can be shared" in wrong
+    assert "mola info runs in one process, but torchrun started 2" in wrong
+    assert "train and bench can run in several processes" in wrong
 
 
 def run_commands(commands, folder, **environment):

@@ -1,11 +1,12 @@
-"""Options of commands, each declared once: a field of a dataclass gives the flag, its help, the key of the run file and the check.
+"""Options of commands, each declared once as a field of a dataclass: its flag, its help, its key in the run file and its check.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         seed: int = option(0, "Random seed", minimum=0)
 
-`mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` turn them into the TOML file that repeats a run
-and back. Values declared with `path=True` are stored relative to the file, so that a folder can be moved together with what it names.
+`mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file that
+repeats a run. Values declared with `is_path=True` are stored relative to the file, so that a folder can be moved together with the
+files that it names.
 """
 
 from __future__ import annotations
@@ -48,33 +49,34 @@ class Option:
     """`MISSING` for a required option."""
     kind: type
     help: str
-    """One or two short lines, without a full stop; without help, the option shares the line of the option before."""
+    """One or two short lines without a full stop. An option without help shares the line of the previous option."""
     flags: tuple[str, ...] = ()
-    """Default: the name of the field with hyphens, and none for an argument. A flag of two values is written "--check/--no-check"."""
+    """Flags of the option; by default, the name of the field with hyphens, and none for an argument. A flag with two values is written
+    "--check/--no-check"."""
     panel: str = ""
-    """Heading of the option in the help; common options have none and come first."""
+    """Heading of the option in the help. Common options have no heading and come first."""
     metavar: str = ""
     """Placeholder of the value in the help."""
     shown: str | None = None
-    """The default as the help shows it."""
+    """Text of the default in the help."""
     parse: Callable[[Any], Any] | None = None
-    """Converts a text, or a value of a run file; `ValueError` with what was expected otherwise."""
+    """Function that converts a text or a value of a run file. Its `ValueError` names the expected value."""
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
-    """Variable of the environment that gives the value."""
+    """Environment variable with the value."""
     argument: bool = False
-    """True if the value is given without a flag; flags may be declared as well."""
+    """True if the value can be given without a flag. An argument may also have flags."""
     is_path: bool = False
-    """True if a value in the form of a path names a file or folder."""
+    """True if a value that looks like a path names a file or folder."""
     names: Collection[str] = ()
-    """Values that are no paths."""
+    """Values that are not paths."""
     kept: bool = True
-    """True if the run file holds the option."""
+    """True if the option is stored in the run file."""
 
     @property
     def label(self) -> str:
-        """The option as a user writes it."""
+        """Name of the option on the command line."""
         return self.flags[0].split("/")[0] if self.flags else self.metavar
 
     @property
@@ -83,7 +85,7 @@ class Option:
         return self.default is MISSING
 
     def check(self, value: Any, where: str) -> Any:
-        """Return the value of a run file in the field's type; `OptionError` begins with `where`."""
+        """Convert a value of a run file to the field's type; the message of an `OptionError` begins with `where`."""
         if self.parse is not None:
             return parsed(self.parse, value, where)
         expected, holds = KINDS[self.kind]
@@ -99,7 +101,7 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
-    """Return a field of a dataclass of options, with settings by the names of `Option`."""
+    """Return a dataclass field for an option; `settings` are fields of `Option`."""
     return field(default=default, metadata={"help": help, **settings})
 
 
@@ -116,14 +118,14 @@ def options_of(kind: type) -> list[Option]:
 
 
 def _plain_type(hint: Any) -> type:
-    # str of "str | None", tuple of "tuple[str, ...]".
+    # Return str for "str | None" and tuple for "tuple[str, ...]".
     if get_origin(hint) is UnionType:
         hint = get_args(hint)[0]
     return get_origin(hint) or hint
 
 
 def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """Return a value by the `parse` of its option; `OptionError` names what was expected."""
+    """Convert a value with the `parse` function of its option; `OptionError` names the expected value."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
@@ -131,7 +133,7 @@ def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
 
 
 def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Parse names, from a list or separated by commas."""
+    """Return names from a list or from a text with commas."""
     return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 
@@ -152,11 +154,11 @@ FLAGS: tuple[tuple[str, Any], ...] = (
     (r"\bval_loader\b", "--val"),
     (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
 )
-"""Words of the Python interface, and the words of the command line."""
+"""Patterns of the Python interface and their replacements for the command line."""
 
 
 def in_flags(message: str) -> str:
-    """Return a message of the library in the words of the command line: `rule='nll'` is `--rule nll`."""
+    """Rewrite a message of the library for the command line, such as `rule='nll'` to `--rule nll`."""
     for python, command_line in FLAGS:
         message = re.sub(python, command_line, message)
     return message
@@ -166,7 +168,7 @@ def in_flags(message: str) -> str:
 
 
 def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
-    """Return the options as plain values, with paths as seen from the folder that will hold the file."""
+    """Return the options as plain values, with paths relative to the folder of the run file."""
 
     def plain(value: Any, one: Option) -> Any:
         if isinstance(value, tuple):
@@ -185,11 +187,11 @@ def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
-    """Return the options in the document of a run file, checked, with paths as seen from the current folder."""
+    """Return the checked options of a run file, with paths relative to the current folder."""
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(
-            f'{path} does not hold a run of `mola {command}`: expected command = "{command}" and a table [options].'
+            f'{path} is not a run file of `mola {command}`: expected command = "{command}" and a table [options].'
         )
     known = {one.name: one for one in options_of(kind) if one.kept}
     values = {}
@@ -205,7 +207,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
 
 
 def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
-    # Files that are gone must still be named by their full path, and never be looked for in the current folder.
+    # Missing files must keep their full path, so that they are never searched in the current folder.
     if value in names or (":" in value and not is_path(value)):
         return False
     return is_path(value) or value.startswith((".", "~")) or Path(value).suffix != "" or (folder / value).exists()
@@ -216,32 +218,32 @@ def _located(value: str, names: Collection[str], folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work, a file or folder that cannot be created."""
+    """Raise `OptionError`, before any work, if a file or folder cannot be created."""
     above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
     try:
-        with tempfile.TemporaryFile(dir=above):  # os.access is no proof: root may write anywhere but in /proc
+        with tempfile.TemporaryFile(dir=above):  # os.access is not reliable: it allows root to write to /proc
             pass
     except OSError as error:
         raise OptionError(
-            f"cannot write {path}: {above} is not a writable folder. Choose another place for the output."
+            f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
         ) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; `OptionError` if there is no such file or it is not TOML."""
+    """Return the tables of a TOML file; raise `OptionError` if the file does not exist or is invalid."""
     if not path.is_file():
-        raise OptionError(f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes.")
+        raise OptionError(f"{path} does not exist. Pass a TOML file, such as the job.toml that `mola fit` writes.")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         check_depth(document)
     except (OSError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise OptionError(f"{path} is not TOML: {reason}.") from error
+        raise OptionError(f"{path} is not a valid TOML file: {reason}.") from error
     return document
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
-    """Format nested tables as TOML, which `tomllib` reads back to the same values; entries that are None are left out."""
+    """Format nested tables as TOML, which `tomllib` reads back to the same values. Entries that are None are omitted."""
     return "\n".join(_table(document, "")).lstrip("\n") + "\n"
 
 
@@ -268,5 +270,5 @@ def _value(value: Any) -> str:
         return f"[{', '.join(parts)}]" if sum(map(len, parts)) < 90 else "[\n  " + ",\n  ".join(parts) + ",\n]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # JSON writes texts, numbers and truth values as TOML does, except for one character.
+    # Strings, numbers and Booleans have the same form in JSON and TOML, except for one character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

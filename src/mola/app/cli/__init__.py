@@ -1,4 +1,4 @@
-"""The `mola` command line: one file per command. Parse, call one function, print."""
+"""The `mola` command line, with one module for each command. A command parses options, calls one function and prints the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from mola.errors import OptionError, importing
 
 with importing("the mola command", "typer and rich", "cli"):
-    import rich  # noqa: F401  (imported here so that its lack is reported before any work)
+    import rich  # noqa: F401  (imported here so that a missing package is reported before any work)
     import typer
 
 import mola
@@ -25,28 +25,28 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 YOURS, PAPER = "Your own networks", "The paper's experiments"
-UNTOUCHED = "Nothing was written; an earlier result is untouched."
-RESUMES = "Finished {} are kept: the same command continues after them."
+UNTOUCHED = "Nothing was written. An earlier result is unchanged."
+RESUMES = "Finished {} are kept. Run the same command to continue."
 
 add_command(
     app,
     fit.fit,
     panel=YOURS,
-    stopped="No posterior was written; an earlier one is untouched. "
+    stopped="No posterior was written. An earlier posterior is unchanged. "
     "With --checkpoint, the same command continues from the last checkpoint (one every 100 batches).",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
-add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete: run the command again.")
-add_command(app, export.export, panel=YOURS, stopped="A file that was not finished is not kept.")
-add_command(app, explore.explore, panel=YOURS, stopped="The page is closed; nothing was written.")
+add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete. Run the command again.")
+add_command(app, export.export, panel=YOURS, stopped="Unfinished files were removed.")
+add_command(app, explore.explore, panel=YOURS, stopped="The page is closed. Nothing was written.")
 add_command(app, info.info, panel=YOURS, stopped="Nothing was written.")
-add_command(app, demo.demo, panel=PAPER, stopped="The page is missing or incomplete: run the command again.")
+add_command(app, demo.demo, panel=PAPER, stopped="The page is missing or incomplete. Run the command again.")
 add_command(app, train.train, panel=PAPER, stopped=RESUMES.format("networks and epochs"))
 add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
-add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete: run the command again.")
+add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
 
 SHARED = ("fit", "evaluate", "predict", "train", "bench")
-"""Commands that several processes can share; any other would be done, and its files written, by each process."""
+"""Commands whose work several processes can share. Any other command would run completely in each process."""
 
 
 def _version(wanted: bool) -> None:
@@ -64,7 +64,7 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection, selective prediction.
 
-    Start with `mola demo`, or train networks on digits (or use your own), fit and evaluate:
+    Start with `mola demo`. Or train networks on digits (or use your own networks), then fit and evaluate:
 
         mola train digits
 
@@ -72,14 +72,13 @@ def _options(
 
         mola evaluate posterior --test digits:test
 
-    Several processes share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
+    Several processes can share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
-    Exit codes: 0 success; 1 an error, explained in one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130
-    stopped.
+    Exit codes: 0 success; 1 error, with one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130 interrupted.
     """
     size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
     if size != "1" and command not in SHARED:
         raise OptionError(
-            f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
-            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can be shared."
+            f"mola {command} runs in one process, but torchrun started {size} processes. Run it without torchrun. Only "
+            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can run in several processes."
         )

@@ -1,4 +1,4 @@
-"""`mola bench`: a suite of the paper's experiments, from trained networks to numbers on disk."""
+"""`mola bench`: run a suite of the paper's experiments on trained networks and save the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mola.options import one_of
 def bench(options: BenchOptions) -> None:
     """Run a suite of experiments on trained networks.
 
-    Activations of the networks are computed once and kept; every method, prior and ablation reads them. Each record is
+    The networks' activations are computed once and stored; every method, prior and ablation uses them. Each record is
     written as soon as it is complete, and the same command resumes after the last record. `mola report` shows the results.
     """
     check_writable(options.results)
@@ -28,7 +28,7 @@ def bench(options: BenchOptions) -> None:
         folder = run_bench(options, progress, team)
     if not options.quiet and team.first:
         Console(highlight=False).print(
-            f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {folder.name} --results "
+            f"Records are in [bold]{escape(str(folder))}[/bold]. Show them with: mola report {folder.name} --results "
             f"{escape(str(options.results))}",
             soft_wrap=True,
         )
@@ -37,7 +37,7 @@ def bench(options: BenchOptions) -> None:
 def _bench_uci(options: BenchOptions) -> None:
     if options.data is None:
         raise OptionError(
-            "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
+            "uci needs the folder of the data sets. Pass it with --data (one subfolder per set, with data.txt, index_test_0.txt, ...)."
         )
     names = tuple(one_of(name, SETS, "--sets") for name in options.sets or SETS)
     with showing_progress(quiet=options.quiet) as progress:
@@ -56,7 +56,9 @@ def _bench_uci(options: BenchOptions) -> None:
     for score in ("rmse", "nll"):
         good = as_good(records, score)["MoLA"]
         console.print(f"{score.upper()}\n{score_table(records, score)}", soft_wrap=True)
-        console.print(f"MoLA is the best, or within a standard error of it, in {good.sum()} of {len(good)} sets.")
+        console.print(
+            f"MoLA is the best method, or within a standard error of the best, on {good.sum()} of {len(good)} sets."
+        )
     if any(one["split"].startswith("gap") for one in records):
         console.print(gap_table(records), soft_wrap=True)
     console.print(f"Records are in [bold]{escape(str(folder))}[/bold].", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Turn a dataclass of options into a command: flags, help, the run file, and the options common to all commands."""
+"""Turn a dataclass of options into a command with flags, help and a run file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mola.errors import MolaError
 from mola.saving.files import write_atomically
 
 INTERRUPTED = 130
-"""Exit code of a command that the user stopped."""
+"""Exit code of a command that the user interrupted."""
 
 METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 
 
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
-    """Register a function of a dataclass of options (`mola.app.options`); its docstring is the help.
+    """Register a function that takes a dataclass of options (`mola.app.options`); its docstring is the help.
 
-    `stopped` names what an interrupted run leaves, for the message after Ctrl-C.
+    `stopped` is the message after Ctrl-C, which describes the state that an interrupted run leaves.
     """
     kind = get_type_hints(function)["options"]
     declared = options_of(kind)
@@ -68,7 +68,7 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # A name and an annotation for typer. The default is always None, to tell given flags from defaults.
+    # Return names and annotations for typer. The default is always None, to distinguish given flags from defaults.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),
@@ -101,7 +101,7 @@ def _help(one: Option) -> str:
 
 
 def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
-    # Options that the command line or the environment names, in the types of the fields.
+    # Return the options given on the command line or in the environment, converted to the types of the fields.
     given: dict[str, Any] = {}
     for one in declared:
         named: list[Any] = [flags.get(name) for name in (one.name, f"{one.name}_argument")]
@@ -114,7 +114,7 @@ def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(command: str, kind: type, declared: list[Option], given: dict[str, Any]) -> dict[str, Any]:
-    # The options of a run file, which may come from a stranger: code that the file alone names needs the user's consent.
+    # Return the options of a run file. The file may come from a stranger, so code that only the file names needs the user's consent.
     path: Path | None = given.get("config")
     if path is None:
         return {}
@@ -134,10 +134,10 @@ def write_run(options: Any, command: str, path: Path) -> Path:
 
 
 class Command(TyperCommand):
-    """A command whose help lists the common options first and the others by topic, in few lines."""
+    """A command whose help lists the common options first and all other options by topic, in few lines."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the line of usage, with brackets around optional arguments only."""
+        """Return the parts of the usage line, with brackets around optional arguments only."""
         shown: list[Any] = self.get_params(ctx)
         needed = {f"[{one.metavar}]": one.metavar for one in shown if (one.help or "").endswith("[required]")}
         return [needed.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
@@ -149,30 +149,32 @@ class Command(TyperCommand):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each topic; arguments are listed with the common options."""
+        """Write a section for each topic. Arguments are listed with the common options."""
         panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         shown: list[Any] = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         for one in shown:
             rows, text = panels.setdefault(one.rich_help_panel or "Options", []), one.help or ""
             if one.param_type_name == "argument":
                 rows.append((one.metavar, text))
-            elif not text:  # shares the line before
+            elif not text:  # shares the previous line
                 before, text = rows.pop()
                 flag, _, value = before.partition(" ")
                 rows.append((f"{flag}, {one.opts[0]} {value}".rstrip(), text))
             else:
-                flag = one.secondary_opts[0] if one.secondary_opts else one.opts[0]  # of two, the one to be written
+                flag = (
+                    one.secondary_opts[0] if one.secondary_opts else one.opts[0]
+                )  # shows the flag that changes the default
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for title in sorted(panels, key=lambda title: title == RUN):  # the last, since all commands have it
+        for title in sorted(panels, key=lambda title: title == RUN):  # this topic is last, because all commands have it
             rows = panels[title]
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
 
 class Commands(TyperGroup):
-    """The list of commands, by topic."""
+    """The list of commands, grouped by topic."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each topic."""

@@ -19,15 +19,15 @@ from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
-"""Measured share of the total time after which figures are drawn."""
+"""Fraction of the total time before the figures are drawn, as measured."""
 
 LARGEST_SEED = 2**31 - 1
-"""Largest seed: half of the limit of scikit-learn's generators, since the two moons use two seeds."""
+"""Half of the largest seed of scikit-learn's generators, because the two moons use two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Quiet):
-    """The options of `mola demo`."""
+    """Options of `mola demo`."""
 
     output: Path = option(
         Path("demo-results"),
@@ -35,16 +35,16 @@ class DemoOptions(Quiet):
         flags=("--output", "-o"),
         metavar="DIR",
     )
-    seed: int = option(0, "Seed of the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
+    seed: int = option(0, "Random seed of the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
 
 
 def demo(options: DemoOptions) -> None:
-    """Compare one network, deep ensembles and MoLA on handwritten digits, by the paper's rule and by the default rule.
+    """Compare one network, deep ensembles and MoLA on handwritten digits, with the paper's rule and the default rule.
 
-    Trains five small networks on data included in scikit-learn, fits and tunes a posterior, compares the methods in distribution,
-    under rotation and on inputs that are not digits, and writes a page with tables and figures. Takes about a minute.
+    Trains five small networks on data included in scikit-learn, fits and tunes posteriors, and compares the methods on test data,
+    rotated digits and OOD inputs. Writes a page with tables and figures. Takes about a minute.
     """
-    # Imported before the slow work, so that a missing extra is reported early.
+    # Imported before any work, so that a missing extra is reported early.
     from mola.compare.report.writing import write_demo
 
     output, quiet = options.output, options.quiet

@@ -1,4 +1,4 @@
-"""`mola evaluate`: the methods side by side on the user's own data."""
+"""`mola evaluate`: compare methods on the user's data."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mola.compare.report.single_run_tables import evaluation_tables
 from mola.compare.report.tables import Table, print_table
 
 DRAWING_BEGINS = 0.8
-"""Share of the whole time after which figures are drawn."""
+"""Fraction of the total time before the figures are drawn."""
 
 MOST_LINES = 25
-"""Largest number of lines in the terminal, that of the page included."""
+"""Largest number of lines printed to the terminal, including the line with the path of the page."""
 
 
 def evaluate(options: EvaluateOptions) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
     Classification and multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and by class, selective
-    prediction and conformal sets. Regression: RMSE, NLL, CRPS, coverage and width of intervals. With --ood, OOD detection by
-    every score that a method has. All numbers have standard errors. Dense outputs are compared at 256 positions of each
-    input. Writes index.html, which needs no other file, numbers.json, tables.md, the figures, and run.toml for --config.
+    prediction and conformal sets. Regression: RMSE, NLL, CRPS, coverage and width of intervals. With --ood, OOD detection with
+    each score of every method. All numbers have standard errors. Dense outputs are compared at 256 positions of each
+    input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and run.toml for --config.
 
         mola evaluate posterior --test images/test --ood images/strange
     """
     import torch
 
-    # Imported before the work, so that a missing extra is reported early.
+    # Imported before any work, so that a missing extra is reported early.
     from mola.app.jobs.folder import open_posterior
     from mola.compare.report.writing import write_evaluation
     from mola.distributed import join
@@ -50,7 +50,7 @@ def evaluate(options: EvaluateOptions) -> None:
         comparison = run_evaluate(fitted, options, lambda doing, done: progress(doing, DRAWING_BEGINS * done), team)
         numbers = comparison.document()
         if not team.first:
-            return  # rank 0 writes and prints
+            return  # only rank 0 writes and prints
         page = write_evaluation(
             comparison,
             numbers,
@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _shown(console: Console, comparison: Comparison) -> list[str]:
-    # The finding, the main table, and as much of the rest as a screen holds: the page has everything.
+    # Return the main finding, the main table, and further results that fit on a screen. The page contains all results.
     from mola.compare.report.words import evaluation_findings
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]

@@ -1,4 +1,4 @@
-"""`mola explore`: a local page to explore a posterior."""
+"""`mola explore`: explore a posterior interactively on a local page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mola.errors import OptionError
 
 
 def explore(options: ExploreOptions) -> None:
-    """Change a picture on a local page, and see how the confidence changes.
+    """Change an image on a local page and watch the confidence.
 
-    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw a picture. Shows their classes and
-    confidence, MoLA's uncertainty, and the OOD score relative to the validation data. Without a folder, opens the digits demo. Only
-    this machine can open the page. Press Ctrl-C to stop.
+    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw an image. Shows the predicted
+    classes, the confidence, MoLA's uncertainty, and the OOD score relative to the validation data. Without a folder, opens the
+    digits demo. Only this machine can open the page. Press Ctrl-C to stop.
 
         mola explore posterior
     """
@@ -28,7 +28,7 @@ def explore(options: ExploreOptions) -> None:
     from mola.compare.demo_result import DemoSettings
 
     posterior, port, quiet = options.posterior, options.port, options.quiet
-    with socket.socket() as probe:  # checked before the slow work
+    with socket.socket() as probe:  # checks the port before any work
         if port is not None and probe.connect_ex((HOST, port)) == 0:
             raise OptionError(f"port {port} of {HOST} is in use. Choose another port with --port, or omit --port.")
     with showing_progress(quiet=quiet) as progress:

@@ -1,4 +1,4 @@
-"""`mola export`: a posterior as one file that runs without this library."""
+"""`mola export`: write a posterior as one file that runs without this library."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mola.export import Written
 
 
 def export(options: ExportOptions) -> None:
-    """Write the networks and the Bayesian head as one file, from inputs to probabilities and uncertainty.
+    """Export the networks and the Bayesian head as one file that outputs probabilities and uncertainty.
 
-    The file takes batches of any size. It holds class names, tuning and the thresholds of the decisions below as properties
-    that can be changed. It is compared with PyTorch on random inputs first, and is not kept if it disagrees.
+    The file accepts batches of any size. Class names, tuning and the thresholds of the decisions below are stored as properties,
+    which can be changed. The file is compared with PyTorch on random inputs and is written only if the outputs agree.
 
         mola export posterior --onnx model.onnx
     """
     from mola.app.jobs.folder import open_posterior
 
     if options.onnx is not None and options.onnx.suffix != ".onnx":
-        raise OptionError(f"--onnx must be a file whose name ends in .onnx, got {str(options.onnx)!r}.")
+        raise OptionError(f"--onnx must be a file name that ends in .onnx, got {str(options.onnx)!r}.")
     for path in (options.onnx, options.torch):
         if path is not None:
             check_writable(path)

@@ -1,4 +1,4 @@
-"""`mola fit`: a posterior from the user's own networks and data."""
+"""`mola fit`: fit a posterior to the user's networks and data."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ REGRESSION = [
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Reporting, Job):
-    """The options of `mola fit` that do not change the posterior, in addition to those of the job."""
+    """Options of `mola fit`: the options of the job, and options that do not change the posterior."""
 
     output: Path = option(
         Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", kept=False
     )
-    bundle: bool = option(False, "Copy the weights into the folder, so that it can move", panel=RUN, kept=False)
+    bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, kept=False)
     checkpoint: Path | None = option(
-        None, "Folder to resume an interrupted fit from", metavar="DIR", panel=RUN, kept=False
+        None, "Folder for checkpoints, to resume an interrupted fit", metavar="DIR", panel=RUN, kept=False
     )
 
 
 def fit(options: FitOptions) -> None:
     """Fit a posterior: calibrated confidence for trained networks in one pass.
 
-    Puts a Laplace approximation on the last layer of each network, tunes it on the validation data and writes a folder that
-    the other commands open. Handles classification, multi-label classification, regression and dense outputs. The validation
-    data also calibrate OOD alarms, selective prediction and conformal sets. Networks are neither retrained nor changed.
+    Fits a Laplace approximation to the last layer of each network, tunes it on the validation data and writes a folder that
+    the other commands open. Supports classification, multi-label classification, regression and dense outputs. The validation
+    data also calibrate OOD alarms, selective prediction and conformal sets. The networks are neither retrained nor changed.
 
         mola fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """
@@ -60,7 +60,7 @@ def fit(options: FitOptions) -> None:
     from mola.distributed import join
 
     with join() as team:
-        # One process writes and prints for all.
+        # Only one process writes and prints.
         quiet, as_json = options.quiet or not team.first, options.as_json and team.first
         with showing_progress(quiet=quiet) as progress:
             summary = run_fit(
@@ -91,18 +91,18 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     measured = found["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
-        # The networks alone have the posterior's weights and no covariances.
+        # The networks without the posterior use the same mixture weights and no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
-        caption = f"{counted(measured['count'], part)}, also used for tuning: `mola evaluate` measures on other data."
+        caption = f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` for other data."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
-    first, *notes = summary["notes"] or ["Not tuned: the prior precision is as given."]
+    first, *notes = summary["notes"] or ["Not tuned: the prior precision is the given value."]
     for note in notes:
         console.print(f"Note: {escape(in_flags(note))}")
     console.print(f"[bold]{escape(in_flags(first))}[/bold]")
     place = escape(str(options.output))
-    instead = ", in place of the earlier posterior" if summary["replaced"] else ""
+    instead = ", which replaces the earlier posterior" if summary["replaced"] else ""
     console.print(
         f"Wrote [bold]{place}[/bold]{instead}. Next: mola predict {place} DATA -o predictions.csv", soft_wrap=True
     )

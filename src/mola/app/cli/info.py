@@ -1,4 +1,4 @@
-"""`mola info`: what a posterior's folder holds."""
+"""`mola info`: show the content of a posterior's folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mola.options import counted
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """The options of `mola info`."""
+    """Options of `mola info`."""
 
     posterior: Path = option(help="Folder that `mola fit` or posterior.save wrote", argument=True, metavar="POSTERIOR")
-    as_json: bool = option(False, "Print all of it as JSON", flags=("--json",))
+    as_json: bool = option(False, "Print everything as JSON", flags=("--json",))
 
 
 def info(options: InfoOptions) -> None:
-    """Show how a posterior was tuned, what it holds and how it was made, without loading networks.
+    """Show the tuning, content and history of a posterior, without loading networks.
 
-    Also checks the files against their checksums.
+    Also verifies the checksums of the files.
 
         mola info posterior
     """
@@ -49,12 +49,12 @@ def info(options: InfoOptions) -> None:
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
-    tuning, *notes = found["notes"] or ["not tuned: the prior precision is as given"]
+    tuning, *notes = found["notes"] or ["not tuned: the prior precision is the given value"]
     scaling = ", ".join(scaling_words(found)) or "none"
     weights = "uniform" if len(set(found["weights"])) == 1 else ", ".join(f"{one:.3g}" for one in found["weights"])
     distances = "distances from the training classes" if found["has_distances"] else "no distances (--no-distances)"
     positions = found["has_positions"] and found.get("positions") != "average"
-    rule = f"rule {rule_name(found['rule'])}" if found["rule"] else "as given"
+    rule = f"rule {rule_name(found['rule'])}" if found["rule"] else "given value"
     lines = [
         ("tuning", in_flags(tuning)),
         *[("note", in_flags(note)) for note in notes],
@@ -71,7 +71,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
     ]
     if found["job"] is None:
-        return [*lines, ("job", "none: saved from Python; load it with mola.load")]
+        return [*lines, ("job", "none: saved from Python. Load it with mola.load")]
     names = found["classes"]
     shapes = ", ".join(f"{one['name'] or 'tensor'} {tuple(one['shape'])} of {one['dtype']}" for one in found["inputs"])
     lines += [

@@ -1,4 +1,4 @@
-"""`mola predict`: a row for each input."""
+"""`mola predict`: write one row of predictions for each input."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mola.app.jobs.rows import Account
 def predict(options: PredictOptions) -> None:
     """Predict with calibrated confidence: one row per input.
 
-    A row has the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance from
-    the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, --coverage adds conformal
-    sets; both are calibrated on the validation data of `mola fit`. Unusable inputs have a row with the error. Multi-label
-    networks have columns for each label. Regression gives means, standard deviations and intervals. Dense outputs give maps
+    A row contains the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance from
+    the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, and --coverage adds conformal
+    sets. Both are calibrated on the validation data of `mola fit`. Unusable inputs have a row with the error. Multi-label
+    networks have columns for each label. Regression outputs means, standard deviations and intervals. Dense outputs become maps
     (.npz) or means over positions. The options are saved next to the output, in a .toml file for --config.
 
         mola predict posterior images/ -o predictions.csv --error-rate 0.01
@@ -34,7 +34,7 @@ def predict(options: PredictOptions) -> None:
         fitted = open_posterior(options.posterior, options.device, trust=options.trust, network=options.network)
         summary = run_predict(fitted, options, progress, team)
     if summary is None:
-        return  # rank 0 writes and prints
+        return  # only rank 0 writes and prints
     write_run(options, "predict", output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         Console(highlight=False).print(

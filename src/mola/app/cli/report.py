@@ -1,4 +1,4 @@
-"""`mola report`: tables, figures and a page from stored results."""
+"""`mola report`: write tables, figures and a page from stored results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mola.compare.report.tables import print_table
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Quiet):
-    """The options of `mola report`."""
+    """Options of `mola report`."""
 
     suites: tuple[str, ...] = option(
-        (), "Suites by name", argument=True, metavar="SUITES", shown="all that have results"
+        (), "Names of suites", argument=True, metavar="SUITES", shown="all suites with results"
     )
     results: Path = option(Path("results"), "Folder that `mola bench` wrote", metavar="DIR")
     output: Path = option(
@@ -29,12 +29,12 @@ class ReportOptions(Quiet):
 
 
 def report(options: ReportOptions) -> None:
-    """Show benchmark results in tables, figures and a page, compared with the paper's numbers.
+    """Show benchmark results in tables, figures and a page, next to the paper's numbers.
 
-    Reads the records of `mola bench` but no model. Writes tables.md, tables.tex, the figures, and index.html, which needs no other
-    file. Takes a few seconds.
+    Reads only the records of `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex and the
+    figures. Takes a few seconds.
     """
-    # Imported here, since only this command needs matplotlib.
+    # Imported here, because drawing needs matplotlib and other commands do not.
     from mola.compare.report.reading import read_suites
     from mola.compare.report.suite_tables import TERMINAL, suite_tables
     from mola.compare.report.words import suite_findings

@@ -1,4 +1,4 @@
-"""Checks of the output before a command, and the report of inputs that were left out after it."""
+"""Helpers of several commands: checks of the output folder, and the report of inputs that were left out."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mola.distributed import Team
 from mola.errors import OptionError
 
 LEFT_OUT = 3
-"""Exit code of a command that succeeded but skipped inputs."""
+"""Exit code of a command that succeeded but left inputs out."""
 
 
 def check_report_folder(output: Path) -> None:
-    """Refuse, before any work, a folder for a report that cannot be written or holds other files and no report."""
+    """Raise `OptionError`, before any work, if a report's folder is not writable or contains files but no report."""
     check_writable(output)
     if output.is_file():
-        raise OptionError(f"{output} is a file; expected a folder for the report: choose another --output.")
+        raise OptionError(f"{output} is a file, but the report needs a folder. Choose another --output.")
     found = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
     if set(found) - {"figures"} and "index.html" not in found:
         raise OptionError(
-            f"{output} holds other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) and no report: choose "
+            f"{output} contains other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) and no report. Choose "
             f"another --output."
         )
 
 
 def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
-    """Report inputs that were left out, or print the summary as JSON; exit with code 3 if inputs were left out.
+    """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
 
-    torchrun takes every exit code but 0 for a failure: under it, inputs that were left out are listed only.
+    With several processes, the exit code is 0, because torchrun treats every other exit code as a failure.
     """
     if as_json:
         typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
@@ -50,12 +50,12 @@ def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bo
 
 
 def rule_name(rule: str) -> str:
-    """Return the name of a rule for commands: "nll" for Score('nll'), "calibrated" for Calibrated(price=0.01)."""
+    """Return the command-line name of a rule, such as "nll" for Score('nll') or "calibrated" for Calibrated(price=0.01)."""
     kind, score = re.match(r"(\w+)(?:\('(\w+)'\))?", rule).groups()  # type: ignore[union-attr]
     return score or kind.lower()
 
 
 def scaling_words(found: Mapping[str, Any]) -> list[str]:
-    """Return the settings of the scaling of logits that are not neutral, in words."""
+    """Return descriptions of the logit-scaling settings that are not neutral."""
     neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
     return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]

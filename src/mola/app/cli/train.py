@@ -1,4 +1,4 @@
-"""`mola train`: train the networks of a suite by the paper's recipe."""
+"""`mola train`: train the networks of a suite with the paper's recipe."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mola.app.jobs.groups import Computing, Device
 from mola.app.jobs.job import RUN
 from mola.app.options import check_writable, option
 
-RECIPE = "Recipe (default: the paper's recipe)"
+RECIPE = "Recipe (the paper's by default)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Computing, Device):
-    """The options of `mola train`."""
+    """Options of `mola train`."""
 
     suite: str = option(help="digits, mnist, cifar10 or clinc", argument=True, metavar="SUITE")
     networks: int = option(5, "Number of networks", minimum=1)
@@ -30,19 +30,19 @@ class TrainOptions(Computing, Device):
     )
     download: bool = option(False, "Download missing data sets")
     network: str | None = option(None, "Architecture", panel=RECIPE, metavar="NAME")
-    epochs: int | None = option(None, "Epochs", panel=RECIPE, minimum=1)
-    batch_size: int | None = option(None, "Number of inputs in a training step", panel=RECIPE, minimum=1)
+    epochs: int | None = option(None, "Number of epochs", panel=RECIPE, minimum=1)
+    batch_size: int | None = option(None, "Inputs per step", panel=RECIPE, minimum=1)
     learning_rate: float | None = option(None, "Initial learning rate", panel=RECIPE)
     weight_decay: float | None = option(None, "Weight decay", panel=RECIPE)
     train_images: int | None = option(None, "Use at most N training inputs", panel=RECIPE, minimum=1)
-    seed: int = option(0, "Seed from which each network's seed is derived", panel=RUN, minimum=0)
+    seed: int = option(0, "Base seed, from which each network's seed is derived", panel=RUN, minimum=0)
 
 
 def train(options: TrainOptions) -> None:
-    """Train the networks of a suite, each from its own seed.
+    """Train the networks of a suite, each with its own seed.
 
-    Finished networks are saved as NN.safetensors. Unfinished networks are saved after every epoch; the same command resumes their
-    training and gives identical weights.
+    Finished networks are saved as NN.safetensors, and unfinished networks after every epoch. The same command resumes training; the
+    result is the same bit for bit.
     """
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks
@@ -61,5 +61,5 @@ def train(options: TrainOptions) -> None:
         paths = train_networks(training, output, progress, team)
     if not options.quiet and team.first:
         Console(highlight=False).print(
-            f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold]", soft_wrap=True
+            f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold].", soft_wrap=True
         )

@@ -1,1 +1,1 @@
-"""Work for a user's own networks and data: fit, predict, evaluate, from names and files to files."""
+"""The work of the commands on a user's networks and data: fit, predict, evaluate and export."""

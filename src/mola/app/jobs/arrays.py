@@ -1,7 +1,7 @@
-"""Arrays as a set: `.npz` with inputs and labels, `.npy` with inputs alone, and built-in data sets.
+"""Arrays as data sets: `.npz` files with inputs and labels, `.npy` files with only inputs, and built-in data sets.
 
-Bytes are pixels and are normalised; floating-point numbers are network inputs already. Nothing is unpickled. `.npy` files are
-memory-mapped, and may be larger than memory.
+Bytes are pixels and are normalised. Floating-point numbers are passed to the networks unchanged. Nothing is unpickled. `.npy` files
+are memory-mapped and may be larger than memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mola.errors import DataError
 from mola.likelihoods import CATEGORICAL, Likelihood
 
 NAMES = {"inputs": ("x", "inputs", "images", "data", "arr_0"), "labels": ("y", "labels", "targets", "label", "arr_1")}
-"""Names of the arrays in a file."""
+"""Accepted names of the arrays in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays(Set):
-    """Rows of an array, with labels (n,), (n, C), or one for each position."""
+    """Rows of an array, with labels (n,) or (n, C), or with a label for each position."""
 
     values: NDArray[Any]
-    """(n, ...), pixels in bytes or network inputs."""
+    """Pixels as bytes, or network inputs, of shape (n, ...)."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Read the batches first, first + step, ..."""
+        """Yield the batches first, first + step, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
         for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
@@ -47,7 +47,7 @@ class Arrays(Set):
                     values = values.permute(0, 3, 1, 2)
                 values = self.intake.normalise(values) if values.ndim == 4 else values
             if shape is not None and tuple(values.shape[1:]) != shape:
-                raise DataError(f"{self.name} holds inputs of shape {tuple(values.shape[1:])}, expected {shape}.")
+                raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}, expected {shape}.")
             names = [f"{Path(self.name).name}[{index}]" for index in range(start, start + len(values))]
             labels = None if self.labels is None else self.labels[start : start + size]
             yield finite_rows(names, values, labels, self.intake.torch_dtype)
@@ -63,17 +63,19 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
             with found:
                 values = _member(path, found, "inputs")
                 labels = _member(path, found, "labels") if labelled else None
-    # RuntimeError is that of an archive with a password.
+    # An archive with a password raises RuntimeError.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
-        if "pickled" in str(error):  # NumPy's words for every file that is not its own
-            raise DataError(f"{path} is not an array or archive of NumPy.") from error
-        raise DataError(f"{path} is damaged, or holds objects that are not numbers: {error}.") from error
+        if "pickled" in str(error):  # NumPy's message for every file in another format
+            raise DataError(
+                f"{path} is not a NumPy array or archive. Pass a file that numpy.save or numpy.savez wrote."
+            ) from error
+        raise DataError(f"{path} is damaged or contains objects that are not numbers: {error}.") from error
     if not values.size:
-        raise DataError(f"{path}: the inputs are empty: shape {values.shape}.")
+        raise DataError(f"{path}: expected at least one input, got inputs of shape {values.shape}.")
     if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:
         raise DataError(
-            f"{path}: the inputs have shape {values.shape} and type {values.dtype}: expected numbers of at most 64 bits, a row for "
-            f"each input."
+            f"{path}: expected numbers of at most 64 bits, with one row for each input; got inputs of shape {values.shape} and type "
+            f"{values.dtype}."
         )
     targets = None if labels is None else _as_labels(path, labels, len(values), likelihood)
     return Arrays(name=str(path), intake=intake, values=values, labels=targets, count=len(values))
@@ -83,7 +85,7 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
     name = next((name for known in NAMES[what] for name in archive if name.lower() == known), None)
     if name is None:
         raise DataError(
-            f"{path} holds no {what}: expected an array called {', '.join(NAMES[what])}; found {', '.join(archive) or 'one array'}."
+            f"{path} contains no {what}: expected an array called {', '.join(NAMES[what])}; found {', '.join(archive) or 'one array'}."
         )
     values = archive[name]
     if not isinstance(values, np.ndarray):
@@ -92,11 +94,11 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
 
 
 def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
-    # In types that torch has. Labels at many positions stay small; the library checks what they mean.
+    # Convert labels to types that torch supports. Dense labels keep small types. The library checks the values.
     if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
         raise DataError(
-            f"{path}: the labels have shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, the labels of "
-            f"the {count} inputs."
+            f"{path}: expected {count} rows of numbers, one for each input; got labels of shape {values.shape} and type "
+            f"{values.dtype}."
         )
     if not likelihood.mutually_exclusive:
         return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))

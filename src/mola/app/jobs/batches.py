@@ -1,4 +1,4 @@
-"""Predictions batch by batch for engines that divide data themselves: Ray Data, Spark, Dask, or your own loop."""
+"""Batch predictions for engines that partition the data: Ray Data, Spark, Dask, or your own loop."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from mola.errors import DataError, StorageError
 from mola.saving.files import DOCUMENT
 
 SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
-"""Spark's types of columns, by NumPy's kinds."""
+"""Spark column type for each NumPy kind."""
 
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """A posterior as a function from batches to columns, to be mapped over partitions by any engine.
+    """A posterior as a function from batches to columns, which any engine can map over partitions.
 
-    A batch is a pandas frame or a mapping of NumPy arrays, and the result is of the same kind, with the columns of `mola predict`.
-    Inputs are passed to the networks unchanged. Each process reads the posterior when it gets its first batch.
+    A batch is a pandas frame or a mapping of NumPy arrays. The result has the same type and the columns of `mola predict`.
+    Inputs are passed to the networks unchanged. Each process loads the posterior when it receives its first batch.
 
     Args:
-        source: a path that every process can read: a folder of `mola fit --bundle`, or a file of `mola.export.onnx` or
-            `mola.export.torch_export`.
-        inputs: the input columns: one column of arrays, or several columns of numbers in the order of the networks' inputs.
+        source: path that every process can read. The path is a folder that `mola fit --bundle` wrote, or a file that
+            `mola.export.onnx` or `mola.export.torch_export` wrote.
+        inputs: names of the input columns. Pass one column of arrays, or several columns of numbers in the order of the networks'
+            inputs.
         keep: columns to copy to the output, such as a key.
-        shape: shape of one input; None uses the shape of the cells, or of a row of the columns.
+        shape: shape of one input; None means the shape of a cell, or of a row of several columns.
         dtype: type of the inputs.
-        probabilities: add a column "probs" with a list of one number for each class.
-        trust: True if you trust the author of the source: for files of `mola.export.torch_export`, and for a folder that names
-            functions to call.
-        batch_size: inputs per forward pass, independent of the engine's batches.
+        probabilities: add a column "probs" with a list of probabilities, one for each class.
+        trust: True if you trust the author of the source. Files of `mola.export.torch_export`, and folders that name functions,
+            need trust because they can run code.
+        batch_size: number of inputs per forward pass, independent of the engine's batches.
     """
 
     source: str | Path
@@ -59,9 +60,9 @@ class BatchPredictor:
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
 
     def __call__(self, batch: Any) -> Any:
-        """Return the predictions of a batch, a pandas frame or a mapping of arrays; it may be empty. Frames keep their index."""
+        """Return the predictions of a batch, which may be empty. Frames keep their index."""
         if not isinstance(batch, Mapping) and not hasattr(batch, "columns"):
-            raise DataError(f"expected a pandas frame or a mapping of arrays; got {type(batch).__name__}.")
+            raise DataError(f"expected a pandas frame or a mapping of arrays, got {type(batch).__name__}.")
         missing = [name for name in (*self.inputs, *self.keep) if name not in batch]
         if missing:
             raise DataError(f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, batch))}.")
@@ -70,14 +71,14 @@ class BatchPredictor:
             return {name: batch[name] for name in self.keep} | found
         import pandas
 
-        # Texts and lists stay objects: pandas would give texts another type in an empty frame, and partitions must agree.
+        # Texts and lists keep the type object. In an empty frame, pandas would infer another type, but all partitions must agree.
         cells = {name: [*values] if values.ndim > 1 else values for name, values in found.items()}
         kinds = {name: object for name, values in found.items() if values.ndim > 1 or values.dtype == object}
         frame = pandas.DataFrame(cells, index=batch.index).astype(kinds)
         return pandas.concat([batch[list(self.keep)], frame], axis=1)
 
     def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
-        """Return Spark's schema of the columns, such as "id long, label long"; `keep` has the types of the columns to keep."""
+        """Return the Spark schema of the columns, such as "id long, label long"; `keep` maps columns to keep to their types."""
         kinds = dict(keep or {})
         for name, values in self._predict(np.empty(0)).items():
             kinds[name] = "array<double>" if values.ndim > 1 else SPARK_TYPES[values.dtype.kind]
@@ -94,7 +95,7 @@ class BatchPredictor:
             ) from error
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=tuple(range(1, rows.ndim))))
         if len(bad):
-            raise DataError(f"row {bad[0]} of the batch is not finite: leave such rows out before they are predicted.")
+            raise DataError(f"row {bad[0]} of the batch contains NaN or infinity. Remove such rows before prediction.")
         return rows
 
     def _predict(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -116,15 +117,15 @@ class BatchPredictor:
         file = source / DOCUMENT if source.is_dir() else source
         if not file.exists():
             raise StorageError(
-                f"{source} is neither a folder of mola fit nor an exported file, as seen from this process: put it where all "
-                f"processes can read it."
+                f"{source} does not exist for this process. Pass a folder of `mola fit` or an exported file that all processes can "
+                f"read."
             )
         return _load(source, file.stat().st_mtime_ns, self.trust)
 
 
 class _Loaded(NamedTuple):
     predict: Callable[[Tensor], dict[str, Tensor]]
-    """Maps inputs to "probs" (n, C), "label" and other fields (n,)."""
+    """Function from inputs to "probs" (n, C), "label" and other fields (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
     threshold: float | None = None
@@ -132,11 +133,11 @@ class _Loaded(NamedTuple):
 
 @cache
 def _load(path: Path, changed: int, trust: bool) -> _Loaded:
-    # `changed`, the time of the last change, makes a new file be read.
+    # `changed`, the time of the last change, is part of the cache key, so that a changed file is read again.
     if path.is_file():
         exported = export.load(path, trust=trust)
         if not {"probs", "label"} <= set(exported.outputs):
-            raise StorageError(f"{path} was exported without probs or label: export it with all outputs.")
+            raise StorageError(f"{path} was exported without probs or label. Export the posterior with all outputs.")
         names = tuple(name for name in exported.outputs if name not in ("probs", "label"))
         threshold = exported.document.get("ood_threshold") if "ood_score" in names else None
         return _Loaded(exported, tuple(exported.classes), names, threshold)

@@ -1,4 +1,4 @@
-"""`mola bench`: from names of networks and options to a plan, and from the plan to records."""
+"""`mola bench`: make a plan from names of networks and options, run it, and write records."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from mola.lab.suite import Budget, DataOptions, changed
 from mola.lab.suites.registry import find_suite
 from mola.options import one_of
 
-NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "The suite uci (regression)"
+NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "Suite uci (regression)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Computing, Device):
-    """The options of `mola bench`."""
+    """Options of `mola bench`."""
 
     suite: str = option(
         help="digits, mnist, cifar10, imagenet, clinc, or uci for regression", argument=True, metavar="SUITE"
     )
-    runs: int | None = option(None, "Runs, each with its own networks", minimum=1, shown="1, or all folds")
+    runs: int | None = option(None, "Number of runs, each with its own networks", minimum=1, shown="1, or all folds")
     components: int | None = option(None, "Networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
-        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all of these; "
-        "only by name: tempered (temperature first), many-classes (a thousand classes), beyond (SWAG and MIMO), whole (all "
-        "layers)",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all; "
+        "not included in all: tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO), "
+        "whole (all layers)",
         metavar="NAMES",
     )
     results: Path = option(Path("results"), "Folder for the numbers, one JSON file per method and run", metavar="DIR")
     cache: Path = option(
-        Path("activations"), "Folder for activations, also MOLA_CACHE", metavar="DIR", envvar="MOLA_CACHE"
+        Path("activations"), "Folder for activations (or MOLA_CACHE)", metavar="DIR", envvar="MOLA_CACHE"
     )
     data: Path | None = option(
-        None, "Folder of the data sets, also MOLA_DATA; digits need none", metavar="DIR", envvar="MOLA_DATA"
+        None, "Folder of the data sets (or MOLA_DATA); not needed for digits", metavar="DIR", envvar="MOLA_DATA"
     )
     download: bool = option(False, "Download missing data sets")
     fresh: bool = option(False, "Replace the records of these comparisons and runs")
     networks: str | None = option(
         None,
-        "Folder of trained networks; or package.module:function, timm:NAME=FILE, torchvision:NAME=FILE, separated by commas",
+        "Folder of trained networks, or a list separated by commas: package.module:function, timm:NAME=FILE, "
+        "torchvision:NAME=FILE",
         panel=NETWORKS,
         metavar="NAMES",
         shown="networks/SUITE",
@@ -59,11 +60,13 @@ class BenchOptions(Computing, Device):
     normalisation: str | None = option(
         None, "none, cifar10 or imagenet", panel=DATA, metavar="NAME", shown="the suite's"
     )
-    corruptions: str = option("paper", "CIFAR-10-C: paper (16 types) or all (19)", panel=DATA, metavar="WHICH")
-    train_images: int | None = option(None, "Fit on at most N", panel=DATA, minimum=1)
-    test_images: int | None = option(None, "Test on at most N, shifted or not", panel=DATA, minimum=1)
-    outliers: int | None = option(None, "At most N of each OOD set", panel=DATA, minimum=1)
-    shifted_images: int | None = option(None, "At most N of each shifted test set", panel=DATA, minimum=1)
+    corruptions: str = option(
+        "paper", "Corruptions of CIFAR-10-C: paper (16 types) or all (19 types)", panel=DATA, metavar="WHICH"
+    )
+    train_images: int | None = option(None, "Fit on at most N inputs", panel=DATA, minimum=1)
+    test_images: int | None = option(None, "Test on at most N inputs of each test set", panel=DATA, minimum=1)
+    outliers: int | None = option(None, "Use at most N inputs of each OOD set", panel=DATA, minimum=1)
+    shifted_images: int | None = option(None, "Use at most N inputs of each shifted test set", panel=DATA, minimum=1)
     types: tuple[str, ...] = option(
         (),
         "Corruptions of ImageNet-C, separated by commas",
@@ -73,13 +76,11 @@ class BenchOptions(Computing, Device):
         shown="all",
     )
     image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
-    cross_fit: bool = option(
-        False, "ImageNet without its training images: validation images in five folds and five rotations", panel=DATA
-    )
-    stream: bool = option(False, "Store no training activations: less disk, fewer ablations", panel=DATA)
+    cross_fit: bool = option(False, "ImageNet without training images: five folds of the validation images", panel=DATA)
+    stream: bool = option(False, "Do not store training activations: less disk space, fewer ablations", panel=DATA)
     swag: str = option(
         "",
-        "snapshots=, images= (between them), batch_size=, learning_rate=, samples=",
+        "snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=",
         panel=TRAINED,
         metavar="SETTINGS",
     )
@@ -87,12 +88,12 @@ class BenchOptions(Computing, Device):
     sets: tuple[str, ...] = option(
         (), "Data sets, separated by commas", panel=UCI, metavar="NAMES", parse=parse_names, shown="all"
     )
-    splits: int | None = option(None, "At most N published splits of each set", panel=UCI, minimum=1)
-    gaps: bool = option(False, "Also leave out the middle third of the rows by each feature", panel=UCI)
+    splits: int | None = option(None, "Use at most N published splits of each set", panel=UCI, minimum=1)
+    gaps: bool = option(False, "Also run gap splits: the middle third by each feature is the test set", panel=UCI)
 
 
 def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
-    """Train missing networks, if requested; run the suite; measure cost, if requested. Return the folder of the suite's results."""
+    """Run the suite, after training missing networks and before measuring cost if requested. Return the folder of its results."""
     suite, groups = find_suite(options.suite), _groups(options.groups)
     components, runs = options.components or suite.components, options.runs or 1
     budget = Budget(changed(suite.budget.swag, options.swag), changed(suite.budget.mimo, options.mimo))
@@ -110,13 +111,15 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
         corruptions=options.corruptions,
     )
     if data.cross_fit and suite.make_folds is None:
-        raise OptionError(f"the {suite.name} suite has its own training data: leave --cross-fit out.")
+        raise OptionError(f"the {suite.name} suite has training data. Omit --cross-fit.")
     trained = 0.5 if options.train else 0.0
     given = options.networks or str(Path("networks") / suite.name)
     if are_names(given):
         if options.train:
-            raise OptionError("--train makes networks in a folder: leave it out if --networks names trained networks.")
-        # Networks that are named individually resize and normalise images themselves.
+            raise OptionError(
+                "--train trains networks into a folder, but --networks names trained networks. Omit --train."
+            )
+        # Networks that are listed individually resize and normalise images themselves.
         data = replace(data, normalisation=data.normalisation or "none")
         networks = open_named(given, suite.outputs)
         name = ", ".join(network.label for network in networks)
@@ -156,7 +159,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             team=team,
         )
     except OptionError as error:
-        refused = error  # the cost is measured first
+        refused = error  # raised after the cost is measured
     if "cost" in groups and team.first:
         document = measure_cost(
             plan.networks[:components],

@@ -1,9 +1,9 @@
-"""Consent to code that a file names: `package.module:function` in a posterior's document or in a run file, which may be a stranger's.
+"""Consent to code that a file names, such as `package.module:function` in a posterior's document or in a run file.
 
-Importing a module runs it, and many installed functions do harm when called: `pytest:main` would run tests that a stranger put
-into the folder. Code on the user's own command line is not checked here. A file may name networks of torchvision, and modules of
-the current folder, unless they came along with the file: seen from the current folder, `downloads.evil` is a module of whatever
-was downloaded. All other code needs `--trust`.
+The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run tests
+that a stranger put into the folder. Code on the user's command line is not checked here. A file may name torchvision networks and
+modules of the current folder, but not modules that came with the file, such as `downloads.evil` in a downloaded folder. All other
+code needs `--trust`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mola.lab.imported import split_name
 from mola.saving.files import DOCUMENT
 
 HARMLESS = "torchvision.models"
-"""Package whose functions make networks and do nothing else."""
+"""Package whose functions only make networks."""
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
-    """Refuse code among option values that a file gives, unless the file may name it."""
+    """Raise `OptionError` if the option values of a file name code that the file must not name."""
     for option, value in values.items():
         is_code = is_imported if option == "--network" else is_own_function
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():
@@ -36,7 +36,7 @@ def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> Non
 
 
 def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--network") -> None:
-    """Refuse code that a file must not name. Nothing is imported here."""
+    """Raise `OptionError` for code that a file must not name. Nothing is imported here."""
     module, _ = split_name(name)
     if trust:
         return
@@ -47,21 +47,21 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
         top = module.partition(".")[0]
         if _is_here(top) or (top not in sys.modules and find_spec(top) is None):
             raise OptionError(
-                f"cannot import {module!r}, which {source} names: there is no such module here. Run this where the module can be "
-                f"imported from, as when the posterior was fitted."
+                f"cannot import {module!r}, which {source} names: the module does not exist here. Run the command in the folder in "
+                f"which the posterior was fitted."
             )
         if f"{module}.".startswith(f"{HARMLESS}."):
             return
-    where = "is installed, and not in the current folder" if file is None else f"came along with a posterior ({file})"
-    own_word = "" if option is None else f"If the code is yours, name it on your command: {option} {name}. "
+    where = "is installed, but not in the current folder" if file is None else f"came with a posterior ({file})"
+    own_word = "" if option is None else f"If the code is yours, name it on the command line: {option} {name}. "
     raise OptionError(
-        f"{source} names {name}, which {where}: importing it could run a stranger's code. {own_word}If you trust the folder, add "
+        f"{source} names {name}, which {where}. Importing it could run a stranger's code. {own_word}If you trust the folder, add "
         f"--trust."
     )
 
 
 def _file_here(module: str) -> Path | None:
-    # The file of a module in the current folder, or in its folder src.
+    # Return the file of a module in the current folder or in its subfolder src.
     for root in (Path.cwd(), Path.cwd() / "src"):
         place = root.joinpath(*module.split("."))
         for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
@@ -75,7 +75,7 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # Everything in the outermost folder around a file, as seen from here: it was probably downloaded together.
+    # Return the outermost folder around a file, relative to the current folder: its content was probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):
@@ -86,7 +86,7 @@ def _came_along(source: Path) -> list[Path]:
 
 
 def _contains(tree: Path, file: Path) -> bool:
-    # By the files themselves: a disk may ignore the case of names.
+    # Compare files instead of names, because a file system may ignore case.
     return any(one.samefile(tree) for one in (file, *file.parents))
 
 

@@ -1,7 +1,7 @@
-"""A prediction as a row of a table for each input, and as arrays, under the names of its fields.
+"""Convert predictions to tables, with one row for each input, and to arrays, named like the fields of a prediction.
 
-Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs in place of numbers; of dense outputs they have
-means over positions. Arrays have the fields in the layout of the library.
+Tables have the columns of `Prediction.to_frame`, with names of classes and outputs instead of numbers. For dense outputs, tables have
+means over positions. Arrays have the layout of the library.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mola.app.jobs.folder import PosteriorFolder
 from mola.likelihoods import Gaussian, Likelihood
 
 Sums = dict[str, Any]
-"""Sums over predictions, which add up over batches."""
+"""Sums over predictions, which can be added over batches."""
 
 INTERVAL = 0.9
-"""Probability of the intervals of a regression without --coverage."""
+"""Probability of regression intervals without --coverage."""
 
 FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
 REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
@@ -30,12 +30,12 @@ ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer
 """Order of the columns, by field."""
 
 SEPARATOR = "|"
-"""Between the labels of "class" where several are yes."""
+"""Separator of the labels in the column "class" of multi-label predictions."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Convert the predictions of a posterior to tables, arrays and a summary."""
+    """A converter of a posterior's predictions to tables, arrays and sums."""
 
     names: tuple[str, ...]
     """Names of the classes, labels or targets."""
@@ -44,7 +44,7 @@ class Columns:
     probabilities: bool = False
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the fields of a prediction and decisions by name, without fields that are unknown."""
+        """Return the fields and decisions of a prediction by name, without fields that are None."""
         found: dict[str, Tensor | None] = {}
         if self.likelihood.classification:
             found |= {name: getattr(prediction, name) for name in FIELDS}
@@ -59,13 +59,13 @@ class Columns:
         return {name: values for name, values in found.items() if values is not None}
 
     def arrays(self, fields: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
-        """Return the fields as arrays: labels as integers of 32 bits, yes and no as 1 and 0 in 8 bits."""
+        """Return the fields as arrays, with labels as 32-bit integers and Booleans as 8-bit integers."""
         arrays = {name: np.ascontiguousarray(values.cpu().numpy()) for name, values in fields.items()}
         kinds = {"label": np.int32, "outlying": np.int8, "answer": np.int8, "set": np.int8}
         return {name: values.astype(kinds.get(name, values.dtype), copy=False) for name, values in arrays.items()}
 
     def table(self, prediction: Any, fields: dict[str, Tensor]) -> Any:
-        """Return a data frame with a row for each input."""
+        """Return a data frame with one row for each input."""
         if fields["ood_score"].dim() > 1:
             return self._means_over_positions(fields, prediction.axis)
         frame = prediction.to_frame()
@@ -111,15 +111,16 @@ class Columns:
         return pandas.DataFrame(table)
 
     def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
-        # Number of positions (n, C) of each class, or at which each label is yes.
+        # Return the number of positions (n, C) at which each class or label is predicted.
         if self.likelihood.mutually_exclusive:
             return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
 
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
-        """Return sums over all inputs and positions; several labels or targets are averaged first.
+        """Return sums over all inputs and positions. If there are several labels or targets, their mean is summed.
 
-        Also the number of inputs ("count") and of positions, and of predictions of each class or of "yes" for each label ("labels").
+        The result also contains the numbers of inputs ("count"), of positions ("positions"), and of predictions of each class or label
+        ("labels").
         """
         labels = np.zeros(len(self.names), dtype=np.int64)
         if self.likelihood.classification:
@@ -140,13 +141,13 @@ class Columns:
 
 
 def _field(column: str) -> str:
-    # The field of a column such as "prob_3".
+    # Return the field of a column, such as "prob" for "prob_3".
     field, _, place = column.rpartition("_")
     return field if place.isdecimal() else column
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets; numbers if they have no names."""
+    """Return the names of the classes, labels or targets, or their numbers if they have no names."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.num_uncertain(count)  # variances are not targets

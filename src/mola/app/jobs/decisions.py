@@ -1,10 +1,10 @@
-"""Decisions for a posterior's folder: the numbers that fitting keeps of each validation datum, and thresholds from them.
+"""Decisions for a posterior's folder: thresholds computed from saved scores of the validation data.
 
-`mola fit` saves a few numbers of each validation datum with the posterior's tensors, so any false-alarm rate, error rate or coverage
-can be chosen later without further data. The alarm comes first: inputs that raise it are not answered, and the error rate is
-guaranteed for the others.
+`mola fit` saves a few numbers for each validation datum with the posterior's tensors. So any false-alarm rate, error rate or coverage
+can be chosen later without further data. The alarm is applied first: inputs that raise the alarm are not answered, and the error rate
+is guaranteed for all other inputs.
 
-The prior precision was tuned on the same data: a single number, chosen by thousands of labels. docs/decisions.md measures its effect.
+The prior precision, a single number, is tuned on the same data. docs/decisions.md measures the effect on the guarantees.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mola.saving import files
 from mola.saving.posterior import KIND, SCHEMA
 
 CERTAINTY = 0.95
-"""Default confidence level of the error rate."""
+"""Default confidence level of the guaranteed error rate."""
 
 FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA, MOST_NUMBERS = 100_000, 2**23
-"""Largest number of validation data to keep, and of their values; of more data, evenly spaced ones are kept."""
+"""Largest numbers of validation data and of values to save. From more data, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix of the saved tensors."""
@@ -48,9 +48,10 @@ SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_var
 
 
 def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
-    """Return the values of labelled data to keep, by name; without guarantees, only the OOD scores (n,).
+    """Return the values of labelled data to save, by name; without guarantees, only the OOD scores (n,).
 
-    Classification: a number (n,) of each datum. Regression: means and variances (n, K, D) of the components, and targets (n, D).
+    For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
+    targets (n, D).
     """
     found = {SCORE: prediction.ood_score}
     if guarantees and isinstance(prediction, RegressionPrediction):
@@ -63,7 +64,7 @@ def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> di
 
 
 def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of the data that are kept."""
+    """Return the columns of an evenly spaced subset of the data, within the limits above."""
     count, width = len(columns[SCORE]), sum(column[0].numel() for column in columns.values())
     kept = max(1, min(count, MOST_DATA, MOST_NUMBERS // width))
     places = torch.linspace(0, count - 1, kept, dtype=torch.float64).round().long()
@@ -76,23 +77,23 @@ def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_columns(folder: Path) -> dict[str, Tensor]:
-    """Return the values of the validation data that a folder keeps."""
+    """Return the saved values of a folder's validation data."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
     found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
     score = found.get(SCORE, torch.zeros(0))
     if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
-        raise StorageError(f"{folder} does not hold the scores of its validation data: fit again with `mola fit`.")
+        raise StorageError(f"{folder} does not contain scores of validation data. Fit again with `mola fit --val`.")
     return found
 
 
 def usual_alarm(scores: Tensor) -> tuple[float, float]:
-    """Return the threshold at the usual false-alarm rate, and that rate; fewer than 19 scores allow only a larger rate."""
+    """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate for fewer than 19 scores."""
     rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
     return alarm_threshold(scores, rate), rate
 
 
 def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
-    """Return the OOD score above which inputs are called outlying."""
+    """Return the OOD score above which inputs are outlying, or None without validation data."""
     validation = fitted.document["result"].get("validation")
     if validation is None and false_alarm_rate is None:
         return None
@@ -112,12 +113,12 @@ class Decisions:
     answer: AnswerThreshold | None = None
     """Confidence above which inputs are answered unless they are outlying; None without an error rate."""
     sets: PredictionSets | None = None
-    """Conformal sets of classes; None without a coverage."""
+    """Conformal prediction sets; None without a coverage."""
     intervals: PredictionIntervals | None = None
-    """Intervals of a regression; None without a coverage."""
+    """Prediction intervals for regression; None without a coverage."""
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the decisions for each input that have a threshold: "outlying" and "answer" (n,), "set" (n, C)."""
+        """Return the decisions for each input: "outlying" and "answer" (n,), and "set" (n, C), if their thresholds exist."""
         found: dict[str, Tensor] = {}
         if self.alarm is not None:
             found["outlying"] = prediction.ood_score.double() > self.alarm
@@ -128,7 +129,7 @@ class Decisions:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return the promises and their thresholds as plain values."""
+        """Return the guarantees and their thresholds as plain values."""
         found: dict[str, Any] = {}
         if self.answer is not None:
             promise = {name: getattr(self.answer, name) for name in ("error_rate", "certainty")}
@@ -140,26 +141,26 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Return the saved numbers of each validation datum, and OOD scores (n,); messages name the option that needs them."""
+    """Return the saved calibration data and OOD scores (n,); `option` is the name of the option in messages."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
-        others = "--coverage gives intervals for it" if not likelihood.classification else "The OOD alarm works for it"
+        others = "Use --coverage for intervals" if not likelihood.classification else "Use the OOD alarm instead"
         raise OptionError(
-            f"{option} is for networks that choose one of several classes: {fitted.folder} was fitted with --likelihood "
+            f"{option} requires networks that predict one of several classes, but {fitted.folder} was fitted with --likelihood "
             f"{likelihood.name}. {others}."
         )
     columns = _kept_columns(fitted, option)
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
         if columns[SCORE].shape != known.confidence.shape:
-            raise DataError("expected an OOD score for each datum.")
+            raise DataError("expected an OOD score for each datum")
     except DataError as error:
         raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
     return known, columns[SCORE]
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Return the saved predictions of a regression's validation data, and targets (n, D) in their own units."""
+    """Return the saved predictions and targets (n, D) of a regression's validation data."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
     known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
     shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
@@ -167,18 +168,18 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
-            f"target for each datum."
+            f"target for each datum. Fit again."
         )
     means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
-    # Intervals use neither the share of the noise nor OOD scores.
+    # Intervals use neither the noise variance nor OOD scores.
     return regression_prediction(means, variances, variances, weights), targets
 
 
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
-            f"{option} guarantees something for each input, and the networks of {fitted.folder} have dense outputs: positions of one "
-            f"input are correlated, so no guarantee would hold. Leave it out; the OOD alarm works position by position."
+            f"{option} does not support dense outputs, which the networks of {fitted.folder} have: the positions of an input are "
+            f"correlated, so no guarantee would hold. Omit {option}. The OOD alarm works for each position."
         )
     _require_validation(fitted, option)
     return read_columns(fitted.folder)
@@ -187,7 +188,7 @@ def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
 def _require_validation(fitted: PosteriorFolder, option: str) -> None:
     if fitted.document["result"].get("validation") is None:
         raise OptionError(
-            f"{option}: {fitted.folder} was fitted without validation data, which calibrate it. Fit again with --val: mola fit "
+            f"{option}: {fitted.folder} was fitted without validation data, which {option} requires. Fit again with --val: mola fit "
             f"--config {fitted.folder / NAME} --val DATA"
         )
 
@@ -195,15 +196,15 @@ def _require_validation(fitted: PosteriorFolder, option: str) -> None:
 def gated_threshold(
     known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
 ) -> AnswerThreshold:
-    """Return the confidence, from 0, above which inputs that do not raise the alarm are answered.
+    """Return the confidence, at least 0, above which inputs that do not raise the alarm are answered.
 
     Raises:
         DataError: no threshold guarantees the error rate.
     """
-    # Data that raise the alarm are never answered, so they are neither an answer nor an error.
+    # Data that raise the alarm are never answered, so they count neither as answers nor as errors.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
-    # Minus infinity answers everything else. Every confidence is above 0, which can be written to a file.
+    # Minus infinity means that all other inputs are answered. It is replaced by 0, which JSON can represent: confidences are above 0.
     return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
 
 
@@ -216,16 +217,16 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Return thresholds for the options of `mola.app.jobs.groups.Deciding`; the alarm has a default rate of 0.05."""
+    """Return thresholds for the options of `mola.app.jobs.groups.Deciding`. The default false-alarm rate is 0.05."""
     if certainty is not None and error_rate is None:
-        raise OptionError("--certainty requires --error-rate: give both, or neither.")
+        raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:
-        raise OptionError("--by-class requires --coverage: give both, or neither.")
+        raise OptionError("--by-class requires --coverage. Pass both or neither.")
     regression = not fitted.posterior.likelihood.classification
     for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
         if regression and given and not fitted.posterior.is_dense:
             raise OptionError(
-                f"{option} is for classes, and {fitted.folder} is a regression: --coverage 0.9 gives intervals."
+                f"{option} is for classes, but {fitted.folder} is a regression. Use --coverage 0.9 for intervals."
             )
     limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
     if error_rate is not None:

@@ -1,4 +1,4 @@
-"""`mola export`: a posterior's folder as one file, ONNX or a program of torch.export."""
+"""`mola export`: write a posterior's folder as one ONNX or torch.export file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mola.export import Pixels, Written
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Opening, Deciding, Reporting):
-    """The options of `mola export`."""
+    """Options of `mola export`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
-    onnx: Path | None = option(None, "ONNX file to write, which runs without PyTorch", metavar="FILE")
-    torch: Path | None = option(None, "Program of torch.export to write (.pt2)", metavar="FILE")
-    pixels: bool = option(False, "Take pixels as bytes and normalise them inside, as for the training data")
+    onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")
+    torch: Path | None = option(None, "torch.export file to write (.pt2)", metavar="FILE")
+    pixels: bool = option(False, "Accept pixels as bytes, and normalise them like the training data")
     float16: bool = option(False, "Store the networks in half precision")
     outputs: tuple[str, ...] | None = option(
         None,
@@ -35,19 +35,19 @@ class ExportOptions(Opening, Deciding, Reporting):
         parse=parse_names,
         shown="all",
     )
-    check: bool = option(True, "Keep the file without comparing it with PyTorch")
+    check: bool = option(True, "Write the file without comparing it with PyTorch")
 
 
 def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]:
-    """Write the files that the options name."""
+    """Write the files named in the options."""
     if options.onnx is None and options.torch is None:
-        raise OptionError("nothing to write: expected --onnx FILE, --torch FILE, or both.")
+        raise OptionError("no file to write. Pass --onnx FILE, --torch FILE, or both.")
     example = fitted.example
     made = make_decisions(fitted, **options.rates())
     if made.intervals is not None:
         raise OptionError(
-            "--coverage: exported files give means and variances, and no calibrated intervals: `mola predict --coverage` does, and in "
-            "Python mola.prediction_intervals."
+            "--coverage: exported files output means and variances, but no calibrated intervals. Use `mola predict --coverage`, or "
+            "mola.prediction_intervals in Python."
         )
     settings: dict[str, Any] = {
         "classes": fitted.classes,
@@ -61,7 +61,7 @@ def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]
     if options.pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:
             raise OptionError(
-                "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
+                "--pixels: expected networks whose input is one tensor of images (batch, channels, height, width)."
             )
         settings["preparation"] = Pixels(fitted.intake.mean, fitted.intake.std)
         example = torch.zeros(example.shape, dtype=torch.uint8)

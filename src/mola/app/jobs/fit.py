@@ -1,7 +1,7 @@
-"""`mola fit`: from the names of networks and data to a posterior's folder.
+"""`mola fit`: fit a posterior to named networks and data, and write its folder.
 
-The data are opened and checked against the networks first (`Material`), the validation data are read before the training data,
-so that a wrong order of the classes is found early, and the folder is written in one step at the end.
+First, the data are opened and checked against the networks (`Material`). The validation data are read before the training data, so
+that a wrong order of the classes is found early. At the end, the folder is written atomically.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from mola.tuning.held_out import HeldOut, read_held_out
 
 READING = "reading the validation data"
 ROWS = 1024
-"""Rows of the validation data in a chunk."""
+"""Number of validation rows in a chunk."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """Return the rule that a job names, with its settings; None keeps the prior precision."""
+    """Return the rule of a job with its settings, or None to keep the prior precision."""
     name = one_of(job.rule_name, RULE_NAMES, "--rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
     given = {field: value for field, (_, value) in settings.items() if value is not None}
@@ -63,21 +63,25 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         if name not in known:
             raise OptionError(f"{settings[field][0]} is for --rule {' or '.join(known)}, got --rule {name}.")
     if job.prior_precision != 1.0 and name != "none":
-        raise OptionError(f"--prior-precision is for --rule none: --rule {name} chooses the prior precision.")
+        raise OptionError(
+            f"--prior-precision is for --rule none, but --rule {name} chooses the prior precision. Omit one of the two options."
+        )
     if name == "distance" and not job.distances:
-        raise OptionError("--rule distance needs the distances that --no-distances leaves out: drop one of the two.")
+        raise OptionError(
+            "--rule distance needs distances, but --no-distances omits them. Remove one of the two options."
+        )
     if (name == "outliers") != (job.outliers is not None):
-        raise OptionError("--rule outliers and the data of --outliers go together: give both or neither.")
+        raise OptionError("--rule outliers requires the data of --outliers, and the reverse. Pass both or neither.")
     if name == "outliers":
         return Outliers([] if outliers is None else outliers)
     return None if name == "none" else replace(RULES[name], **given) if given else RULES[name]  # type: ignore[type-var]
 
 
 def check_job(job: Job) -> None:
-    """Refuse wrong options before any data are read."""
+    """Raise `OptionError` for invalid options before any data are read."""
     if job.train is None:
         raise OptionError(
-            "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
+            "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         )
     likelihood = job.meaning()
     _positions(job)
@@ -88,7 +92,7 @@ def check_job(job: Job) -> None:
     needing = f"--rule {job.rule_name}" if rule is not None and rule.needs_data else "--mixing stacking"
     if job.val is None and (job.mixing == "stacking" or needing.startswith("--rule")):
         raise OptionError(
-            f"{needing} needs validation data: name them with --val, or choose --rule evidence, which needs none."
+            f"{needing} needs validation data. Pass --val, or use --rule evidence, which needs no validation data."
         )
     if job.rule_name in RULES:
         as_rule(job.rule_name, likelihood, job.val if RULES[job.rule_name].needs_data else None)
@@ -105,18 +109,18 @@ def run_fit(
 ) -> dict[str, Any]:
     """Fit a posterior, write its folder, and return a summary in plain values.
 
-    Processes of a team share the data, and rank 0 writes. "result" is that of `job.toml`, "notes" are the summary and the notes of the
-    tuning, and "replaced" is true if the folder held an earlier posterior.
+    The processes of a team share the data, and rank 0 writes. In the summary, "result" is the result in `job.toml`, "notes" are the
+    summary and notes of the tuning, and "replaced" is true if the folder contained an earlier posterior.
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
-            "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
+            "--bundle copies the files of --weights into the folder. Networks with their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
         warn(
-            "the validation data are the training data: on these, networks look better and more confident than they are."
+            "the validation data are the training data, on which accuracy and confidence are too high. Use held-out data."
         )
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
@@ -127,11 +131,11 @@ def run_fit(
     together = Team.single() if team is None else team
     account = Account()
     if job.download and not together.first:
-        together.share(None)  # rank 0 downloads missing data before the others look for them
+        together.share(None)  # waits until rank 0 has downloaded missing data
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # Read before the training data, which may take hours: this finds a wrong order of the classes. Nothing reads them again.
+    # The validation data are read once, before the training data, which may take hours. This finds a wrong order of the classes.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
@@ -155,13 +159,13 @@ def run_fit(
     progress("checking", 0.85)
     measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
     data.account = account = account.together(together)
-    weights = built.files  # each file by name: files added to a folder later do not belong to this posterior
+    weights = built.files  # individual files, because files added to a folder later do not belong to this posterior
     if bundle and together.first:
         weights = _bundled(weights, output / BUNDLED)
     job = replace(job, weights=tuple(map(str, weights)))
     document = as_document(job, "fit", output) | {"result": _result(posterior, data, measured)}
     if together.first:
-        # The posterior and its job in one step; then the job once more, for people and for `mola fit --config`.
+        # Write the posterior and its job atomically. Then write the job again, for people and for `mola fit --config`.
         text = to_toml(document)
         packed, tensors = pack(posterior)
         write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors | saved_columns(columns))
@@ -195,7 +199,9 @@ def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> Hel
         if data.classes is None:
             raise
         listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
-        raise DataError(f"{error} The order is now {listed}: give the order of the outputs with --classes.") from error
+        raise DataError(
+            f"{error} The current order is {listed}. Pass the order of the outputs with --classes."
+        ) from error
     return held_out
 
 
@@ -225,7 +231,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
-        # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
+        # The networks without the posterior use the same mixture weights, so that only the Laplace approximations differ.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
             plain.add(Answer(alone, likelihood=likelihood).columns(labels))
@@ -252,7 +258,7 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     copies = []
     for index, path in enumerate(files):
-        # Named by what they hold: the weights of the posterior that is here stay until the new posterior is written.
+        # Names contain a checksum of the content, so that the old posterior's weights stay until the new posterior is written.
         content = path.read_bytes()
         copies.append(target / f"{index}-{hashlib.sha256(content).hexdigest()[:16]}{path.suffix}")
         write_atomically(copies[-1], content)
@@ -260,7 +266,7 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
 
 
 def _remove_others(folder: Path, kept: Sequence[Path]) -> None:
-    # The weights that an older bundle left: its posterior is gone.
+    # Remove the weights of an older bundle, whose posterior was replaced.
     names = {path.name for path in kept}
     for path in folder.iterdir():
         if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path.name not in names:
@@ -288,10 +294,10 @@ def _result(posterior: MoLA, data: Material, measured: dict[str, Any] | None) ->
 
 
 class Material:
-    """The sets of a job, opened and checked against the networks, with the preparation that all of them share.
+    """The data sets of a job, opened and checked against the networks, with their shared preparation.
 
-    `classes` are the names in the order of the networks' outputs, `inputs` describes an input, and `first` holds a few training
-    inputs.
+    `classes` are the class names in the order of the networks' outputs, `inputs` describes an input, and `first` is a small batch of
+    training inputs.
     """
 
     def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team) -> None:
@@ -316,13 +322,13 @@ class Material:
         counts = {job.classes if isinstance(job.classes, int) else self.outputs, len(listed) or self.outputs}
         for many in counts - {self.outputs}:
             advice = (
-                f"remove what is no class from {job.train}, or use networks with {many} outputs"
+                f"Remove folders or names that are not classes from {job.train}, or use networks with {many} outputs"
                 if listed == train.classes and many > self.outputs
-                else "name all of them, in the order of the outputs, with --classes"
+                else "Pass all class names, in the order of the outputs, with --classes"
             )
             names = f" ({', '.join(listed[:5])}{', ...' if many > 5 else ''})" if listed else ""
-            raise DataError(f"{many} classes{names} for a network with {self.outputs} outputs: {advice}.")
-        # Opened again, now that the possible labels are known.
+            raise DataError(f"got {many} classes{names} for a network with {self.outputs} outputs. {advice}.")
+        # The data are opened again, because the possible labels are known now.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
@@ -331,7 +337,7 @@ class Material:
         try:
             network, likelihood = built.networks[0].eval(), self.job.meaning()
             outputs = call(network, self.first)
-            if outputs.dim() > 2:  # the head determines which dimension holds the classes
+            if outputs.dim() > 2:  # the head determines the class dimension
                 with evaluating(network):
                     return find_heads([network], [self.job.head], self.first, likelihood)[0].outputs
             return 1 if outputs.dim() == 1 else outputs.shape[1]
@@ -340,15 +346,15 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not accept the images, {height}x{width} with {channels} channels: bring them to the size "
-                f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
+                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Set the size that it was "
+                f"trained on with --resize HEIGHTxWIDTH (and --crop), and its channels with --mode RGB or L. {error}"
             ) from error
 
     def _open(self, name: str, *, labelled: bool) -> Set:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job)
 
     def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """Return a set as a loader that reports progress between two shares of the whole work."""
+        """Return a loader of a set that reports progress from `start` to `end`, as fractions of all work."""
         self.progress(doing, start)
 
         def on_share(share: float) -> None:

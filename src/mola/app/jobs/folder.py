@@ -1,8 +1,8 @@
-"""A posterior's folder: where it may be written, what it holds, and how it is opened again.
+"""Check, read and open a posterior's folder.
 
-The posterior's document holds the job as well: its options, and under `result` what the fit determined (classes, shape of the
-inputs, alarm threshold). Both are replaced in one step, so that no posterior is used with the preparation of another. The
-`job.toml` next to it is for people and for `mola fit --config`.
+The posterior's document also contains the job: its options, and under `result` the results of the fit (classes, shape of the inputs,
+alarm threshold). Both are replaced atomically, so that a posterior is never used with the preparation of another posterior. The
+`job.toml` file next to the document is for people and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ RESULT = {
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
 LARGEST_INPUT = 2**28
-"""Values of one input; a document with more is damaged."""
+"""Largest number of values in one input. A document with a larger number is damaged."""
 BUNDLED = "weights"
-"""Folder for copies of the weights, inside a posterior's folder."""
+"""Subfolder of a posterior's folder for copies of the weights."""
 
 LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
-"""Hidden files, and files of an interrupted fit."""
+"""Pattern of hidden files and of files that an interrupted fit leaves."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class PosteriorFolder:
     """A batch of 2 zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
     intake: Intake
     document: dict[str, Any]
-    """Content of `job.toml`."""
+    """Content of `job.toml` as nested tables."""
     job: Job
-    """The options, with paths as seen from the current folder."""
+    """Options of the fit, with paths relative to the current folder."""
     folder: Path
     trust: bool = False
 
@@ -81,7 +81,7 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
-        """Open data by name, prepared as the training data were; code that the folder names, and not the user, is checked."""
+        """Open data by name, prepared like the training data. Code that the folder names is checked unless `by_user`."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which do not exist: {absent}")
@@ -92,13 +92,13 @@ class PosteriorFolder:
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """Return the job of a posterior's folder, checked, without building networks."""
+    """Return the checked job and document of a posterior's folder, without building networks."""
     if not (path / files.DOCUMENT).is_file():
-        raise StorageError(f"{path} holds no posterior: expected a folder that `mola fit --output` wrote.")
+        raise StorageError(f"{path} contains no posterior. Pass a folder that `mola fit --output` wrote.")
     document = files.read_document(path).get("job")
     if document is None:
         raise StorageError(
-            f"{path} was saved from Python, not by `mola fit`: how its inputs are prepared is unknown. Use mola.load(...) in "
+            f"{path} was saved from Python, not by `mola fit`, so the preparation of its inputs is unknown. Use mola.load(...) in "
             f"Python, or fit with `mola fit`."
         )
     try:
@@ -119,7 +119,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
 def open_posterior(
     path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()
 ) -> PosteriorFolder:
-    """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
+    """Open a posterior that `mola fit` wrote: build its networks, load their weights and load the posterior.
 
     `mola.app.jobs.code` decides which functions the folder may name.
     """
@@ -132,10 +132,10 @@ def open_posterior(
         built = build_networks(network or job.network, job.weights, classes=result["outputs"])
         posterior = load_posterior(path, built.networks)
     except (OptionError, StorageError) as error:
-        if isinstance(error, StorageError) and not str(error).startswith("networks["):  # files that are damaged
+        if isinstance(error, StorageError) and not str(error).startswith("networks["):  # the files are damaged
             raise
         raise type(error)(
-            f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}: put back what has changed, or fit again with "
+            f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}: restore these files, or fit again with "
             f"copies of the weights inside the folder: mola fit --config {path / NAME} --bundle"
         ) from error
     head = posterior.components[0].head
@@ -157,7 +157,7 @@ def move(module: Moved, device: str) -> Moved:
     """Return a network, or a posterior with its networks, on a device and in evaluation mode."""
     try:
         place = torch.device(device)
-        torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
+        torch.zeros(1, device=place).cpu()  # fails for "meta", which has no values
         return module.to(place).eval()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -179,7 +179,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """Return a batch of 2 inputs of zeros; masks are of ones, since a fully masked input gives NaN."""
+    """Return a batch of 2 inputs of zeros. Masks are ones, because a fully masked input gives NaN."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])
@@ -192,29 +192,31 @@ def example_of(result: dict[str, Any]) -> Any:
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Return True if the folder holds a posterior, which a new posterior replaces; a folder with other content is refused."""
+    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` for other content."""
     if output.is_file():
-        raise OptionError(f"{output} is a file; expected a folder to write the posterior to.")
+        raise OptionError(f"{output} is a file, but the posterior needs a folder. Choose another --output.")
     check_writable(output)
     if not output.exists():
         return False
     try:
         kind = files.kind_of(output)
     except StorageError as error:
-        raise OptionError(f"{error} It is not replaced: choose another --output, or remove it.") from error
-    # Files of an interrupted fit, and a job file, may be there.
+        raise OptionError(
+            f"{error} The folder is not replaced. Choose another --output, or remove the folder."
+        ) from error
+    # The folder may contain files of an interrupted fit and a job file.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
     )
     if kind not in (None, KIND) or (kind is None and strange):
         found = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) and no posterior"
-        raise OptionError(f"{output} holds {f'a saved {kind}' if kind else found}: choose another --output.")
+        raise OptionError(f"{output} contains {f'a saved {kind}' if kind else found}. Choose another --output.")
     return kind is not None
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """Return the content and history of a folder, with its files checked."""
+    """Return the content and history of a folder after checking its files."""
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
     likelihood = dict(parts[0]["likelihood"])

@@ -23,16 +23,16 @@ class Quiet:
 class Computing(Quiet):
     """Options of commands that compute."""
 
-    threads: int | None = option(None, "Threads to compute with", panel=RUN, minimum=1, shown="torch's", kept=False)
+    threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting(Computing):
-    """Options of commands with a summary and a run file."""
+    """Options of commands that write a summary and a run file."""
 
-    as_json: bool = option(False, "Print a summary as JSON, and nothing else", flags=("--json",), panel=RUN, kept=False)
+    as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, kept=False)
     config: Path | None = option(
-        None, "Options from an earlier run's TOML file; flags win", metavar="FILE", panel=RUN, kept=False
+        None, "TOML file with the options of an earlier run; flags override it", metavar="FILE", panel=RUN, kept=False
     )
 
 
@@ -49,21 +49,21 @@ class Opening(Device):
 
     data: str | None = option(
         None,
-        "Folder of the built-in data sets, also MOLA_DATA",
+        "Folder of the built-in data sets (or MOLA_DATA)",
         metavar="DIR",
         envvar="MOLA_DATA",
         panel=MORE,
     )
     network: tuple[str, ...] = option(
         (),
-        "The networks, named as for `mola fit`",
+        "Networks, named as in `mola fit`",
         metavar="NAME",
         panel=MORE,
-        shown="the files named in the folder",
+        shown="the networks named in the folder",
     )
     trust: bool = option(
         False,
-        "Trust the folder: call the functions that it names, which can run code",
+        "Trust the folder: allow the functions that it names, which can run code",
         panel=MORE,
         kept=False,
     )
@@ -74,15 +74,15 @@ class Deciding:
     """Options of commands with calibrated decisions."""
 
     false_alarm_rate: float | None = option(
-        None, "Share of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
+        None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
     )
     error_rate: float | None = option(
-        None, "Selective prediction: answer so that at most this share of the answers is wrong", panel=DECISIONS
+        None, "Selective prediction: largest fraction of wrong answers among all answers", panel=DECISIONS
     )
     certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
     coverage: float | None = option(
         None,
-        "Conformal prediction sets (intervals for regression) that contain this share of the true labels",
+        "Conformal prediction sets (intervals for regression) that contain this fraction of the true labels",
         panel=DECISIONS,
     )
 

@@ -1,6 +1,6 @@
-"""A job: the options of `mola fit` as one value, and as the `job.toml` next to a posterior.
+"""A job: the options of `mola fit` as one value, stored as `job.toml` next to a posterior.
 
-Consent to files that can run code (`--trust`) is never saved, since a file may come from a stranger.
+Consent to run code (`--trust`) is never saved, because a file may come from a stranger.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from mola.network import IGNORE_INDEX
 from mola.tuning import RULES
 
 Progress = Callable[[str, float], None]
-"""Called with a description of the current step and the finished share of the work, from 0 to 1."""
+"""Function of a description of the current step and the finished fraction of the work, from 0 to 1."""
 
 NAME = "job.toml"
-"""File next to a posterior."""
+"""Name of the job file next to a posterior."""
 
 RULE_NAMES = (*RULES, "outliers", "none")
-"""Rules of the command line: "outliers" needs data, "none" keeps the prior precision."""
+"""Names of rules on the command line. "outliers" needs data, and "none" keeps the prior precision."""
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
 PREPARATION, METHOD, OTHER, RUN = (
     "Preparation of images",
-    "Method (the first of a list is the default)",
+    "Method (the first value is the default)",
     "Regression and dense outputs",
     "Run",
 )
-"""Headings of the help."""
+"""Headings in the help."""
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
-    """Parse numbers, from a list or separated by commas."""
+    """Return numbers from a list or from a text with commas."""
     try:
         return tuple(float(one) for one in _joined(value, ",").split(","))
     except ValueError as error:
@@ -57,7 +57,7 @@ def parse_price(value: Any) -> float | Literal["loss"]:
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
-    """Return a length in pixels, or height and width: a list, or separated by an x."""
+    """Return a length in pixels, or height and width from a list or a text such as 224x160."""
     found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
     if found is None:
         raise ValueError("a length in pixels, or height and width such as 224x160")
@@ -65,21 +65,23 @@ def parse_size(value: Any) -> int | tuple[int, int]:
 
 
 def _joined(value: Any, separator: str) -> str:
-    # A value of a run file in the form of the command line.
+    # Return a value of a run file in the form used on the command line.
     return separator.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:
-    """Return a number of classes, or their names: a list, separated by commas, or on the lines of a file."""
-    expected = "a number, two or more different names separated by commas, or a FILE with a name on each line"
+    """Return a number of classes, or class names from a list, from a text with commas, or from the lines of a file."""
+    expected = "a number, two or more different names separated by commas, or a file with one name on each line"
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
         return int(value)
     if isinstance(value, str):
         try:
             value = Path(value).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
-            raise OptionError(f"{value} is not text in UTF-8: expected the name of a class on each line.") from error
-        except OSError:  # no such file, or names that are too long for the name of a file
+            raise OptionError(
+                f"{value} is not a UTF-8 text file. Pass a file with one class name on each line."
+            ) from error
+        except OSError:  # the file does not exist, or the text is too long for a file name
             value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(expected)
@@ -91,11 +93,11 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of `mola fit`."""
+    """Options of `mola fit`."""
 
     weights: tuple[str, ...] = option(
         (),
-        "Trained weights, a file for each network (safetensors or torch.save), or a folder (also --weights)",
+        "Files of trained weights, one for each network (safetensors or torch.save), or a folder (also --weights)",
         argument=True,
         flags=("--weights",),
         metavar="WEIGHTS",
@@ -114,7 +116,7 @@ class Job:
         metavar="DATA",
         is_path=True,
     )
-    val: str | None = option(None, "Validation data, in the same forms", metavar="DATA", is_path=True)
+    val: str | None = option(None, "Validation data, in the same formats", metavar="DATA", is_path=True)
     likelihood: str = option(
         CATEGORICAL.name, "categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
     )
@@ -126,22 +128,26 @@ class Job:
     )
     classes: int | tuple[str, ...] | None = option(
         None,
-        "Class names by output (a,b,c, or a file), or a number",
+        "Class names in output order (a,b,c or a file), or a number",
         metavar="NAMES",
         parse=parse_class_names,
     )
     data: str | None = option(
-        None, "Folder of the built-in data sets, also MOLA_DATA", metavar="DIR", envvar="MOLA_DATA", is_path=True
+        None, "Folder of the built-in data sets (or MOLA_DATA)", metavar="DIR", envvar="MOLA_DATA", is_path=True
     )
     download: bool = option(False, "Download missing built-in data sets")
     strict: bool = option(False, "Stop at the first input that cannot be used")
-    trust: bool = option(False, "Allow functions that --config names: they can run code", kept=False)
+    trust: bool = option(False, "Allow functions named in --config, which can run code", kept=False)
 
     resize: int | tuple[int, int] | None = option(
-        None, "Shorter side (256), or height and width (32x32)", panel=PREPARATION, metavar="SIZE", parse=parse_size
+        None,
+        "Length of the shorter side (256), or height and width (32x32)",
+        panel=PREPARATION,
+        metavar="SIZE",
+        parse=parse_size,
     )
-    crop: int | None = option(None, "Side of the square cut from the centre", panel=PREPARATION, minimum=1)
-    mode: str | None = option(None, "RGB, or L for grey [default: the images']", panel=PREPARATION, metavar="MODE")
+    crop: int | None = option(None, "Side of the square crop from the centre", panel=PREPARATION, minimum=1)
+    mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
     normalise: str | None = option(
         None,
         "none (x / 255), cifar10, imagenet; also --normalize",
@@ -151,42 +157,44 @@ class Job:
     )
     mean: tuple[float, ...] | None = option(
         None,
-        "Pixel statistics instead: 0.5 or 0.49,0.48,0.45",
+        "Pixel statistics instead of --normalise: 0.5 or 0.49,0.48,0.45",
         panel=PREPARATION,
         metavar="X",
         parse=parse_numbers,
     )
     std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
-    workers: int = option(2, "Threads that decode images", panel=PREPARATION, minimum=1)
+    workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
 
     structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME", shown="")
     link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME", shown="")
-    mixing: str = option("uniform", f"Weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
+    mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
     threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "Log loss that caution far from the data may cost: 0.02 is 2 %; or loss, that of --rule threshold",
+        "Increase in log loss accepted for caution far from the data (0.02 is 2 %), or loss, as in --rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
-    distances: bool = option(True, "Omit distances from the classes: less memory", panel=METHOD)
+    distances: bool = option(True, "Omit distances from the classes to save memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
-        None, "Regression: noise std. deviation [default: chosen]", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: noise std. deviation [default: estimated]", panel=OTHER, metavar="X", parse=parse_numbers
     )
     location: tuple[float, ...] | None = option(
         None, "Regression: mean and std. deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
     )
     scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
-    heteroscedastic: bool = option(False, "Regression: log-variances follow the means", panel=OTHER)
-    positions: str = option("all", "Dense outputs: all, average, or a number", panel=OTHER, metavar="WHICH")
+    heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
+    positions: str = option(
+        "all", "Dense outputs: positions to use; all, average, or a number", panel=OTHER, metavar="WHICH"
+    )
     ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
 
-    batch_size: int = option(256, "Inputs in a batch", panel=RUN, minimum=1)
+    batch_size: int = option(256, "Inputs per batch", panel=RUN, minimum=1)
     seed: int = option(0, "Random seed", panel=RUN, minimum=0, maximum=2**63 - 1)
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
@@ -203,7 +211,7 @@ class Job:
 
     @property
     def rule_name(self) -> str:
-        """The rule, by default the likelihood's."""
+        """Name of the rule; by default, the likelihood's default rule."""
         return self.rule or LIKELIHOODS[self.likelihood].default_rule
 
 

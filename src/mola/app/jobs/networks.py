@@ -1,13 +1,13 @@
-"""Networks as a user names them, with their weights; nothing is downloaded.
+"""Build named networks and load their weights. Nothing is downloaded.
 
 | name | network |
 |---|---|
-| `lenet`, `resnet-20`, ... | one of `mola.lab.models`, with weights from files |
-| `package.module:function` | the network that the function returns, also compiled, with weights from files or its own |
-| `timm:NAME` | an architecture of timm, with weights from files |
+| `lenet`, `resnet-20`, ... | a network of `mola.lab.models`, with weights from files |
+| `package.module:function` | the network that the function returns, with its own weights or weights from files |
+| `timm:NAME` | a timm architecture, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
 
-One name with K files of weights makes K networks, and so do K names. Only the user's own functions can run code.
+One name with K weight files gives K networks, and so do K names. Only functions of the user can run code.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from mola.saving.schema import parse
 from mola.saving.weights import load_weights, read_state
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""Endings of weights files in a folder."""
+"""File extensions of weights in a folder."""
 
 CONFIG, PROCESSOR, WEIGHTS = "config.json", "preprocessor_config.json", "model.safetensors"
 CROP_PCT = 0.875
-"""Share of the shorter side that timm keeps by default."""
+"""Fraction of the shorter side that timm keeps by default."""
 
 KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""End of an architecture's name, and the class that loads it."""
+"""Suffix of an architecture's name, and the class that loads it."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """Networks, ready to be fitted."""
+    """Networks that are ready to be fitted."""
 
     networks: list[nn.Module]
     files: list[Path]
-    """Source of the weights."""
+    """Files of the weights."""
     hints: Intake
-    """Preparation of inputs by the configuration of the networks."""
+    """Preparation of inputs from the configuration of the networks."""
     classes: tuple[str, ...] | None = None
-    """Names of the classes by the configuration of the networks."""
+    """Class names from the configuration of the networks."""
 
 
 def weight_files(names: Sequence[str]) -> list[Path]:
-    """Return the files that were named, those of a folder in the order of their names."""
+    """Return the named files. Files in a folder are sorted by name."""
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
@@ -64,14 +64,14 @@ def weight_files(names: Sequence[str]) -> list[Path]:
             inside = sorted(file for file in path.iterdir() if file.suffix in ENDINGS and file.is_file())
             if not inside:
                 raise OptionError(
-                    f"the folder {path} holds no weights: expected files that end in {', '.join(ENDINGS)}."
+                    f"the folder {path} contains no weights: expected files that end in {', '.join(ENDINGS)}."
                 )
             found += inside
         elif path.is_file():
             found.append(path)
         else:
             raise OptionError(
-                f"the weights {path} do not exist: expected a file (safetensors, or made by torch.save), or a folder of them."
+                f"the weights {path} do not exist. Pass a file (safetensors or torch.save) or a folder of such files."
             )
     return found
 
@@ -80,7 +80,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     """Build the networks and load their weights."""
     if not names:
         raise OptionError(
-            "no network given: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
+            "there is no network. Pass --network, such as lenet, package.module:function or a Hugging Face folder."
         )
     files = weight_files(weights)
     takers = [name for name in names if not is_folder(name)]
@@ -89,8 +89,9 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
         takers = takers * len(files)
     if files and len(files) != len(takers):
         raise OptionError(
-            f"{counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} to take them "
-            f"({', '.join(takers) or 'none'}): expected one network for all files, or one for each. Folders bring their own weights."
+            f"got {counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} without weights "
+            f"({', '.join(takers) or 'none'}). Pass one network for all files, or one network for each file. Folders contain their "
+            f"own weights."
         )
     rest = iter(files)
     networks = [
@@ -117,29 +118,29 @@ def is_imported(name: str) -> bool:
 
 
 def is_folder(name: str) -> bool:
-    """Return True for a Hugging Face folder, which holds its own weights."""
+    """Return True for a Hugging Face folder, which contains its weights."""
     return name not in MODELS and not name.startswith(TIMM) and Path(name).expanduser().is_dir()
 
 
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
     if name in MODELS or name.startswith(TIMM):
         if path is None:
-            raise OptionError(f"{name} comes without trained weights: name their files with --weights.")
+            raise OptionError(f"{name} has no trained weights. Pass the files of its weights with --weights.")
         build: Callable[[int], nn.Module] = (
             timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
         )
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
             raise OptionError(
-                f"{path} holds weights for {found} classes, not for {classes}. With `mola fit`, leave --classes out, or name "
-                f"all {found} classes."
+                f"expected weights for {classes} classes, but {path} contains weights for {found} classes. In `mola fit`, omit "
+                f"--classes or name all {found} classes."
             )
         network = build(classes or found or 10)
     elif is_imported(name):
         network = _imported(name)
     else:
         near = (
-            " There is no such file or folder." if "/" in name or name.startswith(".") else did_you_mean(name, MODELS)
+            " The file or folder does not exist." if "/" in name or name.startswith(".") else did_you_mean(name, MODELS)
         )
         raise OptionError(
             f"unknown network {name!r}.{near} Expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; or a folder "
@@ -157,13 +158,13 @@ def _imported(name: str) -> nn.Module:
         raise
     except Exception as error:  # the user's code may raise anything
         raise OptionError(
-            f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that makes the network."
+            f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that returns the network."
         ) from error
-    return getattr(network, "_orig_mod", network)  # of torch.compile, which hides the layers
+    return getattr(network, "_orig_mod", network)  # the module inside torch.compile, which hides the layers
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
-    # The number of outputs by a weights file: rows of the network's last tensor.
+    # Return the number of outputs in a weights file, which is the number of rows of the network's last tensor.
     state: Any = read_state(path)
     last = list(like.state_dict())[-1]
     while isinstance(state, dict):
@@ -171,7 +172,7 @@ def _classes_in(path: Path, like: nn.Module) -> int | None:
             if (name == last or str(name).endswith(f".{last}")) and getattr(value, "ndim", 0) > 0:
                 if value.numel() * value.element_size() > value.untyped_storage().nbytes():
                     raise StorageError(
-                        f"{path} holds fewer numbers than the {value.shape[0]:,} rows that {name} claims: it is damaged."
+                        f"{path} is damaged: it contains fewer values than the {value.shape[0]:,} rows of {name} need."
                     )
                 return int(value.shape[0])
         state = next((value for value in state.values() if isinstance(value, dict)), None)
@@ -182,29 +183,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse(path.read_bytes(), path)
     except StorageError as error:
-        raise StorageError(f"{path} is not JSON: {error.__cause__}.") from error
+        raise StorageError(f"{path} is not a valid JSON file: {error.__cause__}.") from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
-        raise StorageError(f"{path} holds a {type(content).__name__}; expected an object.")
+        raise StorageError(f"expected a JSON object in {path}, got a {type(content).__name__}.")
     return content
 
 
 def load_transformers(folder: Path) -> nn.Module:
     """Return a classifier from a Hugging Face folder."""
     if not (folder / CONFIG).is_file():
-        raise OptionError(
-            f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
-        )
+        raise OptionError(f"{folder} contains no {CONFIG}. Pass a Hugging Face folder with {CONFIG} and {WEIGHTS}.")
     if not any(folder.glob("*.safetensors")):
         raise StorageError(
-            f"{folder / WEIGHTS} does not exist: weights are read from safetensors alone. Save the model again with save_pretrained."
+            f"{folder / WEIGHTS} does not exist. Weights are read only from safetensors. Save the model again with save_pretrained."
         )
     architectures = _read_json(folder / CONFIG).get("architectures") or ["none"]
     kind = next((KINDS[end] for end in KINDS if str(architectures[0]).endswith(end)), None)
     if kind is None:
         raise OptionError(
-            f"{folder} holds a {architectures[0]}: expected a classifier, of a kind that ends in {' or '.join(KINDS)}."
+            f"{folder} contains a {architectures[0]}: expected a classifier whose class name ends in {' or '.join(KINDS)}."
         )
     with importing("a Hugging Face folder", "transformers", "hub"):
         import transformers
@@ -212,24 +211,25 @@ def load_transformers(folder: Path) -> nn.Module:
         network, info = getattr(transformers, kind).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # damaged weights and configurations make it raise a dozen kinds
+    except Exception as error:  # damaged files raise many kinds of errors
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
     if absent:
         raise StorageError(
-            f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more): it would be partly random."
+            f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more), which would be random. Save "
+            f"the model again."
         )
     loaded: nn.Module = network
     return loaded
 
 
 def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
-    """Return the preparation of images and the class names, as far as a Hugging Face folder has them."""
+    """Return the preparation of images and the class names in a Hugging Face folder, if any."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
-        classes = None  # transformers' placeholders
+        classes = None  # placeholders of transformers
     if not (folder / PROCESSOR).is_file():
         return Intake(), classes
     found = _read_json(folder / PROCESSOR)
@@ -238,7 +238,7 @@ def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
         square = _side(found.get("crop_size"))
         crop = square[0] if isinstance(square, tuple) else square
     mean, std = _statistics(found, "image_mean", "image_std") if found.get("do_normalize", True) else ((0.0,), (1.0,))
-    # For pixels from 0 to 1, whatever range the processor scales bytes to before it normalises.
+    # Convert the statistics to pixels from 0 to 1. The processor may scale bytes to another range before it normalises them.
     largest = 255 * (float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0)
     offset = 1.0 if found.get("rescale_offset", False) else 0.0
     mean, std = tuple((one + offset) / largest for one in mean), tuple(one / largest for one in std)
@@ -251,7 +251,7 @@ def _statistics(found: dict[str, Any], *names: str) -> tuple[tuple[float, ...], 
 
 
 def _side(size: Any) -> int | tuple[int, int] | None:
-    # The shorter side, or height and width, in the several ways of Hugging Face.
+    # Return the shorter side, or height and width, from any of the Hugging Face formats.
     if isinstance(size, dict):
         if "shortest_edge" in size:
             return int(size["shortest_edge"])
@@ -260,7 +260,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Intake:
-    """Return the preparation of images that timm's configuration of a network describes."""
+    """Return the preparation of images from timm's configuration of a network."""
     found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
     mean, std = _statistics(found, "mean", "std")
     if not found.get("input_size"):
@@ -268,5 +268,5 @@ def timm_hints(network: nn.Module) -> Intake:
     side = int(found["input_size"][-1])
     if found.get("crop_mode") == "squash":
         return Intake(resize=(side, side), mean=mean, std=std)
-    # Like timm's own evaluation: the shorter side to a little more, then the middle.
+    # As in timm's evaluation, resize the shorter side to slightly more than the crop, then crop the centre.
     return Intake(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)

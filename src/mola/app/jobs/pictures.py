@@ -1,4 +1,4 @@
-"""Read image files as a data set: a folder with a subfolder for each class, a folder of images, or a CSV of paths and labels."""
+"""Read image files as a data set from a folder with a subfolder for each class, a folder of images, or a CSV file of paths."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 """Pillow's modes without colour."""
 
 LOOKED_AT = 25
-"""Number of images, evenly spaced, whose mode and shape all images should have."""
+"""Number of evenly spaced images from which the mode and shape of all images are determined."""
 
 MOST_CLASSES = 2**31
-"""Limit of class indices where the number of classes is unknown."""
+"""Limit of class indices if the number of classes is unknown."""
 
 BAD_ROW = -1
-"""Label of a row whose error is in `problems`."""
+"""Label of a row with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures(Set):
-    """Image files, decoded batch by batch, with class indices (n,) or numbers (n, C) as labels."""
+    """Image files, decoded in batches, with class indices (n,) or numbers (n, C) as labels."""
 
     paths: tuple[Path, ...]
     names: tuple[str, ...]
     """Names of the images in messages and results."""
     errors: tuple[str | None, ...]
-    """Why an image cannot be used, if that is known before its file is opened."""
+    """Reasons why images are unusable, if known before their files are opened; None for all other images."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Decode the batches first, first + step, ...; the next batch is decoded while a batch is used."""
+        """Yield the batches first, first + step, ...; the next batch is decoded while the current batch is used."""
         size = self.intake.batch_size
         places = range(len(self.paths))
         starts = places[first * size :: step * size]
@@ -84,7 +84,7 @@ class Pictures(Set):
 
 
 def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
-    """Return the pixels of one file, or None and the reason."""
+    """Return the pixels of one file, or None with the reason why it cannot be read."""
     from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
@@ -92,16 +92,16 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     try:
         with Image.open(path) as image:
             pixels = intake.prepare(image)
-    # Pillow's decoders raise whatever a damaged file leads to: struct.error, IndexError, MemoryError, ...
+    # Pillow's decoders raise many kinds of errors on damaged files: struct.error, IndexError, MemoryError, ...
     except Exception as error:
         unknown = isinstance(error, UnidentifiedImageError)
-        reason = "it is of no known image format" if unknown else str(error) or type(error).__name__
+        reason = "unknown image format" if unknown else str(error) or type(error).__name__
         return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}"
     if intake.shape is not None and tuple(pixels.shape) != intake.shape:
         height, width = intake.shape[-2:]
         return None, (
-            f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}; "
-            f"`mola fit --resize {height}x{width}` would bring all to one size"
+            f"has {pixels.shape[1]} x {pixels.shape[2]} pixels (height x width), expected {height} x {width}; use "
+            f"`mola fit --resize {height}x{width}` to resize all images"
         )
     return pixels, ""
 
@@ -113,28 +113,30 @@ def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Int
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List a folder of images without decoding them; subfolders are the labels, by default in alphabetical order."""
+    """List a folder of images without decoding them. Subfolders are the classes, in alphabetical order by default."""
     inside = [path.relative_to(root) for path in image_files(root)]
     inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     if not inside:
-        raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
-    # A name that is not UTF-8 can be opened but not written: its bytes are shown as escapes.
+        raise DataError(f"{root} contains no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
+    # A file name that is not UTF-8 can be opened but not written, so its bytes are escaped.
     names = tuple(os.fsencode(path.as_posix()).decode(errors="backslashreplace") for path in inside)
     made = pictures(str(root), [root / path for path in inside], names, intake)
     if not labelled:
         return made
     found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not found:
-        raise DataError(f"{root} has no subfolders, so its images have no labels: expected a subfolder for each class.")
+        raise DataError(
+            f"{root} has no subfolders, so its images have no labels. Put the images of each class in a subfolder."
+        )
     order = tuple(classes) if classes is not None else tuple(found)
     unknown = [name for name in found if name not in order]
     if unknown:
         raise DataError(
             f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes ({_first_names(order)}). Name the "
-            f"subfolders like the classes, or fit with all names, in the order of the networks' outputs: `mola fit --classes`."
+            f"subfolders like the classes, or fit with `mola fit --classes` and all names in the order of the networks' outputs."
         )
     labels = [order.index(path.parts[0]) if len(path.parts) > 1 else BAD_ROW for path in inside]
-    errors = tuple("is in no class's subfolder" if label == BAD_ROW else None for label in labels)
+    errors = tuple("is not in the subfolder of a class" if label == BAD_ROW else None for label in labels)
     return replace(made, labels=torch.tensor(labels), classes=order, errors=errors)
 
 
@@ -143,7 +145,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
-"""Words for numbers in a CSV file; an empty cell is a missing label."""
+"""Words for numbers in a CSV file. An empty cell is a missing label."""
 
 
 def list_csv(
@@ -157,9 +159,9 @@ def list_csv(
 ) -> Pictures:
     """List the images named in a CSV file, with their labels, without decoding them.
 
-    The file has a heading and a column of paths, relative to its folder. Classes have one column of names or indices; names are
-    numbered alphabetically unless `classes` gives their order. Multi-label and regression data have a column of numbers, or yes
-    and no, for each output.
+    The file has a heading and a column of paths relative to its folder. For classification, one column contains class names or
+    indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each output has
+    a column of numbers, or of yes and no.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
@@ -168,7 +170,7 @@ def list_csv(
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}.") from error
     if heading and not rows:
-        raise DataError(f"{path} has a heading but no rows.")
+        raise DataError(f"{path} has a heading but no rows. Add one row for each image.")
     where = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
     texts = [(row.get(where) or "").strip() for row in rows]
     labels = order = None
@@ -192,8 +194,8 @@ def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
     found = next((name for name in heading if name.strip().lower() in known), None)
     if found is None:
         raise DataError(
-            f"{message}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}. A CSV lists image files; "
-            f"save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
+            f"{message}: expected a column called {', '.join(known)}; found {', '.join(heading) or 'nothing'}. A CSV file lists image "
+            f"files. Save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
         )
     return found
 
@@ -201,17 +203,17 @@ def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
 def _class_labels(
     path: Path, given: Sequence[str], classes: Sequence[str] | None, outputs: int | None
 ) -> tuple[Tensor, tuple[str, ...] | None, dict[int, str]]:
-    # Class indices, names in their order, and what is wrong with a row.
+    # Return class indices, class names in order, and the errors of rows.
     order = tuple(classes) if classes is not None else None
-    if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most are names
+    if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most labels are names
         order = tuple(sorted({text for text in given if text}))
         if outputs is not None and len(order) != outputs:
             raise DataError(
-                f"{path} has {len(order)} names of classes ({_first_names(order)}) for networks with {outputs} outputs, whose order "
-                f"is not known: give numbers from 0, or `mola fit --classes` with all names."
+                f"{path} has {len(order)} class names ({_first_names(order)}) for networks with {outputs} outputs, so the order of "
+                f"the classes is unknown. Use class indices from 0, or pass all names with `mola fit --classes`."
             )
     number = {name: index for index, name in enumerate(order or ())}
-    # Where names are numbers themselves, "1" cannot be both a name and an index.
+    # If names are numbers, "1" cannot be both a name and an index.
     by_index = not any(_is_whole(name) for name in number)
     most = len(order) if order is not None else outputs or MOST_CLASSES
     labels, problems = torch.full((len(given),), BAD_ROW, dtype=torch.int64), {}
@@ -228,7 +230,7 @@ def _class_labels(
 
 
 def _number_labels(cells: Sequence[Sequence[str]], likelihood: Likelihood) -> tuple[Tensor, dict[int, str]]:
-    # Numbers (n, C), NaN where a cell is empty, and what is wrong with a row.
+    # Return numbers (n, C), with NaN for empty cells, and the errors of rows.
     labels, problems = torch.full((len(cells), len(cells[0])), math.nan, dtype=torch.float64), {}
     for place, row in enumerate(cells):
         for column, cell in enumerate(row):
@@ -247,7 +249,7 @@ def _is_whole(text: str) -> bool:
 
 
 def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
-    """Return the mode ("RGB" or "L") and shape (channels, height, width) after preparation that most of 25 images have."""
+    """Return the most frequent mode ("RGB" or "L") and prepared shape (channels, height, width) of 25 images."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -255,12 +257,12 @@ def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
     for place in even_places(len(source.paths), min(LOOKED_AT, len(source.paths))).tolist():
         path, mode = source.paths[place], source.intake.mode or "RGB"
         if source.intake.mode is None:
-            with suppress(Exception), Image.open(path) as image:  # `read_pixels` returns the reason
+            with suppress(Exception), Image.open(path) as image:  # `read_pixels` reports the error
                 mode = "L" if image.mode in GREY else "RGB"
         pixels, words = read_pixels(path, replace(source.intake, mode=mode, shape=None))
         if pixels is not None:
             found[mode, tuple(pixels.shape)] += 1
         first = first or f" The first: {source.names[place]}: {words}."
     if not found:
-        raise DataError(f"{source.name} holds no image that can be decoded.{first}")
+        raise DataError(f"{source.name} contains no image that can be decoded.{first}")
     return found.most_common(1)[0][0]

@@ -1,7 +1,7 @@
-"""`mola predict`: from a posterior's folder and data to a file with the predictions of each input.
+"""`mola predict`: predict with a posterior's folder and write a file with the predictions of each input.
 
-Process r of R takes batches r, r + R, r + 2R, ...; after each round rank 0 collects the results and writes them in the order of
-the data. No process holds more than a batch, and no file system has to be shared.
+Process r of R predicts batches r, r + R, r + 2R, .... After each round, rank 0 collects the results and writes them in the order of
+the data. Each process stores at most one batch, and the processes need no shared file system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mola.posterior import MoLA
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Opening, Deciding, Reporting):
-    """The options of `mola predict`."""
+    """Options of `mola predict`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
     inputs: str = option(
@@ -44,17 +44,17 @@ class PredictOptions(Opening, Deciding, Reporting):
         metavar="FILE",
     )
     probabilities: bool = option(False, "Add the probabilities of all classes")
-    by_class: bool = option(False, "Keep the coverage for each class, not only on average", panel=DECISIONS)
+    by_class: bool = option(False, "Guarantee the coverage for each class, not only on average", panel=DECISIONS)
     strict: bool = option(False, "Stop at the first input that cannot be used", panel=MORE)
 
 
 def summary_sentence(found: dict[str, Any]) -> str:
-    """Return the summary of `run_predict` for a person, in a sentence."""
+    """Return the summary of `run_predict` as a sentence."""
     if "std" in found:
         words = f"mean standard deviation {found['std']:.4g}, {100 * found['epistemic_share']:.1f} % of the variance epistemic, "
         words += f"intervals {found['width']:.4g} wide"
     else:
-        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, of which epistemic "
+        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, epistemic part "
         words += f"{found['epistemic']:.3f}"
     for name, what in (("outlying", "outlying"), ("answer", "to answer")):
         words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
@@ -71,8 +71,8 @@ def run_predict(
 ) -> dict[str, Any] | None:
     """Predict every input of a set, batch by batch, and write each batch as soon as it is predicted.
 
-    Unusable inputs have a row too, with the reason. Rank 0 of a team writes and returns a summary in plain values: counts, the means
-    of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. Other ranks return None.
+    Unusable inputs also have a row, with the reason. Rank 0 of a team writes the file and returns a summary in plain values: counts,
+    the means of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. All other ranks return None.
     """
     began = time.perf_counter()
     output = options.output
@@ -90,7 +90,7 @@ def run_predict(
         batches = read_shared(source, together, lambda share: progress("predicting", share))
         own = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
         for portion in _in_order(own, together):
-            assert writer is not None  # only rank 0 is given any
+            assert writer is not None  # only rank 0 receives portions
             if options.strict:
                 portion.rows.check_strict()
             account.add(source.name, portion.rows)
@@ -122,11 +122,11 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
     posterior, likelihood = fitted.posterior, fitted.posterior.likelihood
     if probabilities and not likelihood.classification:
         raise OptionError(
-            f"--probabilities is for classes, and {fitted.folder} is a regression: leave it out. Rows have the mean, the standard "
-            f"deviation and the ends of an interval."
+            f"--probabilities is for classes, but {fitted.folder} is a regression. Omit --probabilities. Rows contain the mean, the "
+            f"standard deviation and an interval."
         )
     if probabilities and posterior.is_dense and output.suffix != ARRAYS:
-        raise OptionError(f"--probabilities of dense outputs are written to {ARRAYS} alone, got {output}.")
+        raise OptionError(f"--probabilities of dense outputs can be written only to {ARRAYS} files, got {output}.")
 
 
 def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arrays: bool) -> Iterator[Portion]:
@@ -142,13 +142,13 @@ def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arr
 
 
 def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
-    # On rank 0 the portions of all processes, in the order of the data; on other ranks nothing.
+    # Yield the portions of all processes on rank 0, in the order of the data, and nothing on other ranks.
     if team.size == 1:
         yield from own
         return
     more = True
     while more:
         everyone = team.collect(next(own, None))
-        # Batches are dealt in turns: once a process has none, the others have had their last.
+        # Batches are distributed in turns. When one process has no more batches, this is the last round.
         more = None not in everyone
         yield from (portion for portion in everyone if team.first and portion is not None)

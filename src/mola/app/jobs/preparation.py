@@ -1,7 +1,7 @@
-"""Preparation of inputs from any source.
+"""Preparation of inputs from files and arrays.
 
-Options come first, then the network's configuration, then the training data. The preparation is determined once, when a posterior
-is fitted, and saved with it.
+Options take precedence over the network's configuration, and the configuration over the training data. The preparation is determined
+once, when a posterior is fitted, and saved with the posterior.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MODES = ("RGB", "L")
 
 @dataclass(frozen=True)
 class Intake:
-    """Convert files and arrays to network inputs."""
+    """Settings that convert files and arrays to network inputs."""
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
-    """Both as in `mola.lab.data.folder.Preparation`."""
+    """Side of the square crop. `resize` and `crop` are described in `mola.lab.data.folder.Preparation`."""
     mode: str | None = None
     """"RGB" or "L"; None until the training images are read."""
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     shape: tuple[int, ...] | None = None
-    """Shape of one input, without the batch; None until the training data are read."""
+    """Shape of one input without the batch dimension; None until the training data are read."""
     dtype: str = "float32"
-    """Type of floating-point inputs: that of the networks."""
+    """Type of floating-point inputs, equal to the networks' type."""
     batch_size: int = 256
     workers: int = 2
-    """Threads that decode images."""
+    """Number of threads that decode images."""
 
     @property
     def prepare(self) -> Preparation:
@@ -56,12 +56,12 @@ class Intake:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values, for a file."""
+        """Return the settings as plain values for a file."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Intake:
-        """Read the values of `plain`; `StorageError` if they are invalid."""
+        """Return the intake from the values of `plain`; raise `StorageError` if they are invalid."""
         given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
         try:
             made = cls(**given)
@@ -74,20 +74,20 @@ class Intake:
 
 
 def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
-    """Return the intake by the options, and else by the network's configuration; the training data determine what is still None."""
+    """Return the intake from the options or the network's configuration. The training data determine settings that are None."""
     if job.mode is not None:
         one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
-        raise OptionError("the normalisation is a name (--normalise), or numbers for both --mean and --std.")
+        raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
     mean, std = hints.mean, hints.std
     if job.normalise is not None:
         chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "--normalise")]
         mean, std = chosen.mean, chosen.std
     elif job.mean is not None and job.std is not None:
         mean, std = job.mean, job.std
-    Normalisation(mean, std)  # refuses what does not fit together, before any image is read
+    Normalisation(mean, std)  # checks that the settings match before any image is read
     made = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
     if job.resize is not None or job.crop is not None:
         made = replace(made, resize=job.resize, crop=job.crop)
-    # Statistics for three channels are for colour.
+    # Statistics for three channels imply colour images.
     return replace(made, mode=job.mode or hints.mode or ("RGB" if len(mean) == 3 else None))

@@ -1,7 +1,8 @@
-"""Batches of a user's data: unusable inputs are reported and left out; the others become tensors.
+"""Batches of a user's data. Unusable inputs are reported and left out, and all other inputs become tensors.
 
-A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the other inputs as tensors. Fitting and
-evaluation read them through a `Loader`, which records what was left out in an `Account`; prediction writes a row for each input.
+A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors. Fitting
+and evaluation read them through a `Loader`, which records the inputs that were left out in an `Account`. Prediction writes a row for
+each input.
 """
 
 from __future__ import annotations
@@ -28,43 +29,43 @@ class Rows(NamedTuple):
     errors: list[str | None]
     """Reason why each input was left out, or None."""
     inputs: Inputs
-    """Inputs without an error; None if there are none."""
+    """Usable inputs; None if all inputs have errors."""
     labels: Tensor | None
-    """Labels of these inputs, if the set has labels."""
+    """Labels of the usable inputs, if the set has labels."""
 
     def check_strict(self) -> None:
         """Raise `DataError` for the first input with an error."""
         for name, error in zip(self.names, self.errors, strict=True):
             if error is not None:
-                raise DataError(f"{name}: {error} (and --strict leaves nothing out).")
+                raise DataError(f"{name}: {error} (with --strict, no input is left out).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Set:
-    """Data that the user named."""
+    """A data set that the user named."""
 
     name: str
     intake: Intake
     labels: Tensor | None = None
-    """Labels of all inputs, if the set has labels and holds them in memory."""
+    """Labels of all inputs, if the set has labels in memory."""
     classes: tuple[str, ...] | None = None
-    """Names that the set itself gives to the classes."""
+    """Class names from the set, if it has names."""
     count: int | None = None
     """Number of inputs, if known."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield batches first, first + step, first + 2 step, ...; processes share a set in this way."""
+        """Yield the batches first, first + step, first + 2 step, ..., so that several processes can share a set."""
         raise NotImplementedError
 
 
 @dataclass
 class Account:
-    """Inputs that were left out, by set and name; each is counted once, however often data are read."""
+    """Record of inputs that were left out, by set and name. Each input is counted once, even if the data are read repeatedly."""
 
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, where: str, rows: Rows) -> None:
-        """Record a batch."""
+        """Record the unusable inputs of a batch."""
         for name, error in zip(rows.names, rows.errors, strict=True):
             if error is not None:
                 self.left_out.setdefault(where, {})[name] = error
@@ -76,10 +77,10 @@ class Account:
         """Raise `DataError` with the first reason if no input of a set could be used."""
         if count == 0:
             first = next((f" The first: {name}: {why}." for name, why in self.left_out.get(where, {}).items()), "")
-            raise DataError(f"{where} holds no input that can be used.{first}")
+            raise DataError(f"{where} contains no usable input.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """Return a line for each input, the first few of each set, and a count of the others."""
+        """Return one line for each of the first few inputs of each set, and the number of further inputs."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")
@@ -89,7 +90,7 @@ class Account:
         return lines
 
     def together(self, team: Team) -> Account:
-        """Return the records of all processes."""
+        """Return one account with the records of all processes."""
         whole = Account()
         for one in team.collect(self):
             for where, entries in one.left_out.items():
@@ -105,11 +106,11 @@ class Loader:
     account: Account
     """Record of unusable inputs."""
     strict: bool = False
-    """True to raise an error for an unusable input instead."""
+    """True to raise an error for an unusable input."""
     labelled: bool = True
     """True to require labels."""
     on_share: Callable[[float], None] = lambda share: None
-    """Called with the share of the set that has been read."""
+    """Function that is called with the fraction of the set that has been read."""
     team: Team = field(default_factory=Team.single)
     """Processes that share the set."""
 
@@ -122,7 +123,7 @@ class Loader:
             if rows.inputs is None:
                 continue
             if self.labelled and rows.labels is None:
-                raise DataError(f"{self.source.name} has no labels, which are needed here.")
+                raise DataError(f"{self.source.name} has no labels. Pass data with labels.")
             used += rows.errors.count(None)
             yield as_loaded(rows)
         if self.team.size == 1:  # one process of several may have no usable input
@@ -130,7 +131,7 @@ class Loader:
 
 
 def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
-    """Yield the batches of this process, and report the share of the set that has been read; half if its size is unknown."""
+    """Yield the batches of this process and report the fraction that has been read, or 0.5 if the size is unknown."""
     seen = 0
     for rows in source.batches(team.rank, team.size):
         seen += len(rows.names) * team.size
@@ -139,21 +140,23 @@ def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> I
 
 
 def as_loaded(rows: Rows) -> Any:
-    """Return inputs and labels as a loader yields them: a mapping holds its labels itself."""
+    """Return inputs and labels as a loader yields them: a tuple, or a mapping that contains the labels."""
     if isinstance(rows.inputs, Mapping):
         return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
     return (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Return rows of tensors in the given floating-point type, without inputs that are not finite. The library checks the labels."""
+    """Return rows of tensors in the given floating-point type, without inputs that are not finite. Labels are not checked."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():
             bad = (~tensor.isfinite()).reshape(len(tensor), -1).sum(1)
             for index in torch.nonzero(bad).flatten().tolist():
                 count = int(bad[index])
-                errors[index] = f"holds {count} {'value that is' if count == 1 else 'values that are'} nan or infinite"
+                errors[index] = (
+                    f"contains {count} {'value that is' if count == 1 else 'values that are'} NaN or infinite"
+                )
     usable = torch.tensor([error is None for error in errors])
     if not bool(usable.any()):
         return Rows(list(names), errors, None, None)

@@ -1,13 +1,13 @@
-"""Data as a user names them, opened as sets.
+"""Open named data as data sets.
 
 | name | data |
 |---|---|
 | a folder | images; its subfolders are the classes |
 | `file.png`, `file.jpg`, ... | one image, without a label |
-| `file.npz`, `file.npy` | arrays: `x` and `y`, or inputs alone |
-| `file.csv` | a column of image paths, and a column of classes, or of numbers for each output of multi-label data and regression |
-| `mnist:test`, `digits:train`, ... | a built-in set |
-| `package.module:function` | an iterable of batches, returned by the function |
+| `file.npz`, `file.npy` | arrays: `x` and `y`, or only inputs |
+| `file.csv` | a column of image paths, and a column of classes or, for multi-label and regression, a column of numbers per output |
+| `mnist:test`, `digits:train`, ... | a built-in data set |
+| `package.module:function` | the iterable of batches that the function returns |
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from mola.options import counted, did_you_mean, one_of
 DIGITS = "digits"
 BUILT_IN = (DIGITS, *DATASETS)
 SPLITS = ("train", "val", "report", "test")
-"""`val` are the 2000 test images that the paper tunes on, `report` the others."""
+"""Splits of a built-in set. `val` is the 2000 test images that the paper tunes on; `report` is the remaining test images."""
 
 DEFAULTS = Job()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Set):
-    """Batches that a function of the user's returns, which is called whenever the data are read."""
+    """Batches returned by a function of the user, which is called whenever the data are read."""
 
     function: Callable[[], Iterable[Any]]
     labelled: bool
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Call the function, and yield the batches first, first + step, ..."""
+        """Call the function and yield the batches first, first + step, ..."""
         start = 0
         for index, raw in enumerate(self._raw_batches()):
             where = f"batch {index} of {self.name}"
@@ -59,7 +59,9 @@ class Own(Set):
             names = [f"{self.name}[{place}]" for place in range(start, start + size)]
             labels = batch.labels if self.labelled else None
             if labels is not None and (not labels.ndim or len(labels) != size):
-                raise DataError(f"{where} has {counted(labels.numel(), 'label')} for {counted(size, 'input')}.")
+                raise DataError(
+                    f"{where}: expected a label for each input, got {counted(labels.numel(), 'label')} for {counted(size, 'input')}."
+                )
             if index % step == first:
                 yield finite_rows(names, batch.inputs, labels, self.intake.torch_dtype)
             start += size
@@ -77,17 +79,17 @@ class Own(Set):
 
 
 def _size(inputs: Any, where: str) -> int:
-    # Number of inputs in a batch, the length of each of its tensors.
+    # Return the number of inputs in a batch, which is the length of each tensor.
     sizes: set[int] = set()
     for place, value in tree_flatten_with_path(inputs, is_leaf=lambda one: isinstance(one, list))[0]:
         if not isinstance(value, Tensor) or not value.ndim:
-            kind = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            kind = "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise DataError(
-                f"{where}: the input{keystr(place)} is {kind}; expected tensors with a row for each input, and nothing else."
+                f"{where}: the input{keystr(place)} is {kind}; expected only tensors with a row for each input."
             )
         sizes.add(len(value))
     if len(sizes) != 1:
-        raise DataError(f"{where}: tensors of different lengths, {sorted(sizes)}; expected a row for each input.")
+        raise DataError(f"{where}: expected tensors with a row for each input, got different lengths {sorted(sizes)}.")
     return sizes.pop()
 
 
@@ -107,7 +109,7 @@ def open_set(
     outputs: int | None = None,
     job: Job = DEFAULTS,
 ) -> Set:
-    """Open data by name, as in the table above; images are not decoded yet.
+    """Open data by name, as in the table above. Images are not decoded yet.
 
     `classes` and `outputs` are the names and the number of the networks' outputs, if known.
     """
@@ -115,7 +117,7 @@ def open_set(
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
-            f"{name} has one class for each image, and --likelihood {likelihood.name} takes a number for each output: give .npz with "
+            f"{name} has one class for each image, but --likelihood {likelihood.name} needs a number for each output. Pass .npz with "
             f"x and y, .csv with a column for each output, or package.module:function."
         )
     if built_in:
@@ -124,27 +126,27 @@ def open_set(
         return open_arrays(path, intake, labelled=labelled, likelihood=likelihood)
     if path.exists():
         with importing("reading image files", "pillow", "bench"):
-            import PIL.Image  # noqa: F401 - missing now, and not after a long computation
+            import PIL.Image  # noqa: F401 - a missing package is reported before a long computation
         if path.is_dir():
             return list_folder(path, classes, intake, labelled=labelled)
         if path.suffix == ".csv":
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
         if path.suffix.lower() in ENDINGS and not labelled:
             return pictures(str(path), [path], [path.name], intake)
-        raise DataError(f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv.")
+        raise DataError(f"{path} has an unknown format. Pass a folder of images, .npz, .npy or .csv.")
     if is_own_function(name):
-        split_name(name)  # refuses what is not package.module:function
+        split_name(name)  # raises an error unless the name is package.module:function
         try:
             function = import_function(name)
         except Exception as error:  # the user's code may raise anything
             raise OptionError(f"cannot import {name!r} for the data ({type(error).__name__}: {error}).") from error
         if not callable(function):
-            raise OptionError(f"{name} is a {type(function).__name__}; expected a function that returns batches.")
+            raise OptionError(f"expected a function that returns batches, but {name} is a {type(function).__name__}.")
         return Own(name=name, intake=intake, function=function, labelled=labelled)
     hint = "" if is_path(name) or path.suffix else did_you_mean(name.partition(":")[0], BUILT_IN)
     raise OptionError(
-        f"unknown data {name!r}: there is no such file or folder.{hint} The built-in sets are {', '.join(BUILT_IN)}; a function "
-        f"of your own is named package.module:function."
+        f"unknown data {name!r}: the file or folder does not exist.{hint} The built-in sets are {', '.join(BUILT_IN)}. Name your "
+        f"own function as package.module:function."
     )
 
 
@@ -167,7 +169,7 @@ def _arrays(name: str, intake: Intake, inputs: Tensor, labels: Tensor | None) ->
 
 
 def overlap(one: str, other: str) -> bool:
-    """Return True for built-in sets that share images: `val` and `report` are parts of `test`."""
+    """Return True if two built-in sets share images. `val` and `report` are parts of `test`."""
     (base, _, split), (other_base, _, other_split) = one.partition(":"), other.partition(":")
     if base != other_base or base not in BUILT_IN:
         return False

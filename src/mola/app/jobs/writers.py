@@ -1,6 +1,6 @@
-"""Files of predictions, written batch by batch: tables and archives of arrays.
+"""Write files of predictions batch by batch, as tables or archives of arrays.
 
-Files appear under their names only when complete; an error or Ctrl-C leaves no file behind.
+A file gets its final name only when it is complete. After an error or Ctrl-C, no file is left.
 """
 
 from __future__ import annotations
@@ -27,37 +27,41 @@ ARRAYS = ".npz"
 
 
 class Portion(NamedTuple):
-    """The predictions of a batch."""
+    """Predictions of a batch."""
 
     rows: Rows
     """Names and errors of all inputs."""
     table: Any = None
-    """A data frame with a row for each usable input; None if there are none."""
+    """Data frame with a row for each usable input; None if no input is usable."""
     arrays: Mapping[str, NDArray[Any]] | None = None
     """Arrays of the usable inputs, for archives."""
     sums: Sums | None = None
-    """Sums over the usable inputs; None if there are none."""
+    """Sums over the usable inputs; None if no input is usable."""
 
 
 def check_output(output: Path, data: str) -> None:
-    """Refuse an output that cannot be written, or that holds the data, before any work."""
+    """Raise `OptionError`, before any work, if the output cannot be written or is the file of the data."""
     source = Path(data).expanduser()
     if output.exists() and source.exists() and output.samefile(source):
-        raise OptionError(f"{output} holds the data, and would be overwritten: choose another --output.")
+        raise OptionError(f"{output} is the file of the data, which would be overwritten. Choose another --output.")
     if output.suffix not in (*TABLES, ARRAYS):
-        raise OptionError(f"{output} must be a file that ends in one of {', '.join((*TABLES, ARRAYS))}.")
+        raise OptionError(
+            f"--output must be a file name that ends in one of {', '.join((*TABLES, ARRAYS))}; got {output}."
+        )
     if find_spec("pandas") is None:
         raise MissingExtraError(feature="mola predict", package="pandas", extra="bench")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise OptionError(f"{output}: writing Parquet needs pyarrow: pip install pyarrow.")
+        raise OptionError(
+            f"{output}: Parquet files need pyarrow, which is not installed. Install it with: pip install pyarrow"
+        )
     if output.is_dir():
-        raise OptionError(f"{output} is a folder: choose another --output.")
+        raise OptionError(f"{output} is a folder. Choose a file name for --output.")
     check_writable(output)
 
 
 @contextmanager
 def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
-    """Yield a writer by the ending of the output; the file is put in place when the context ends without an error."""
+    """Yield a writer for the file type of the output. The file gets its final name if the block ends without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         partial = stack.enter_context(partial_file(output))
@@ -67,14 +71,14 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
 
 
 class Writer:
-    """Take predictions batch by batch. The first batches wait until a batch with a usable input determines the columns."""
+    """A writer of predictions in batches. The first batches wait until a batch with a usable input determines the columns."""
 
     def __init__(self) -> None:
         self.first: Portion | None = None
         self.waiting: list[Portion] = []
 
     def add(self, portion: Portion) -> None:
-        """Write a batch."""
+        """Write a batch, or keep it until the columns are known."""
         self.waiting.append(portion)
         if self.first is None and portion.table is not None:
             self.first = portion
@@ -84,15 +88,15 @@ class Writer:
             self.waiting = []
 
     def write(self, portion: Portion, first: Portion) -> None:
-        """Write a row for each input of a batch; `first` has the columns."""
+        """Write a row for each input of a batch; `first` determines the columns."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Complete the file."""
 
 
 class TableWriter(Writer):
-    """Write a table as CSV, JSON lines or Parquet; unusable inputs have empty cells."""
+    """A writer of tables as CSV, JSON Lines or Parquet. Unusable inputs have empty cells."""
 
     def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
         super().__init__()
@@ -106,7 +110,7 @@ class TableWriter(Writer):
         import pandas
 
         usable = [place for place, error in enumerate(portion.rows.errors) if error is None]
-        kinds = {"i": "Int64", "b": "boolean", "f": "float64"}  # which have missing values
+        kinds = {"i": "Int64", "b": "boolean", "f": "float64"}  # pandas types that allow missing values
         table = first.table[:0] if portion.table is None else portion.table.set_axis(usable)
         table = table.astype({name: kinds.get(kind.kind, object) for name, kind in table.dtypes.items()})
         frame = table.reindex(range(len(portion.rows.names)))
@@ -147,9 +151,9 @@ class TableWriter(Writer):
 
 
 class ArrayWriter(Writer):
-    """Write an archive with an array for each field; unusable inputs have NaN, or -1 in arrays of integers.
+    """A writer of archives with an array for each field. Unusable inputs have NaN, or -1 in integer arrays.
 
-    Fields are collected in files of a temporary folder, so that memory does not grow with the data.
+    Fields are collected in temporary files, so that memory use does not grow with the data.
     """
 
     def __init__(self, path: Path, names: Sequence[str], stack: ExitStack) -> None:
@@ -170,8 +174,8 @@ class ArrayWriter(Writer):
             if portion.arrays is not None:
                 if portion.arrays[name].shape[1:] != form.shape[1:]:
                     raise DataError(
-                        f"{portion.rows.names[0]} has a map of size {portion.arrays[name].shape[1:]}, and earlier inputs have "
-                        f"{form.shape[1:]}: an array holds maps of one size. Resize the inputs, or predict them by size."
+                        f"{portion.rows.names[0]} has a map of size {portion.arrays[name].shape[1:]}, but earlier inputs have maps of "
+                        f"size {form.shape[1:]}. All maps must have the same size. Resize the inputs, or predict each size separately."
                     )
                 values[usable] = portion.arrays[name]
             if name not in self.files:
