@@ -105,8 +105,8 @@ def onnx(
     Args:
         posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
         path: file to write. An existing file is replaced only when the new file is complete.
-        example: one batch of inputs. The input of a tensor is named "input". Inputs of a tuple are named as in the networks'
-            `forward`, and inputs of a mapping are named by its keys.
+        example: one batch of inputs. A single tensor becomes the input "input". The tensors of a tuple are named like the parameters
+            of the networks' `forward`, and the tensors of a mapping are named by their keys.
         classes: class names, in the order of the networks' outputs.
         outputs: fields of the prediction; None means `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression.
             Further fields are "logit_mean" and "logit_variance"; for regression, they are "within", "between", "component_mean",

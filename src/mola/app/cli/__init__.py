@@ -64,7 +64,7 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection, selective prediction.
 
-    Start with `mola demo`. Or train networks on digits (or use your own networks), then fit and evaluate:
+    Start with `mola demo`, or fit and evaluate a posterior. This example trains its networks first:
 
         mola train digits
 

@@ -1,1 +1,1 @@
-"""The work of the commands on a user's networks and data: fit, predict, evaluate and export."""
+"""Implementation of the commands: fit, predict, evaluate, export and bench."""

@@ -91,7 +91,7 @@ class BatchPredictor:
             rows = rows.reshape(len(rows), *shape).astype(self.dtype)
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"the inputs {', '.join(self.inputs)} cannot be converted to {self.dtype} of one shape: {error}"
+                f"the inputs {', '.join(self.inputs)} cannot be converted to {self.dtype} arrays of one shape: {error}"
             ) from error
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=tuple(range(1, rows.ndim))))
         if len(bad):

@@ -89,7 +89,7 @@ class BenchOptions(Computing, Device):
         (), "Data sets, separated by commas", panel=UCI, metavar="NAMES", parse=parse_names, shown="all"
     )
     splits: int | None = option(None, "Use at most N published splits of each set", panel=UCI, minimum=1)
-    gaps: bool = option(False, "Also run gap splits: the middle third by each feature is the test set", panel=UCI)
+    gaps: bool = option(False, "Also run gap splits, which test on the middle third of each feature", panel=UCI)
 
 
 def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:

@@ -72,7 +72,7 @@ def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns under the names of the saved tensors."""
+    """Return the columns as tensors to save, with a prefix before each name."""
     return {f"{VALIDATION}{name}": values for name, values in columns.items()}
 
 

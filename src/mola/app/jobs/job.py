@@ -105,7 +105,7 @@ class Job:
     )
     network: tuple[str, ...] = option(
         (),
-        "lenet, resnet-20, ...; module:function; timm:NAME; a Hugging Face folder. Can be repeated",
+        "Network: lenet, resnet-20, ..., module:function, timm:NAME or a Hugging Face folder. Can be repeated",
         metavar="NAME",
         is_path=True,
         names=MODELS,
@@ -118,11 +118,11 @@ class Job:
     )
     val: str | None = option(None, "Validation data, in the same formats", metavar="DATA", is_path=True)
     likelihood: str = option(
-        CATEGORICAL.name, "categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
+        CATEGORICAL.name, "Likelihood: categorical, bernoulli (multi-label) or gaussian (regression)", metavar="NAME"
     )
     rule: str | None = option(
         None,
-        ", ".join(RULE_NAMES),
+        f"Tuning rule: {', '.join(RULE_NAMES)}",
         metavar="NAME",
         shown=f"{CATEGORICAL.default_rule}; regression: {GAUSSIAN.default_rule}",
     )
@@ -165,8 +165,10 @@ class Job:
     std: tuple[float, ...] | None = option(None, panel=PREPARATION, metavar="X", parse=parse_numbers)
     workers: int = option(2, "Number of threads that decode images", panel=PREPARATION, minimum=1)
 
-    structure: str = option("kron", ", ".join(STRUCTURES), panel=METHOD, metavar="NAME", shown="")
-    link: str = option("probit", ", ".join(LINKS), panel=METHOD, metavar="NAME", shown="")
+    structure: str = option(
+        "kron", f"Covariance structure: {', '.join(STRUCTURES)}", panel=METHOD, metavar="NAME", shown=""
+    )
+    link: str = option("probit", f"Link: {', '.join(LINKS)}", panel=METHOD, metavar="NAME", shown="")
     mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
