@@ -16,7 +16,7 @@ from torch import Tensor
 from mola.errors import OptionError
 
 Generator = torch.Generator | np.random.Generator | None
-"""A source of random numbers; None is torch's default generator."""
+"""A source of random numbers; None means PyTorch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
 """Largest number of dimensions drawn from a Sobol sequence. In more dimensions, the gain vanishes and the table is slow to build."""

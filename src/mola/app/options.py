@@ -51,8 +51,8 @@ class Option:
     help: str
     """One or two short lines without a full stop. An option without help shares the line of the previous option."""
     flags: tuple[str, ...] = ()
-    """Flags of the option; by default, the name of the field with hyphens, and none for an argument. A flag with two values is written
-    "--check/--no-check"."""
+    """Flags of the option; by default, the name of the field with hyphens. Arguments have no default flag. A flag with two values is
+    written "--check/--no-check"."""
     panel: str = ""
     """Heading of the option in the help. Common options have no heading and come first."""
     metavar: str = ""
@@ -207,7 +207,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
 
 
 def _names_path(value: str, names: Collection[str], folder: Path) -> bool:
-    # Missing files must keep their full path, so that they are never searched in the current folder.
+    # Missing files must keep their full path, so that they are never looked up in the current folder.
     if value in names or (":" in value and not is_path(value)):
         return False
     return is_path(value) or value.startswith((".", "~")) or Path(value).suffix != "" or (folder / value).exists()
@@ -221,7 +221,9 @@ def check_writable(path: Path) -> None:
     """Raise `OptionError`, before any work, if a file or folder cannot be created."""
     above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
     try:
-        with tempfile.TemporaryFile(dir=above):  # os.access is not reliable: it allows root to write to /proc
+        with tempfile.TemporaryFile(
+            dir=above
+        ):  # os.access is not reliable: for root, it reports that /proc is writable
             pass
     except OSError as error:
         raise OptionError(

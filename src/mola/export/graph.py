@@ -87,8 +87,8 @@ class Pixels(nn.Module):
     """A module that normalises bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file accepts raw images.
 
     Args:
-        mean: means of the pixels, scaled to between 0 and 1: one mean for each channel, or one mean for all channels.
-        std: standard deviations of the scaled pixels: one for each channel, or one for all channels.
+        mean: means of pixels that are scaled to between 0 and 1. Pass one mean for each channel, or one mean for all channels.
+        std: standard deviations of the scaled pixels, one for each channel or one for all channels.
     """
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:

@@ -75,7 +75,7 @@ class Written:
     differences: dict[str, float] | None
     """Largest difference of each output from PyTorch, relative for values above 1; None if the file was not checked."""
     document: dict[str, Any]
-    """The description that the file contains."""
+    """Description that the file contains."""
 
     def plain(self) -> dict[str, Any]:
         """Return all fields as a JSON-serialisable dictionary."""
@@ -196,7 +196,7 @@ def trace(
     """
     if not isinstance(posterior, MoLA):
         raise OptionError(
-            f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only predictions over "
+            f"expected a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only predictions over "
             f"last layers can be exported; other mixtures need gradients or sampled weights. Pass the networks to mola.fit, or a "
             f"trained Mimo to mola.baselines.mimo_mola."
         )

@@ -1,7 +1,7 @@
 """Call any network on any batch.
 
 A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A loader yields batches. A batch
-is `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
+is `(inputs, labels)`, only inputs, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
 or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels, so a tuple always contains
 positional arguments.
 """
@@ -60,7 +60,7 @@ def as_batch(raw: Any, where: str) -> Batch:
     elif not isinstance(raw, Tensor):
         size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
         raise DataError(
-            f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got "
+            f"{where}: expected (inputs, labels), only inputs, or a mapping with {LABELS!r}; got "
             f"{type(raw).__name__}{size}. Put several inputs in a tuple: ((first, second), labels)."
         )
     if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):

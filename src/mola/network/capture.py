@@ -85,7 +85,7 @@ class Captured:
 
 
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
-    """Run one pass of a network and capture the input and output of its head. Call it inside `evaluating(network)`.
+    """Run one pass of a network and capture the input and output of its head. Call this function inside `evaluating(network)`.
 
     The code does not depend on tensor values, so that `torch.export` can trace it.
 
@@ -130,7 +130,7 @@ def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -
 def capture_all(
     networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Captured]:
-    """Capture one pass of every network; all outputs must have the same shape. Call it inside `evaluating(*networks)`."""
+    """Capture one pass of every network; all outputs must have the same shape. Call this function inside `evaluating(*networks)`."""
     seen = []
     for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
         with located(f"networks[{index}]"):
@@ -145,7 +145,7 @@ def capture_all(
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
-    """Raise `HeadError` if outputs (m, C) are probabilities; for networks whose head is not known.
+    """Raise `HeadError` if outputs (m, C) of a network without a known head are probabilities.
 
     Logits may also all be between 0 and 1, so the outputs of a linear layer are always accepted.
     """
@@ -163,7 +163,7 @@ def find_heads(
 ) -> list[Head]:
     """Find the head of every network, or check a named head; all networks must have outputs of one kind.
 
-    Call it inside `evaluating(*networks)`.
+    Call this function inside `evaluating(*networks)`.
     """
     heads = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
@@ -241,7 +241,7 @@ def stream(
     first_input: int = 0,
     required: bool = True,
 ) -> Iterator[CapturedBatch]:
-    """Read a loader once and yield each batch as captured from every network. Call it inside `evaluating(*networks)`.
+    """Read a loader once and yield each batch as captured from every network. Call this function inside `evaluating(*networks)`.
 
     Every network processes a batch before the next batch is read. So data are loaded once for K networks, and an iterator is enough.
 
@@ -256,8 +256,8 @@ def stream(
         total: number of batches, for the progress bar.
         positions: for dense outputs, the number of positions to draw from each input; "all" and "average" use every position.
         ignore_index: label of positions that are ignored.
-        first_batch: number of batches read before a checkpoint; batch numbers continue from it.
-        first_input: number of inputs in the batches read before; the random draws of positions continue from it.
+        first_batch: number of batches that were read before a resumed fit; the first batch gets this number.
+        first_input: number of inputs in the earlier batches; random draws of positions continue after these inputs.
         required: raise `DataError` if no batch has a row in use. With several processes, a shard may be empty.
     """
     had_labels, any_rows = labelled, first_batch > 0

@@ -5,9 +5,9 @@ that runs. If a network changes the logits after its last linear layer, the erro
 
 One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions.
 Language models return the scores (n, T, C) of their last layer at the last token of each text. Segmentation networks resize the
-output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, it is appended to the
-layer's output as further columns or channels during the pass. Any averaging of positions then applies to both. Averages with weights
-that sum to 1 commute with the layer, so the logits and their variances at the resized features are exact.
+output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, the input is appended to
+the layer's output as further columns or channels during the pass. Any averaging of positions then applies to both. Averages with
+weights that sum to 1 commute with the layer, so the logits and their variances at the resized features are exact.
 
 A network may also return its last layer's output at every position: at pixels from a 1x1 convolution, or at tokens from a linear
 layer. In this case, each position is a datum (`dense.py`).
@@ -95,7 +95,7 @@ class Head:
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors are the same view of one storage. Addresses are not compared, because traced tensors have none."""
+    """Return True if two tensors are the same view of one storage. Traced tensors have no addresses to compare."""
     return first is second or (
         first.shape == second.shape
         and first.dtype == second.dtype
@@ -196,7 +196,7 @@ def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
 def find_head(
     network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
 ) -> Head:
-    """Run one pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
+    """Run one pass and find the layer whose output is the network's output. Call this function inside `evaluating(network)`.
 
     Args:
         network: a trained network.
@@ -260,7 +260,7 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     weight, bias = layer.weight.flatten(1), layer.bias
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
-        return True  # accept; the pass over the loader raises an error that names the batch
+        return True  # accept here; the pass over the loader raises an error that names the batch
     # The tolerance allows for rounding. Overwritten logits, or a layer that is not W x + b, differ by more.
     tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
     return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)

@@ -30,7 +30,13 @@ KIND = "fit-checkpoint"
 SUMS = [{"count": int, "log_likelihood": Optional(float)}]
 PROGRESS = {"batches": int, "inputs": int, "used_inputs": int, "checksum": str}
 SCHEMA = {"identity": {}, **PROGRESS, "sums": SUMS}
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes per element
+INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}  # dtypes by bytes per element
 
 
 @dataclass
@@ -109,7 +115,7 @@ class FitCheckpoint:
         if checksum != progress.checksum:
             raise StorageError(
                 f"the training loader does not begin with the {progress.batches} batches in the checkpoint: the data, their order "
-                f"or the batch size has changed. If the fit continued, some data would be counted twice and others never. Pass the "
+                f"or the batch size has changed. If the fit continued, some data would be counted twice and some data never. Pass the "
                 f"same data unshuffled, or delete the checkpoint to start again."
             )
         for batch in batches:
@@ -157,7 +163,7 @@ def batch_checksum(so_far: str, batch: Any) -> str:
     """
     digest = hashlib.sha256(so_far.encode())
     for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        with suppress(TypeError, ValueError, RuntimeError):  # skip parts such as text, which cannot be a tensor
+        with suppress(TypeError, ValueError, RuntimeError):  # skip parts such as text, which cannot become tensors
             values = torch.as_tensor(part).detach()
             bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
             digest.update(f"{tuple(values.shape)} {values.dtype}".encode())

@@ -23,7 +23,7 @@ MAX_BYTES = 2**26  # largest size of one document; documents with tuning curves 
 
 @dataclass(frozen=True)
 class Optional:
-    """A schema for null or a value of a kind."""
+    """A schema for a value that may be null."""
 
     kind: Any
 

@@ -1,4 +1,4 @@
-"""Functions that save a posterior over whole networks as a JSON document and tensors, and load it."""
+"""Save a posterior over whole networks as a JSON document and tensors, and load it."""
 
 from __future__ import annotations
 

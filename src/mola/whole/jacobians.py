@@ -183,8 +183,8 @@ class Factors(NamedTuple):
 
     def product(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
         """Return `left' (sum_t g_t a_t') right` (n, R, O, I); None is the identity."""
-        # Multiplied from the right, torch folds all data into one product. For 200 data and a 784-100-10 perceptron, this takes 0.4 s
-        # instead of 1.3 s.
+        # If the matrix is multiplied from the right, torch folds all data into one product. For 200 data and a 784-100-10
+        # perceptron, this takes 0.4 s instead of 1.3 s.
         gradients = self.gradients if left is None else (self.gradients.mT @ left).mT
         inputs = self.inputs if right is None else right.T @ self.inputs
         return gradients @ inputs[:, None].mT

@@ -67,7 +67,7 @@ class CapturedInputs(Captured):
     inputs: Inputs = None
     component: Component | None = None
     most: int = 1
-    """Data whose Jacobians are held at once."""
+    """Largest number of data whose Jacobians are in memory at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield coordinates (m, C, D) and outputs (m, C) in float64 for a few data at a time."""
@@ -86,7 +86,7 @@ class HeldInputs(HeldOut):
     """Inputs and size of each batch."""
     components: Sequence[Component] = ()
     most: int = 1
-    """Data whose Jacobians are held at once."""
+    """Largest number of data whose Jacobians are in memory at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
         """Yield coordinates and outputs of every network, and labels, for a few data at a time."""

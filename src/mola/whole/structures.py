@@ -197,11 +197,11 @@ class WholeCurvature(Curvature):
         return replace(self, values=self.values / by)
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Raise an error: only last layers have it."""
+        """Raise `OptionError`, because only posteriors over last layers support this method."""
         _refuse("a feature norm")
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Raise an error: only last layers have it."""
+        """Raise `OptionError`, because only posteriors over last layers support this method."""
         _refuse("the covariance of one class's weights")
 
 

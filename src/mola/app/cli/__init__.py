@@ -74,7 +74,7 @@ def _options(
 
     Several processes can share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
-    Exit codes: 0 success; 1 error, with one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130 interrupted.
+    Exit codes: 0 success; 1 error, with one line on stderr; 2 wrong usage; 3 success, but some inputs were left out; 130 interrupted.
     """
     size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
     if size != "1" and command not in SHARED:

@@ -156,14 +156,14 @@ class Command(TyperCommand):
             rows, text = panels.setdefault(one.rich_help_panel or "Options", []), one.help or ""
             if one.param_type_name == "argument":
                 rows.append((one.metavar, text))
-            elif not text:  # shares the previous line
+            elif not text:  # an option without help shares the previous line
                 before, text = rows.pop()
                 flag, _, value = before.partition(" ")
                 rows.append((f"{flag}, {one.opts[0]} {value}".rstrip(), text))
             else:
                 flag = (
                     one.secondary_opts[0] if one.secondary_opts else one.opts[0]
-                )  # shows the flag that changes the default
+                )  # show the flag that changes the default
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)

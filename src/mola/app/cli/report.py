@@ -34,7 +34,7 @@ def report(options: ReportOptions) -> None:
     Reads only the records of `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex and the
     figures. Takes a few seconds.
     """
-    # Imported here, because drawing needs matplotlib and other commands do not.
+    # Imported here, because only this command needs matplotlib.
     from mola.compare.report.reading import read_suites
     from mola.compare.report.suite_tables import TERMINAL, suite_tables
     from mola.compare.report.words import suite_findings

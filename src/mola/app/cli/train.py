@@ -41,8 +41,8 @@ class TrainOptions(Computing, Device):
 def train(options: TrainOptions) -> None:
     """Train the networks of a suite, each with its own seed.
 
-    Finished networks are saved as NN.safetensors, and unfinished networks after every epoch. The same command resumes training; the
-    result is the same bit for bit.
+    Finished networks are saved as NN.safetensors, and unfinished networks after every epoch. The same command resumes training
+    and gives identical weights.
     """
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks

@@ -71,7 +71,8 @@ class BatchPredictor:
             return {name: batch[name] for name in self.keep} | found
         import pandas
 
-        # Texts and lists keep the type object. In an empty frame, pandas would infer another type, but all partitions must agree.
+        # Columns of texts and lists keep the dtype object. In an empty frame, pandas would infer another dtype, but all partitions
+        # need the same dtypes.
         cells = {name: [*values] if values.ndim > 1 else values for name, values in found.items()}
         kinds = {name: object for name, values in found.items() if values.ndim > 1 or values.dtype == object}
         frame = pandas.DataFrame(cells, index=batch.index).astype(kinds)
@@ -117,8 +118,8 @@ class BatchPredictor:
         file = source / DOCUMENT if source.is_dir() else source
         if not file.exists():
             raise StorageError(
-                f"{source} does not exist for this process. Pass a folder of `mola fit` or an exported file that all processes can "
-                f"read."
+                f"{source} does not exist or is not visible to this process. Pass a folder of `mola fit` or an exported "
+                f"file that all processes can read."
             )
         return _load(source, file.stat().st_mtime_ns, self.trust)
 

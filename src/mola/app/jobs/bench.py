@@ -30,7 +30,7 @@ class BenchOptions(Computing, Device):
         help="digits, mnist, cifar10, imagenet, clinc, or uci for regression", argument=True, metavar="SUITE"
     )
     runs: int | None = option(None, "Number of runs, each with its own networks", minimum=1, shown="1, or all folds")
-    components: int | None = option(None, "Networks in each mixture", minimum=1, shown="the paper's")
+    components: int | None = option(None, "Number of networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
         "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all; "
@@ -93,7 +93,7 @@ class BenchOptions(Computing, Device):
 
 
 def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
-    """Run the suite, after training missing networks and before measuring cost if requested. Return the folder of its results."""
+    """Run a suite and return the folder of its results. If requested, train missing networks first and measure the cost last."""
     suite, groups = find_suite(options.suite), _groups(options.groups)
     components, runs = options.components or suite.components, options.runs or 1
     budget = Budget(changed(suite.budget.swag, options.swag), changed(suite.budget.mimo, options.mimo))
@@ -117,7 +117,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
     if are_names(given):
         if options.train:
             raise OptionError(
-                "--train trains networks into a folder, but --networks names trained networks. Omit --train."
+                "--train needs a folder of networks, but --networks lists trained networks. Omit --train."
             )
         # Networks that are listed individually resize and normalise images themselves.
         data = replace(data, normalisation=data.normalisation or "none")

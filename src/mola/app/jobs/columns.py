@@ -119,8 +119,8 @@ class Columns:
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
         """Return sums over all inputs and positions. If there are several labels or targets, their mean is summed.
 
-        The result also contains the numbers of inputs ("count"), of positions ("positions"), and of predictions of each class or label
-        ("labels").
+        The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of predictions of
+        each class or label ("labels").
         """
         labels = np.zeros(len(self.names), dtype=np.int64)
         if self.likelihood.classification:

@@ -178,7 +178,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
-            f"{option} does not support dense outputs, which the networks of {fitted.folder} have: the positions of an input are "
+            f"{option} does not support networks with dense outputs, such as in {fitted.folder}. The positions of an input are "
             f"correlated, so no guarantee would hold. Omit {option}. The OOD alarm works for each position."
         )
     _require_validation(fitted, option)
@@ -199,12 +199,12 @@ def gated_threshold(
     """Return the confidence, at least 0, above which inputs that do not raise the alarm are answered.
 
     Raises:
-        DataError: no threshold guarantees the error rate.
+        DataError: If no threshold guarantees the error rate.
     """
     # Data that raise the alarm are never answered, so they count neither as answers nor as errors.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
-    # Minus infinity means that all other inputs are answered. It is replaced by 0, which JSON can represent: confidences are above 0.
+    # Minus infinity means that all other inputs are answered. It is replaced by 0, which JSON can represent. Confidences are above 0.
     return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
 
 

@@ -71,7 +71,7 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
             "--rule distance needs distances, but --no-distances omits them. Remove one of the two options."
         )
     if (name == "outliers") != (job.outliers is not None):
-        raise OptionError("--rule outliers requires the data of --outliers, and the reverse. Pass both or neither.")
+        raise OptionError("--rule outliers and --outliers DATA require each other. Pass both or neither.")
     if name == "outliers":
         return Outliers([] if outliers is None else outliers)
     return None if name == "none" else replace(RULES[name], **given) if given else RULES[name]  # type: ignore[type-var]
@@ -220,12 +220,12 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Scores of the networks alone and of the posterior, and the values of each datum that decisions need.
+    # Return metrics of the networks without the posterior and of the posterior, and the values of each datum that decisions need.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
-    # For regression the networks alone have the noise that does best on these data.
+    # For regression, the networks without the posterior use the noise that minimises the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
-    # Positions of one input are not independent: no guarantee would follow from them.
+    # Positions of one input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
     kept: list[dict[str, Tensor]] = []
     for part, labels in held_out.chunks(ROWS):

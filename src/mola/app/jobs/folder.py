@@ -121,7 +121,7 @@ def open_posterior(
 ) -> PosteriorFolder:
     """Open a posterior that `mola fit` wrote: build its networks, load their weights and load the posterior.
 
-    `mola.app.jobs.code` decides which functions the folder may name.
+    `mola.app.jobs.code` checks the functions that the folder names.
     """
     path = Path(path)
     job, document = read_folder(path)

@@ -21,7 +21,7 @@ from mola.network import IGNORE_INDEX
 from mola.tuning import RULES
 
 Progress = Callable[[str, float], None]
-"""Function of a description of the current step and the finished fraction of the work, from 0 to 1."""
+"""Callback with a description of the current step and the finished fraction of the work, from 0 to 1."""
 
 NAME = "job.toml"
 """Name of the job file next to a posterior."""
@@ -150,7 +150,7 @@ class Job:
     mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
     normalise: str | None = option(
         None,
-        "none (x / 255), cifar10, imagenet; also --normalize",
+        "Normalisation: none (x / 255), cifar10 or imagenet; also --normalize",
         panel=PREPARATION,
         metavar="NAME",
         flags=("--normalise", "--normalize"),
@@ -175,7 +175,8 @@ class Job:
     threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "Increase in log loss accepted for caution far from the data (0.02 is 2 %), or loss, as in --rule threshold",
+        "Accepted increase in log loss for lower confidence far from the data: 0.02 means 2 %; loss means the log loss of "
+        "--rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,

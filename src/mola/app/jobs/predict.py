@@ -1,7 +1,7 @@
 """`mola predict`: predict with a posterior's folder and write a file with the predictions of each input.
 
-Process r of R predicts batches r, r + R, r + 2R, .... After each round, rank 0 collects the results and writes them in the order of
-the data. Each process stores at most one batch, and the processes need no shared file system.
+Process r of R predicts batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the order
+of the data. Each process stores at most one batch, and the processes need no shared file system.
 """
 
 from __future__ import annotations
@@ -149,6 +149,6 @@ def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
     more = True
     while more:
         everyone = team.collect(next(own, None))
-        # Batches are distributed in turns. When one process has no more batches, this is the last round.
+        # Batches are distributed in turns. If a process has no batch in this round, the round is the last.
         more = None not in everyone
         yield from (portion for portion in everyone if team.first and portion is not None)

@@ -67,7 +67,7 @@ class Intake:
             made = cls(**given)
             Normalisation(made.mean, made.std)
             if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or min(made.batch_size, made.workers) < 1:
-                raise ValueError(f"{made.dtype!r} in batches of {made.batch_size} by {made.workers} threads")
+                raise ValueError(f"got dtype {made.dtype!r}, batch size {made.batch_size} and {made.workers} threads")
         except (TypeError, ValueError, OptionError) as error:
             raise StorageError(f"the saved preparation of inputs is invalid: {error}") from error
         return made
