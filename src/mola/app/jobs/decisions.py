@@ -178,8 +178,8 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
-            f"{option} does not support networks with dense outputs, such as in {fitted.folder}. The positions of an input are "
-            f"correlated, so no guarantee would hold. Omit {option}. The OOD alarm works for each position."
+            f"{option} does not support dense outputs, but the networks of {fitted.folder} have dense outputs. The positions of an "
+            f"input are correlated, so no guarantee would hold. Omit {option}. The OOD alarm works for each position."
         )
     _require_validation(fitted, option)
     return read_columns(fitted.folder)
