@@ -218,6 +218,7 @@ FIT = {
     "labels alone": (lambda: [{"labels": Y}], r"batch 0 of .*network inputs"),
     "three parts": (lambda: [(X, X, Y)], r"batch 0 of .*tuple of length 3.*\(\(first, second\), labels\)"),
     "numbers for batches": (lambda: [1, 2], r"batch 0 of .*got int"),
+    "lists for tensors": (lambda: [X.tolist()], r"batch 0 of .*got list.*torch\.tensor"),
     "words": (lambda: "ab", r"training loader: expected an iterable of batches, got str"),
     "wrong width": (lambda: [(X[:, :4], Y)], r"Sequential failed on inputs of shape \(20, 4\) and type float64"),
     "wrong type": (lambda: [(X.float(), Y)], r"Sequential failed on inputs of shape \(20, 5\) and type float32"),

@@ -331,6 +331,13 @@ def test_wrong_targets_are_named(change, words):
         fit(network(2), [(x, change(y))])
 
 
+def test_targets_in_other_units_than_the_networks_are_warned_of():
+    posterior, _, _, _ = fitted(2)
+    x, y = data(2, 30, seed=7)
+    with pytest.warns(MolaWarning, match=r"standardised.*location"):
+        posterior.tune([(x, 1000 + 50 * y)], progress=False)
+
+
 def test_exact_residuals_leave_no_noise():
     net, (x, _) = network(2), data(2)
     with pytest.raises(DataError, match="exactly"):

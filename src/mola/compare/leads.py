@@ -28,7 +28,7 @@ class Lead:
     level: tuple[Name, ...]
     """Other methods whose metric equals the best value, such as scores computed from identical logits."""
     rival: Name | None
-    """The second-best method, or, if the lead is not clear, the closest method in standard errors of the difference."""
+    """The second-best method, or, if the lead is not clear, the best of the methods that are not clearly behind."""
     ahead: float | None
     """Difference between the best and the rival."""
     error: float | None
@@ -61,8 +61,9 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(
         name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
     )
-    # The second-best method, or, if the lead is not clear, the closest method in standard errors.
-    rival = min(others, key=lambda name: others[name][1] if best in clear else others[name][0], default=None)
+    # The second-best method; if the lead is not clear, the best of the methods that are not clearly behind.
+    near = {name: one for name, one in others.items() if best in clear or one[0] <= CLEAR}
+    rival = min(near, key=lambda name: near[name][1], default=None)
     _, ahead, error = (0.0, None, None) if rival is None else others[rival]
     level = tuple(name for name in found if name[0] != best[0] and name not in others)
     return Lead(best, found[best].value, level, rival, ahead, error, clear)

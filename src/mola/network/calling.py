@@ -59,9 +59,11 @@ def as_batch(raw: Any, where: str) -> Batch:
         inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):
         size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
+        numbers = isinstance(raw, list) and not any(map(torch.is_tensor, raw))
+        remedy = "Pass torch.tensor(...)." if numbers else "Put several inputs in a tuple: ((first, second), labels)."
         raise DataError(
             f"{where}: expected (inputs, labels), only inputs, or a mapping with {LABELS!r}; got "
-            f"{type(raw).__name__}{size}. Put several inputs in a tuple: ((first, second), labels)."
+            f"{type(raw).__name__}{size}. {remedy}"
         )
     if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
         raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
@@ -229,10 +231,12 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     elif not isinstance(output, Tensor) and hasattr(output, "logits"):
         output = output.logits
     if not isinstance(output, Tensor):
+        keys = f" with the keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        key = next((repr(one) for one in output), "0") if isinstance(output, Mapping) else "0"
+        remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
         raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
-            f"{type(output).__name__}. Pass logits=lambda output: output[0] to mola.fit or mola.ensemble, or pass a "
-            "network that returns the logits."
+            f"{type(output).__name__}{keys}. {remedy} a network that returns the logits."
         )
     return output
 
@@ -255,6 +259,8 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
     leaves = tree_leaves(inputs)
     if any(isinstance(one, np.ndarray) for one in leaves):
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
+    if any(hasattr(one, "to_numpy") for one in leaves):
+        return " Convert data frames to tensors with torch.tensor(inputs.to_numpy())."
     double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in leaves)
     if double and any(one.dtype == torch.float32 for one in network.parameters()):
         return " The weights are float32, but the inputs are float64. Pass inputs.float()."
@@ -272,4 +278,5 @@ def _describe(inputs: Inputs) -> str:
     described = tree_map_only(
         kinds, lambda one: f"shape {tuple(one.shape)} and type {str(one.dtype).removeprefix('torch.')}", inputs
     )
-    return str(described).replace("'", "")[:500]
+    shown = described if isinstance(described, (str, tuple, list, dict)) else f"type {type(described).__name__}"
+    return str(shown).replace("'", "")[:500]

@@ -277,5 +277,5 @@ def _against(other: Setting, own: Setting, data: HeldOut, name: str) -> str:
     gain, error = paired(other.losses, own.losses, data)
     if abs(gain) <= TOO_SMALL * other.loss:
         return f"no measurable difference from the {name}"
-    size = f"{abs(gain):.2g}{f' ± {error:.1g}' if math.isfinite(error) else ''} {'lower' if gain > 0 else 'higher'}"
-    return f"no clear difference from the {name} ({size})" if abs(gain) <= error else f"{size} than the {name}"
+    size = f"{abs(gain):.2g}{f' ± {error:.2g}' if math.isfinite(error) else ''} {'lower' if gain > 0 else 'higher'}"
+    return f"no clear difference from the {name} ({size})" if abs(gain) <= CLEAR * error else f"{size} than the {name}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
-from mola.likelihoods import ClassificationLikelihood, Likelihood
+from mola.likelihoods import ClassificationLikelihood, Gaussian, Likelihood
 from mola.network import IGNORE_INDEX, Head, Rows, batch_count, check_loader, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
@@ -29,6 +29,9 @@ LONG = 0.99
 COPIES = 0.1
 """Smallest median distance, relative to the training data's distance. A smaller median means that most validation data are copies of
 training data, and it would not be typical of the other data."""
+
+FAR_OFF = 2.0
+"""Root mean squared error of a regression, in standard deviations of the targets, beyond which its targets have other units."""
 
 NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
@@ -67,6 +70,8 @@ class HeldOut:
 
     def check_labels(self) -> None:
         """Raise `DataError` if labels are in a different order from the outputs, and warn if they agree no better than chance."""
+        if self.labels is not None and isinstance(self.likelihood, Gaussian):
+            self._check_targets(self.likelihood, self.gather(self.labels))
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
             return
         targets = self.gather(self.likelihood.targets(self.labels))
@@ -90,6 +95,18 @@ class HeldOut:
             warn(
                 f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, and chance alone would give "
                 f"{chance:.1%}. Check that the labels belong to these inputs, and that the inputs are preprocessed as in training."
+            )
+
+    def _check_targets(self, likelihood: Gaussian, targets: Tensor) -> None:
+        means = [self.gather(likelihood.in_units(likelihood.means(outputs))) for outputs in self.outputs]
+        error = (torch.stack(means).mean(0) - targets).square().mean(0).sqrt()
+        deviation = targets.std(0, correction=0)
+        if len(targets) > 1 and bool((error > FAR_OFF * deviation).any()):
+            place = int((error / deviation).argmax())
+            warn(
+                f"the root mean squared error on the {self.where} is {float(error[place]):.3g}, but the standard deviation of the "
+                f"targets is only {float(deviation[place]):.3g}. If the targets were standardised in training, pass "
+                "mola.likelihoods.Gaussian(location=..., scale=...)."
             )
 
     def score_groups(self) -> Tensor:
