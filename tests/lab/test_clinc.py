@@ -75,7 +75,7 @@ def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
         assert found["in-scope accuracy, entropy"] <= record.labelled["test"].metrics["accuracy"]
     shown = CliRunner().invoke(app, ["report", "clinc", "--output", "report"])
     assert shown.exit_code == 0, shown.output
-    assert "requests out of scope, rejected" in (tmp_path / "report" / "index.html").read_text()
+    assert "rejection of out-of-scope requests" in (tmp_path / "report" / "index.html").read_text()
 
 
 def test_sentences_are_means_of_their_tokens():
