@@ -173,8 +173,8 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
         link: link function: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
-        rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on held-out data; an
-            object of `mola.rules`; or None to keep `prior_precision`.
+        rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on
+            held-out data; an object of `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         validation_fraction: share of each class set aside for the rule, at least one row of each class with two or more rows. With
             "evidence" or None, nothing is set aside.
