@@ -87,6 +87,9 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
     assert "distance" not in output.read_text().splitlines()[0].split(",")
 
 
+FIT = ("fit", "--network", "lenet", "--train", "train", "--rule", "evidence")
+
+
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
@@ -102,7 +105,15 @@ def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola
         ("unknown data", ["predict", "POSTERIOR", "nowhere"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("contains other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
-        ("contains no saved posterior", ["info", "train"]),
+        ("contains no posterior. Pass a folder that `mola fit", ["info", "train"]),
+        ("--crop must be", [*FIT, "--resize", "32x32", "--crop", "64"]),
+        ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
+        ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),
+        ("ends in .pt2", ["export", "POSTERIOR", "--torch", "a.txt"]),
+        ("contains other files", ["train", "digits", "-o", "train"]),
+        ("test.npz is a file; expected a folder", ["train", "digits", "-o", "test.npz"]),
+        ("test.npz is a file; expected a folder", ["bench", "digits", "--cache", "test.npz"]),
+        ("Did you mean 'digits'?", ["predict", "POSTERIOR", "digit:train"]),
         ("--mean must be numbers", ["fit", "--mean", "a,b"]),
         ("or a file with one name on each line", ["fit", "--classes", "cat,cat"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),

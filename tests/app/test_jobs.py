@@ -190,7 +190,7 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         open_posterior(fitted.folder, device="abacus")
     with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
         open_posterior(fitted.folder, device="meta")
-    with pytest.raises(StorageError, match="contains no saved posterior"):
+    with pytest.raises(StorageError, match="contains no posterior"):
         read_information(tmp_path)
 
 

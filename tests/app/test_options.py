@@ -35,6 +35,11 @@ def test_messages_of_the_library_speak_of_flags():
     assert in_flags("--price must be less, false_alarm_rate must be more") == (
         "--price must be less, --false-alarm-rate must be more"
     )
+    assert in_flags("confidence must lie between 0 and 1") == "--threshold must lie between 0 and 1"
+    assert in_flags("likelihood must be one of a, b, or a Likelihood object; got 'c'.") == (
+        "--likelihood must be one of a, b; got 'c'."
+    )
+    assert in_flags("Pass download=True (--download), or provide") == "Pass --download, or provide"
 
 
 def test_toml_is_read_back_to_the_same_values():
@@ -75,6 +80,7 @@ def test_a_job_comes_back_from_its_file(desk, price):
         ("command = 'fit'", r"\[options\]"),
         ("command = 'predict'\n[options]", "a run file of `mola fit`"),
         ("rul = 'nll'", "Did you mean 'rule'"),
+        ("prior-precision = 'x'", "prior_precision must be a number"),
         ("rule = 3", "rule must be a string, got 3"),
         ("resize = [1, 2, 3]", "height and width"),
         ("resize = 0", "height and width"),

@@ -148,6 +148,16 @@ def _flag(found: re.Match[str]) -> str:
 FLAGS: tuple[tuple[str, Any], ...] = (
     (r"\b(rule|likelihood|structure|link|head|ignore_index)='?([\w.-]+\w|\w)'?", _flag),
     (r"(?<!-)\b(coverage|error_rate|certainty|false_alarm_rate|price|noise|positions) (must be)", _flag),
+    (
+        r"(?<!-)\b(prior_precision|likelihood|network|groups|normalisation|corruptions) (must be (?:a number|one of|'))",
+        _flag,
+    ),
+    (r"(?<!-)\b(learning_rate|weight_decay|std) (must be (?:above|at least))", _flag),
+    (r"\bconfidence must lie", "--threshold must lie"),
+    (r"^outputs: ", "--outputs: "),
+    (r"\bsuite must be one of", "SUITE must be one of"),
+    (r", or a Likelihood object| For predictions without covariance, use mola\.ensemble\.", ""),
+    (r"download=True \(--download\)", "--download"),
     (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
     (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
     (r"\bPass val_loader\b", "Name them with --val"),
@@ -195,7 +205,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
         )
     known = {one.name: one for one in options_of(kind) if one.kept}
     values = {}
-    for name, value in options.items():
+    for name, value in ((key.replace("-", "_"), value) for key, value in options.items()):
         one = known[one_of(name, known, f"{path}: an option")]
         found = one.check(value, f"{path}: {name}")
         if one.is_path and isinstance(found, tuple):
@@ -229,6 +239,13 @@ def check_writable(path: Path) -> None:
         raise OptionError(
             f"{path} cannot be written: {above} is not a writable folder. Choose another folder for the output."
         ) from error
+
+
+def check_folder(path: Path) -> None:
+    """Raise `OptionError`, before any work, if a folder cannot be created or is a file."""
+    if path.is_file():
+        raise OptionError(f"{path} is a file; expected a folder.")
+    check_writable(path)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

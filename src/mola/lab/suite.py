@@ -68,7 +68,7 @@ def changed(part: Part, text: str) -> Part:
             ) from error
         least = 1 if name == "snapshots" else 0
         if not values[name] > least:
-            raise OptionError(f"{name} must be above {least}, got {value}.")
+            raise OptionError(f"expected {name} above {least}, got {value}.")
     return replace(part, **values)
 
 

@@ -7,6 +7,7 @@ Lightning module) add a prefix to each name. Both cases are handled here.
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules 
 MAX_COMPRESSION = (
     20  # largest accepted ratio of sizes; torch.save does not compress, and TorchScript compresses only slightly
 )
+MAGIC = b"l\xfc\x9cF\xf9"  # beginning of the number at the start of files of PyTorch before 1.6
 SHOWN = 3  # number of names listed for each kind of mismatch
 
 
@@ -81,9 +83,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
         if _is_safetensors(source):
             return dict(load_file(source))
         _refuse_bomb(source)
-        content = torch.load(
-            source, map_location="cpu", weights_only=True
-        )  # weights_only=True runs no code from the file
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of pickles that it did not write, which are refused below
+            # weights_only=True runs no code from the file
+            content = torch.load(source, map_location="cpu", weights_only=True)
     except StorageError:
         raise
     except Exception as error:  # both readers raise many kinds of errors on damaged files
@@ -143,7 +146,9 @@ def _is_safetensors(path: Path) -> bool:
     if start[8:9] == b"{":  # eight bytes with the length of the header, then JSON
         return True
     if not start.startswith((b"PK", b"\x80")):  # a zip archive, or the pickle records of PyTorch before 1.6
-        raise StorageError(f"{path} is neither a safetensors file nor a torch.save file: it starts with {start!r}.")
+        raise StorageError(
+            f"{path} is neither a safetensors file nor a torch.save file. Pass a file of either kind with a state_dict()."
+        )
     return False
 
 
@@ -167,7 +172,11 @@ def _unreadable(path: str | Path, error: Exception) -> str:
             f"{path} contains a pickled model or other objects that could run code when read: "
             f"{found[1] if found else 'TorchScript'}. If you trust the file, load it and save model.state_dict() instead."
         )
-    reason = text.splitlines()[0][:200] if text else "no reason given"
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if start.startswith(b"\x80") and start[8:9] != b"{" and MAGIC not in start:
+        return f"{path} is a pickle that torch.save did not write. Save the weights with torch.save(network.state_dict(), file)."
+    reason = text.splitlines()[0][:200] if text and "weights_only" not in text else "no reason given"
     return f"{path} is truncated or corrupt ({type(error).__name__}: {reason}). Copy or download it again."
 
 

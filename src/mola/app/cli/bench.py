@@ -7,9 +7,10 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.bench import BenchOptions, run_bench
-from mola.app.options import check_writable
+from mola.app.options import check_folder
 from mola.distributed import join
 from mola.errors import OptionError
+from mola.lab.suites.registry import SUITES
 from mola.lab.uci import SETS, as_good, gap_table, read_records, run_uci, score_table
 from mola.options import one_of
 
@@ -20,10 +21,12 @@ def bench(options: BenchOptions) -> None:
     The networks' activations are computed once and stored; every method, prior and ablation uses them. Each record is
     written as soon as it is complete, and the same command resumes after the last record. `mola report` shows the results.
     """
-    check_writable(options.results)
+    one_of(options.suite, (*SUITES, "uci"), "suite")
+    check_folder(options.results)
     if options.suite == "uci":
         _bench_uci(options)
         return
+    check_folder(options.cache)
     with join() as team, showing_progress(quiet=options.quiet or not team.first) as progress:
         folder = run_bench(options, progress, team)
     if not options.quiet and team.first:

@@ -27,10 +27,10 @@ def export(options: ExportOptions) -> None:
     """
     from mola.app.jobs.folder import open_posterior
 
-    if options.onnx is not None and options.onnx.suffix != ".onnx":
-        raise OptionError(f"--onnx must be a file name that ends in .onnx, got {str(options.onnx)!r}.")
-    for path in (options.onnx, options.torch):
+    for flag, path, ending in (("--onnx", options.onnx, ".onnx"), ("--torch", options.torch, ".pt2")):
         if path is not None:
+            if path.suffix != ending:
+                raise OptionError(f"{flag} must be a file name that ends in {ending}, got {str(path)!r}.")
             check_writable(path)
     with showing_progress(quiet=options.quiet) as progress:
         progress("loading networks", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from rich.markup import escape
 from mola.app.cli.progress import showing_progress
 from mola.app.jobs.groups import Computing, Device
 from mola.app.jobs.job import RUN
-from mola.app.options import check_writable, option
+from mola.app.options import check_folder, option
+from mola.errors import OptionError
+from mola.options import one_of
 
 RECIPE = "Recipe (the paper's by default)"
 
@@ -47,11 +50,17 @@ def train(options: TrainOptions) -> None:
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks
     from mola.lab.suite import DataOptions
-    from mola.lab.suites.registry import find_suite
+    from mola.lab.suites.registry import SUITES, find_suite
 
+    if options.suite not in SUITES:
+        one_of(options.suite, [name for name, one in SUITES.items() if one.training_data is not None], "suite")
     suite = find_suite(options.suite)
     output = options.output or Path("networks") / suite.name
-    check_writable(output)
+    check_folder(output)
+    found = sorted(path.name for path in output.glob("[!.]*"))
+    if found and not any(re.fullmatch(r"\d+\.(safetensors|training)", name) for name in found):
+        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise OptionError(f"{output} contains other files ({shown}) and no networks. Choose another --output.")
     names = ("epochs", "batch_size", "learning_rate", "weight_decay")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     data = DataOptions(directory=options.data, train=options.train_images, download=options.download)

@@ -23,7 +23,10 @@ from mola.app.jobs.rows import Rows, Set, finite_rows
 from mola.errors import DataError
 from mola.likelihoods import CATEGORICAL, Likelihood
 
-NAMES = {"inputs": ("x", "inputs", "images", "data", "arr_0"), "labels": ("y", "labels", "targets", "label", "arr_1")}
+NAMES = {
+    "inputs": ("x", "inputs", "images", "data", "arr_0"),
+    "labels": ("y", "labels", "targets", "label", "target", "arr_1"),
+}
 """Accepted names of the arrays in a file."""
 
 
@@ -63,13 +66,19 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
             with found:
                 values = _member(path, found, "inputs")
                 labels = _member(path, found, "labels") if labelled else None
+    except DataError:
+        raise
     # An archive with a password raises RuntimeError.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
         if "pickled" in str(error):  # NumPy's message for every file in another format
             raise DataError(
                 f"{path} is not a NumPy array or archive. Pass a file that numpy.save or numpy.savez wrote."
             ) from error
-        raise DataError(f"{path} is damaged or contains objects that are not numbers: {error}.") from error
+        if "Object arrays" in str(error) or "Python objects" in str(error):
+            raise DataError(
+                f"{path} contains objects that are not numbers. Save numbers, such as x.astype('float32')."
+            ) from error
+        raise DataError(f"{path} is damaged: {error}.") from error
     if not values.size:
         raise DataError(f"{path}: expected at least one input, got inputs of shape {values.shape}.")
     if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8 or values.ndim < 2:

@@ -25,7 +25,7 @@ from mola.app.jobs.folder import BUNDLED, describe_inputs, holds_posterior, move
 from mola.app.jobs.job import NAME, RULE_NAMES, WEIGHTINGS, Job, Progress
 from mola.app.jobs.networks import Built, build_networks, is_folder
 from mola.app.jobs.pictures import Pictures, usual_form
-from mola.app.jobs.preparation import make_intake
+from mola.app.jobs.preparation import Intake, make_intake
 from mola.app.jobs.regression import networks_alone, noise_factors, summary
 from mola.app.jobs.rows import Account, Loader, Set
 from mola.app.jobs.sets import open_set
@@ -84,6 +84,7 @@ def check_job(job: Job) -> None:
             "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         )
     likelihood = job.meaning()
+    make_intake(job, Intake(), "float32")
     _positions(job)
     one_of(job.structure, STRUCTURES, "--structure")
     as_link(one_of(job.link, LINKS, "--link"), likelihood)

@@ -91,10 +91,14 @@ class PosteriorFolder:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=job)
 
 
-def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """Return the checked job and document of a posterior's folder, without building networks."""
+def _check_present(path: Path) -> None:
     if not (path / files.DOCUMENT).is_file():
         raise StorageError(f"{path} contains no posterior. Pass a folder that `mola fit --output` wrote.")
+
+
+def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """Return the checked job and document of a posterior's folder, without building networks."""
+    _check_present(path)
     document = files.read_document(path).get("job")
     if document is None:
         raise StorageError(
@@ -217,6 +221,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
 
 def read_information(folder: Path) -> dict[str, Any]:
     """Return the content and history of a folder after checking its files."""
+    _check_present(folder)
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
     likelihood = dict(parts[0]["likelihood"])

@@ -79,6 +79,12 @@ def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
         one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
         raise OptionError("the normalisation must be a name (--normalise), or numbers for both --mean and --std.")
+    if job.crop is not None and job.resize is not None:
+        shorter = min(job.resize) if isinstance(job.resize, tuple) else job.resize
+        if job.crop > shorter:
+            raise OptionError(
+                f"--crop must be at most the shorter side after --resize, which is {shorter}; got {job.crop}."
+            )
     mean, std = hints.mean, hints.std
     if job.normalise is not None:
         chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "--normalise")]

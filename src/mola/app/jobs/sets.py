@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,11 +136,19 @@ def open_set(
             return pictures(str(path), [path], [path.name], intake)
         raise DataError(f"{path} has an unknown format. Pass a folder of images, .npz, .npy or .csv.")
     if is_own_function(name):
-        split_name(name)  # raises an error unless the name is package.module:function
+        module, attribute = split_name(name)
         try:
             function = import_function(name)
         except Exception as error:  # the user's code may raise anything
-            raise OptionError(f"cannot import {name!r} for the data ({type(error).__name__}: {error}).") from error
+            if isinstance(error, AttributeError) and module in sys.modules:
+                near = did_you_mean(attribute, dir(sys.modules[module]))
+                raise OptionError(
+                    f"module {module!r} has no {attribute!r}, a function that returns batches.{near}"
+                ) from error
+            near = did_you_mean(module, BUILT_IN) if attribute in SPLITS else ""
+            raise OptionError(
+                f"cannot import {name!r} for the data ({type(error).__name__}: {error}).{near}"
+            ) from error
         if not callable(function):
             raise OptionError(f"expected a function that returns batches, but {name} is a {type(function).__name__}.")
         return Own(name=name, intake=intake, function=function, labelled=labelled)

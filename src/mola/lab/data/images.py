@@ -73,10 +73,12 @@ class Normalisation:
     std: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        if not self.mean or len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+        if not self.mean or len(self.mean) != len(self.std):
             raise OptionError(
-                f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
+                f"expected as many means as standard deviations, got {len(self.mean)} and {len(self.std)}."
             )
+        if not all(value > 0 for value in self.std):
+            raise OptionError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return (x / 255 - mean) / std in float32."""

@@ -75,10 +75,11 @@ class Recipe:
     """True to flip training images at random and shift them by up to 4 pixels."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:
-            raise OptionError(
-                f"epochs, batch_size and learning_rate must be above 0 and weight_decay at least 0, got {self}."
-            )
+        for name in ("epochs", "batch_size", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name} must be above 0, got {getattr(self, name):g}.")
+        if not self.weight_decay >= 0:
+            raise OptionError(f"weight_decay must be at least 0, got {self.weight_decay:g}.")
         one_of(self.optimiser, OPTIMISERS, "optimiser")
 
     def describe(self) -> dict[str, Any]:
