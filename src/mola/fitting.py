@@ -133,10 +133,10 @@ def fit(
         networks: one trained network, or K networks. Their architectures may differ, but all must have the same number of outputs.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels".
         val_loader: validation data on which the posterior is tuned, or None.
-        rule: the tuning rule, by name or as an object of `mola.rules`; None is the likelihood's default rule. Without validation
+        rule: the tuning rule, by name or as an object from `mola.rules`; None is the likelihood's default rule. Without validation
             data, None keeps `prior_precision`.
-        structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
-        link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
+        structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object from `mola.structures`.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
             `mola.likelihoods`.
         prior_precision: prior precision lambda that is used if no rule chooses it: one number, or K numbers.

@@ -507,7 +507,7 @@ class MoLA(Mixture):
 
         Args:
             val_loader: validation data, which are read once; None for `mola.rules.Evidence`.
-            rule: a name, or an object of `mola.rules`; None is the likelihood's default rule.
+            rule: a name, or an object from `mola.rules`; None is the likelihood's default rule.
             progress: show a progress bar if stderr is a terminal.
             team: processes that tune together. Each process reads its own shard.
 

@@ -26,7 +26,7 @@ def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3",
         panel: axes to draw on.
         curves: curves by label; a curve without any bin to draw is left out.
         ink: colour of the diagonal, which marks perfect calibration.
-        min_count: minimum number of predictions in a bin to draw.
+        min_count: minimum number of predictions a bin must contain to be drawn.
     """
     panel.plot([0, 1], [0, 1], color=ink, linewidth=0.8, linestyle=(0, (4, 3)))
     for label, (given, stroke) in curves.items():

@@ -171,10 +171,11 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         batch_size: number of rows in a training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
-        structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
-        link: link function: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
+        structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from
+            `mola.structures`.
+        link: link function: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
         rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on
-            held-out data; an object of `mola.rules`; or None to keep `prior_precision`.
+            held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         validation_fraction: share of each class set aside for the rule, at least one row of each class with two or more rows. With
             "evidence" or None, nothing is set aside.
@@ -280,9 +281,9 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an
-            object of `mola.structures`.
+            object from `mola.structures`.
         rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", with which the
-            standard deviation also grows with the distance from the training data; "evidence"; an object of `mola.rules`; or None to
+            standard deviation also grows with the distance from the training data; "evidence"; an object from `mola.rules`; or None to
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.

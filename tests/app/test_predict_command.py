@@ -202,7 +202,7 @@ WRONG_USE = {
     "answers of labels": ("labels", ["--error-rate", "0.1"], "bernoulli"),
     "answers of a regression": ("regression", ["--error-rate", "0.1"], "is for classes"),
     "classes of a regression": ("regression", ["--coverage", "0.9", "--by-class"], "is for classes"),
-    "probabilities of a regression": ("regression", ["--probabilities"], "is for classes"),
+    "probabilities of a regression": ("regression", ["--probabilities"], "only to classification"),
     "coverage of maps": ("maps", ["--coverage", "0.9"], "dense outputs"),
     "answers of maps": ("maps", ["--error-rate", "0.1"], "dense outputs"),
     "probabilities of maps": ("maps", ["--probabilities"], "only to .npz"),

@@ -102,7 +102,7 @@ def test_cifar_binary(tmp_path):
     holds(load_images("cifar10", "train", tmp_path), pixels, labels)
     holds(load_images("cifar10", "train", folder), pixels, labels)
     (folder / "data_batch_4.bin").write_bytes(b"\x01" * 3000)
-    with pytest.raises(DataError, match=r"data_batch_4.bin holds 3,000 bytes.*multiple of 3,073"):
+    with pytest.raises(DataError, match=r"data_batch_4.bin contains 3,000 bytes.*multiple of 3,073"):
         load_images("cifar10", "train", tmp_path)
     (tmp_path / "cifar-100-binary").mkdir()
     fine = [0, 99, 50, 7]
@@ -203,12 +203,12 @@ def test_broken_gzip_files_are_named(tmp_path, how):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (idx(grey(5))[:-1], "holds 3,935 bytes.*3,936 bytes for \\(5, 28, 28\\)"),
-        (idx(grey(5)) + b"x", "holds 3,937 bytes"),
+        (idx(grey(5))[:-1], "contains 3,935 bytes.*3,936 bytes for the shape \\(5, 28, 28\\)"),
+        (idx(grey(5)) + b"x", "contains 3,937 bytes"),
         (idx(grey(5))[:9], "header of 16 bytes"),
         (idx(np.zeros(5, np.uint8)), "00 00 08 03, got 00 00 08 01"),
         (b"", "got nothing"),
-        (idx(grey(4)), "4 images but .* 5 labels"),
+        (idx(grey(4)), "4 images, but .* 5 labels"),
         (idx(grey(5, 32)), "expected shape \\(1, 28, 28\\)"),
     ],
 )

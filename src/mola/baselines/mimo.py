@@ -1,7 +1,7 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
 In training, each head classifies its own input, and each head gets the batch in its own order (`mola.lab.training.train_mimo`). At
-test time, all K inputs are equal, and the heads, which share a trunk, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k
+test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k
 \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of Laplace approximations of all heads.
 
 The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's old weights, which

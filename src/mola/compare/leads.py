@@ -13,7 +13,8 @@ CLEAR = 2.0
 """Number of standard errors by which a method must lead every other method to be marked as best: about 95 % confidence."""
 
 SAME = 1e-6
-"""Tolerance for a difference and its error, below which two metrics are equal: rounding may swap two almost tied inputs."""
+"""Two metrics count as equal if their difference and its standard error are both below this tolerance, because rounding may swap two
+nearly tied inputs."""
 
 Name = tuple[str, ...]
 """Name of an entry: `(method,)` or `(method, score)`."""

@@ -2,7 +2,7 @@ r"""Prediction intervals for regression with a guaranteed coverage, for each of 
 
 Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled data, and the
 interval of a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with at
-least the given probability, even if the predicted distribution is wrong. A better distribution has shorter intervals.
+least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter intervals.
 
 - "quantile": the score of a target y is :math:`\max(l(x) - y,\; y - u(x))`, and the interval is :math:`[l(x) - q,\; u(x) + q]`.
 - "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, and the interval is :math:`m(x) \pm q\, \sigma(x)`.

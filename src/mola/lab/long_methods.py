@@ -122,7 +122,7 @@ class MimoHeads:
     method: LastLayer
     budget: MimoBudget
     components: int | None = 0
-    """Number of the suite's networks that are used, which is 0."""
+    """Number of the suite's networks used: always 0, because a MIMO network is trained for this method."""
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ In all shapes, n is the number of data, P is the number of features (including t
 one datum, the curvature of the negative log-likelihood
 with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d,
 as for a softmax, a shift common to all outputs has no effect, and its direction is *hidden*. The hidden direction is treated exactly,
-without any use of an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
+without relying on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
 describe the logits minus their mean.
 """
 
@@ -62,7 +62,8 @@ class Structure(ABC):
 
     name: str
     smaller: str | None = None
-    """Name of the structure that errors recommend if this structure does not fit into memory; None depends on the sizes."""
+    """Name of the structure that error messages recommend if this one does not fit into memory; if None, the recommendation depends on
+    the sizes."""
     additive = True
     """True if the sums over parts of the data, in any order, add up to the sums over all data."""
 

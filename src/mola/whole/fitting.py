@@ -71,7 +71,7 @@ def fit(
         subnetwork: number or fraction of uncertain weights. The weights with the largest marginal variance under the diagonal
             approximation are chosen (Daxberger et al., 2021), and they have a full covariance. All other weights keep their trained
             values. Weights that affect no training datum, such as the weights of dead units, are chosen last.
-        link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object from `mola.links`.
         likelihood: only "categorical". Use `mola.fit` for other likelihoods.
         prior_precision: lambda, as one number or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.

@@ -21,7 +21,7 @@ from mola.network import IGNORE_INDEX
 from mola.tuning import RULES
 
 Progress = Callable[[str, float], None]
-"""Callback with a description of the current step and the finished fraction of the work, from 0 to 1."""
+"""Callback that takes a description of the current step and the fraction of the work completed, from 0 to 1."""
 
 NAME = "job.toml"
 """Name of the job file next to a posterior."""

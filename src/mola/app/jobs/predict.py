@@ -122,8 +122,8 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
     posterior, likelihood = fitted.posterior, fitted.posterior.likelihood
     if probabilities and not likelihood.classification:
         raise OptionError(
-            f"--probabilities is for classes, but {fitted.folder} is a regression. Omit --probabilities. Rows contain the mean, the "
-            f"standard deviation and an interval."
+            f"--probabilities applies only to classification, but {fitted.folder} contains a regression posterior. Omit "
+            f"--probabilities. Rows contain the mean, the standard deviation and an interval."
         )
     if probabilities and posterior.is_dense and output.suffix != ARRAYS:
         raise OptionError(f"--probabilities of dense outputs can be written only to {ARRAYS} files, got {output}.")

@@ -54,7 +54,10 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     if comparison.regression:
         panels = {"networks alone": alone, "with Laplace": beside}
         held = "Share of the test targets inside central intervals. Overconfident intervals are below the dashed line."
-        spread = "Test data in groups of equal size, sorted by predicted standard deviation. A cross is a constant standard deviation."
+        spread = (
+            "Test data in groups of equal size, sorted by predicted standard deviation. A cross marks a method whose standard "
+            "deviation is constant."
+        )
         some = "Predicted means and 90 % intervals for some of the test data."
         return {
             "coverage": Planned("Coverage of intervals", held, partial(curves.draw_coverage, comparison, panels)),

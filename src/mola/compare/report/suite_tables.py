@@ -297,8 +297,8 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"class and is computed as the average precision. The rows of MAP and DE contain the scores of features and logits. There "
         f"are several differences from OpenOOD: The networks are {suite.network}, not ResNet-18, and DE and MoLA use "
         f"{suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without Textures and "
-        f"Places365. Classes of TinyImageNet that CIFAR-10 also contains are left out, according to our own list. No outliers "
-        f"were used to choose the settings of scores. Therefore, do not rank these numbers among published numbers."
+        f"Places365. Classes of TinyImageNet that CIFAR-10 also contains are left out, according to our own list. No score "
+        f"was tuned on outliers. Therefore, do not rank these numbers among published numbers."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)

@@ -1,4 +1,4 @@
-"""Blur: Gaussian, frosted glass, out of focus, motion (along a line, as ImageMagick draws it), zoom."""
+"""Blur corruptions: Gaussian, frosted glass, defocus, motion (along a line, as in ImageMagick) and zoom."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from mola.lab.corruptions.filters import (
 )
 
 DISK_REACH = 8
-"""The disk of a defocus blur is drawn on a grid of 17 x 17 pixels."""
+"""Half-width of the grid for the disk of a defocus blur, which has 17 x 17 pixels."""
 
 
 def gaussian_blur(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
-    """Apply a Gaussian blur with edges repeated, cut off at 4 standard deviations."""
+    """Apply a Gaussian blur with repeated edges, truncated at 4 standard deviations."""
     return truncated(gaussian(unit(pixels), sigma))
 
 
 def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> Bytes:
-    """Blur, let pixels trade places with a neighbour, blur again.
+    """Blur the image, replace pixels by neighbouring pixels, and blur the image again.
 
-    The published loop goes from the last pixel to the third of each axis and means to swap it with the pixel at (dy, dx), each -1
-    or 0. It copies instead, since both names are views of one array. Every pixel that it reads is still unchanged in that round, so a
-    round is one gather.
+    The published loop runs from the last pixel to the third pixel of each axis. It is meant to swap each pixel with the pixel at the
+    offset (dy, dx), where both offsets are -1 or 0. It copies the neighbour instead, because both names are views of the same array.
+    Every pixel is read before it changes in that round, so a round is a single gather.
     """
     side = pixels.shape[-1]
     shifts = streams.draw(lambda generator: generator.integers(-1, 1, size=(rounds, 2, side - 2, side - 2)))
@@ -45,7 +45,7 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     current = truncated(gaussian(unit(pixels), sigma))
     for turn in range(rounds):
         down, right = shifts[:, turn, 0], shifts[:, turn, 1]
-        # Channels last: the gather's axes come first when they surround a slice.
+        # The channels come last, because NumPy puts the axes of index arrays first if a slice separates them.
         gathered = current[everyone, :, rows + down, columns + right]
         current = current.copy()
         current[:, :, 2:, 2:] = np.moveaxis(gathered, -1, 1)
@@ -53,11 +53,11 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
 
 
 def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -> Bytes:
-    """Blur each point of light to a disk, smoothed by a Gaussian of 3 x 3.
+    """Blur each point of light to a disk, which is smoothed by a 3 x 3 Gaussian.
 
-    CIFAR-10-C: at severities 1 to 3 the disk is one pixel and the smoothing is all there is; at 4 it is a plus of 5 pixels, at 5
-    a square of 9, both smoothed by next to nothing. Disks that are larger than the grid, such as ImageNet-C's last, have their own,
-    larger grid and are smoothed by a Gaussian of 5 x 5.
+    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. The disk is a plus of 5
+    pixels at severity 4 and a square of 9 pixels at severity 5, with almost no smoothing. Disks larger than the grid, such as the disk
+    of ImageNet-C at severity 5, use a larger grid and are smoothed by a 5 x 5 Gaussian.
     """
     half, beside = (DISK_REACH, 1) if radius <= DISK_REACH else (int(radius), 2)
     axis = np.arange(-half, half + 1)
@@ -70,27 +70,27 @@ def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -
 
 
 def motion_blur(pixels: Bytes, streams: Streams, radius: int, sigma: float) -> Bytes:
-    """Blur along a line between -45 and 45 degrees; values are rounded to the nearest level, as ImageMagick writes it."""
+    """Blur along a line at an angle between -45 and 45 degrees. Values are rounded to the nearest level, as in ImageMagick."""
     angles = streams.draw(lambda generator: generator.uniform(-45, 45, size=1))[:, 0]
     return rounded(moved(pixels.astype(np.float64), radius, sigma, angles))
 
 
 def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
-    """Blur each image (n, channels, side, side) along its own angle, with edges repeated; y points down.
+    """Blur each of the images (n, channels, side, side) at its angle, with repeated edges; y points down.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel and the weights k_i
-    are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius: the blur trails to one side. The result is not rounded.
+    are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius, so the blur trails to one side. The result is not rounded.
     """
     side, steps = images.shape[-1], np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     weights = weights / weights.sum()
     angles = np.radians(degrees)[:, None]
     margin = len(weights) - 1
-    # ceil(v - 1/2) is the nearest whole number, halves down, as in ImageMagick.
+    # ceil(v - 1/2) rounds to the nearest whole number, and halves down, as in ImageMagick.
     down = margin + np.ceil(steps * np.sin(angles) - 0.5).astype(np.int64)
     right = margin + np.ceil(steps * np.cos(angles) - 0.5).astype(np.int64)
     result = np.zeros_like(images)
-    # Image by image: slices of one image stay in the cache, which a gather over the batch does not.
+    # Images are processed one by one, because slices of one image stay in the cache, unlike a gather over the batch.
     for image, source, rows, columns in zip(
         result, padded(images, margin, "nearest"), down.tolist(), right.tolist(), strict=True
     ):
@@ -100,7 +100,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
 
 
 def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
-    """Return the mean of the image and of its centre enlarged by 1.00, 1.01, ... (so the image itself counts twice)."""
+    """Return the mean of the image and its centre enlarged by 1.00, 1.01, ..., which includes the original image twice."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, end) @ flat).T.reshape(pixels.shape))
@@ -108,7 +108,7 @@ def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
-    # All enlargements together: one linear map of the side^2 pixels, of which few entries are not 0.
+    # Return the sum of all enlargements as one sparse linear map of the side^2 pixels.
     with importing("the corruption zoom_blur", "scipy", "bench"):
         from scipy import sparse
     factors = np.arange(1, end, 0.01)

@@ -1,4 +1,4 @@
-"""All corruptions by name, with their published parameters, and the one function that applies them."""
+"""All corruptions by name, with their published parameters, and the function that applies them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mola.lab.corruptions.filters import Bytes, Streams
 from mola.options import one_of
 
 Corruption = tuple[Callable[..., Bytes], tuple[Any, ...], tuple[Any, ...]]
-"""A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; its parameters in ImageNet-C,
-empty if ImageNet-C differs in more than numbers."""
+"""A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; and its parameters in ImageNet-C,
+which are empty if the algorithm of ImageNet-C differs."""
 
-# Zoom factors are np.arange(1, end, 0.01), which gives 7, 12, 16, 21 and 26 factors: the first two ends are included by rounding, and
-# the last factor is a hair above 1.25. The published images were made so.
+# Zoom factors are np.arange(1, end, 0.01), which gives 7, 12, 16, 21 and 26 factors: rounding includes the first two ends, and
+# the last factor is slightly above 1.25. The published images were generated this way.
 BY_NAME: dict[str, Corruption] = {
     "gaussian_noise": (noise.gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)),
     "shot_noise": (noise.shot_noise, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3)),
@@ -79,33 +79,35 @@ BY_NAME: dict[str, Corruption] = {
 }
 
 CORRUPTIONS: tuple[str, ...] = tuple(BY_NAME)
-"""The 19 of CIFAR-10-C (Hendrycks and Dietterich, 2019), in their spelling and order."""
+"""The 19 corruptions of CIFAR-10-C (Hendrycks and Dietterich, 2019), with the published names and in the published order."""
 
 PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
     name for name in CORRUPTIONS if name not in {"motion_blur", "snow", "jpeg_compression"}
 )
-"""The 16 that the paper most plausibly used: it gives the number, not the names."""
+"""The 16 corruptions that the paper most likely used; the paper gives their number but not their names."""
 
 IMAGENET_CORRUPTIONS: tuple[str, ...] = tuple(name for name, (_, _, imagenet) in BY_NAME.items() if imagenet)
-"""Corruptions that can be generated with the parameters of ImageNet-C: lengths in pixels of an image of 224 x 224."""
+"""Corruptions that can be generated with the parameters of ImageNet-C, whose lengths are in pixels of a 224 x 224 image."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
-"""Pixels of a piece (256 images of 32 x 32): images are corrupted in pieces, to bound the memory."""
+"""Number of pixels processed at once, to limit memory use: 256 images of 32 x 32 pixels."""
 
 
 def corrupt(
     pixels: Tensor, corruption: str, severity: int, *, seed: int = 0, first: int = 0, parameters: str = "cifar10-c"
 ) -> Tensor:
-    """Corrupt images with the parameters of CIFAR-10-C, for 32 x 32 pixels, or of ImageNet-C.
+    """Corrupt images with the parameters of CIFAR-10-C, for 32 x 32 pixels, or with the parameters of ImageNet-C.
 
-    An image's randomness depends on the seed, the corruption, the severity and the image's index alone: a set corrupted in pieces,
-    each with its `first`, equals the set corrupted at once. The published images are other draws from the same distributions, with
-    programs (OpenCV, ImageMagick) that round here and there; averages over many images agree, single images do not.
+    An image's random numbers depend only on the seed, the corruption, the severity and the image's index. A set that is corrupted in
+    parts, each with its `first`, therefore equals the set corrupted at once. The published images are different draws from the same
+    distributions, made with programs (OpenCV, ImageMagick) that round some intermediate results. Averages over many images agree, but
+    single images do not.
 
-    Pixels are bytes (n, 3, side, side) with a side of 8 or more. Severity is 1 to 5; 0 returns the pixels. `first` is the index of the
-    first image. The parameters "imagenet-c" are for images of about 224 x 224 and `IMAGENET_CORRUPTIONS`.
+    Pixels are bytes (n, 3, side, side) with a side of at least 8. The severity is 1 to 5, or 0 to return the pixels unchanged. `first`
+    is the index of the first image. The parameters "imagenet-c" are for images of about 224 x 224 pixels, and are available for
+    `IMAGENET_CORRUPTIONS`.
     """
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"
     one_of(corruption, IMAGENET_CORRUPTIONS if large else CORRUPTIONS, "corruption")
@@ -114,11 +116,11 @@ def corrupt(
     shape = tuple(pixels.shape)
     if pixels.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
         raise DataError(
-            f"pixels must be colour images (n, 3, side, side) in uint8, not normalised; got {shape} in {pixels.dtype}."
+            f"pixels must be colour images (n, 3, side, side) in uint8, without normalisation; got {shape} in {pixels.dtype}."
         )
     if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
         raise DataError(
-            f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}; crop them."
+            f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}. Crop them."
         )
     if severity == 0 or len(pixels) == 0:
         return pixels
@@ -130,7 +132,7 @@ def corrupt(
     size = max(1, PIECE // shape[-1] ** 2)
     for start in range(0, len(images), size):
         piece = images[start : start + size]
-        # int: a NumPy integer would overflow as a counter.
+        # Convert to int, because a NumPy integer would overflow as a counter.
         streams = Streams(f"{seed}/{corruption}/{int(severity)}", int(first) + start, len(piece))
         result[start : start + size] = apply(piece, streams, *arguments)
     return torch.from_numpy(result).to(pixels.device)

@@ -1,7 +1,7 @@
-"""Digital corruptions: contrast, brightness, saturation, JPEG, coarse pixels, elastic distortion.
+"""Digital corruptions: contrast, brightness, saturation, JPEG compression, pixelation and elastic distortion.
 
-In the hexcone model (HSV) V is the largest of R, G, B and S the spread over V. Scaling V scales all three channels;
-scaling S moves each channel towards V or away from it. The hue does not change, so it need not be computed.
+In the hexcone model (HSV), V is the largest of R, G and B, and S is their range divided by V. Scaling V scales all three channels.
+Scaling S moves each channel towards V or away from it. The hue does not change, so it need not be computed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SIDE = 32
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Draw each channel towards its mean over the image."""
+    """Move each channel towards its mean over the image."""
     values = unit(pixels)
     mean = values.mean(axis=(2, 3), keepdims=True)
     return truncated((values - mean) * share + mean)
 
 
 def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
-    """Add a number to V, up to 1; black becomes grey."""
+    """Add a number to V and clip the result to 1; black becomes grey."""
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     raised = np.clip(largest + more, 0, 1)
@@ -34,7 +34,10 @@ def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
 
 
 def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> Bytes:
-    """Multiply S by a factor and add a summand, within 0 and 1; grey counts as red without saturation, as in the original."""
+    """Multiply S by a factor, add a number, and clip the result to the range from 0 to 1.
+
+    Grey is treated as red without saturation, as in the original.
+    """
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     depth = largest - values
@@ -47,7 +50,7 @@ def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> 
 
 
 def jpeg_compression(pixels: Bytes, streams: Streams, quality: int) -> Bytes:
-    """Convert to JPEG and back with Pillow, with its chroma subsampling of 4:2:0."""
+    """Encode as JPEG and decode again with Pillow, which uses 4:2:0 chroma subsampling."""
     with importing("the corruption jpeg_compression", "pillow", "bench"):
         from PIL import Image
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
@@ -60,18 +63,18 @@ def jpeg_compression(pixels: Bytes, streams: Streams, quality: int) -> Bytes:
 
 
 def pixelate(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Shrink to int(share * side) pixels and enlarge again, with Pillow's box filter."""
+    """Shrink the image to int(share * side) pixels per side and enlarge it again with Pillow's box filter."""
     side = pixels.shape[-1]
     small = int(side * share)
     for matrix in (_box(side, small), _box(small, side)):
-        # First along the rows, then along the columns, in whole levels after each, as Pillow does.
+        # Resize the rows first and then the columns, and round to whole levels after each step, as Pillow does.
         pixels = rounded(matrix @ rounded(pixels @ matrix.T))
     return pixels
 
 
 def _box(before: int, after: int) -> Floats:
-    # The matrix of Pillow's box filter: means of the pixels whose centre lies within half a new pixel. When enlarging,
-    # the window is one old pixel wide and takes exactly one.
+    # Return the matrix of Pillow's box filter, which averages the pixels whose centres lie within half a new pixel. When an image is
+    # enlarged, the window is one old pixel wide and contains exactly one pixel.
     scale = before / after
     width = max(scale, 1.0)
     centres = (np.arange(after)[:, None] + 0.5) * scale
@@ -81,17 +84,17 @@ def _box(before: int, after: int) -> Floats:
 
 
 def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes:
-    """Jitter three points about the centre and warp the image to match; then displace each pixel separately.
+    """Jitter three points around the centre, warp the image to match, and then displace each pixel separately.
 
-    The lengths (size and smoothness of the displacements, jitter of the affine map) grow with the side. The OpenCV of the published
-    images rounds the affine map's places to 1/32 of a pixel; here they are exact.
+    The lengths (size and smoothness of the displacements, jitter of the affine map) are proportional to the side. OpenCV, with which
+    the published images were made, rounds the affine map's positions to 1/32 of a pixel. Here, positions are exact.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=6 + 2 * side * side))
     places = np.arange(side, dtype=np.float64)
     rows, columns = np.meshgrid(places, places, indexing="ij")
-    # The affine map takes three points p to p + jitter; the result at q is the image at its inverse.
+    # The affine map takes three points p to p + jitter. The result at q is the image at the preimage of q.
     points = side // 2 + side // 3 * np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     homogeneous = np.broadcast_to(np.concatenate([points, np.ones((3, 1))], axis=1), (len(pixels), 3, 3))
     forward = np.linalg.solve(homogeneous, points + drawn[:, :6].reshape(-1, 3, 2) * jitter)  # rows x, y, 1
@@ -106,7 +109,7 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
 
 
 def _bilinear(images: Floats, rows: Floats, columns: Floats, border: Border) -> Floats:
-    # Images (n, channels, side, side) at positions (n, side, side) between pixels.
+    # Interpolate images (n, channels, side, side) at positions (n, side, side) between pixels.
     side = images.shape[-1]
     top, left = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     below, beside = (rows - top)[:, None], (columns - left)[:, None]

@@ -1,8 +1,8 @@
-"""Parts of the corruptions: pixels as values from 0 to 1, random numbers per image, linear filters.
+"""Building blocks of the corruptions: conversion of pixels to values from 0 to 1, random numbers per image, and linear filters.
 
-Random numbers belong to an image, not to its batch. Filters have the borders of the image programs they come from: a filter along
-one axis is a small matrix (side x side) that includes its border, so a separable filter is two matrix products for a
-whole batch, exact for any number of taps.
+Random numbers depend on the image, not on its batch. Filters treat borders like the original image programs. A filter along one axis
+is a small matrix (side x side) that includes the border. A separable filter is therefore two matrix products for a whole batch, and
+is exact for any number of taps.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-"""Images (n, channels, side, side) in storage format."""
+"""Images (n, channels, side, side) in uint8, as stored."""
 
 Floats = NDArray[np.float64]
-"""Images or layers for computation, in float64, since a result just below a whole number loses a level."""
+"""Images or layers for computation. They are in float64, because rounding down turns a result just below a whole number into the next
+lower level."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -44,9 +45,9 @@ Drawn = TypeVar("Drawn", bound=np.generic)
 class Streams:
     """One stream of random numbers for each of `count` images, the first of which has the index `first`.
 
-    Philox is a function of a key and a counter. The key comes from what is done (seed, corruption and severity, in `name`), and the
-    image's index is the upper part of the counter: streams of different images never meet, and none depends on how many images are
-    corrupted at once.
+    Philox is a function of a key and a counter. The key is derived from `name`, which contains the seed, the corruption and the
+    severity. The image's index is the upper part of the counter. Streams of different images therefore never overlap, and no stream
+    depends on the number of images corrupted at once.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Streams:
             yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
-        """Stack the draws of `one` for each image; every call starts the streams anew."""
+        """Stack the draws of `one` for each image; every call restarts the streams."""
         return np.stack([one(generator) for generator in self])
 
     def normal(self, shape: tuple[int, ...]) -> Floats:
@@ -91,9 +92,9 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 
 
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
-    """Apply a Gaussian blur, cut off at `truncate` standard deviations; sigma 0 does not change the images."""
+    """Apply a Gaussian blur, truncated at `truncate` standard deviations; sigma 0 does not change the images."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
-    # The matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps.
+    # Return the matrix of the map from x to sum_k taps[k] x[i + k - r], for 2 r + 1 taps.
     side, radius = images.shape[-1], len(taps) // 2
     matrix, rows = np.zeros((side, side)), np.arange(side)
     for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
@@ -119,10 +120,10 @@ def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
 
 
 def zooming(side: int, factor: float) -> Floats:
-    """Return the matrix that enlarges the centre of one axis by `factor`, linearly, to fill the axis.
+    """Return the matrix that enlarges the centre of one axis by `factor`, with linear interpolation, to fill the axis.
 
-    The middle ceil(side / factor) pixels become round(that * factor), whose first and last are the first and last
-    pixels taken, and of which the middle `side` are kept.
+    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels with the same first and last pixels. The middle
+    `side` pixels of the result are kept.
     """
     taken = int(np.ceil(side / factor))
     made = round(taken * factor)

@@ -1,4 +1,4 @@
-"""Noise of the sensor: Gaussian, shot, impulse, speckle. Each value of each channel is corrupted independently."""
+"""Noise corruptions: Gaussian, shot, impulse and speckle. Each value of each channel is corrupted independently."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def gaussian_noise(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
 
 
 def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
-    """Replace every value x by Poisson(c x) / c: fewer photons c at a white pixel mean more noise."""
+    """Replace every value x by Poisson(c x) / c. The noise grows as c, the number of photons at a white pixel, falls."""
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
     return truncated(np.stack(caught) / photons)
 
 
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Add salt and pepper: set a share of the values to 0 or 1, with equal probability."""
+    """Add salt-and-pepper noise: set a share of the values to 0 or 1 with equal probability."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
-    # One number decides both: below the share a value is hit, and below half of the share by pepper.
+    # One random number determines both: a value changes if the number is below the share, and becomes 0 if it is below half the share.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))
 
 

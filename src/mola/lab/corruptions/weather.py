@@ -1,11 +1,11 @@
-"""Weather: fog, snow, frost and spatter.
+"""Weather corruptions: fog, snow, frost and spatter.
 
-Frost is a piece of a picture of frost, added to the image. The original's five photographs are not part of this library: five
-pictures of **synthetic** frost replace them, bluish-white crystals grown from ridges of band-limited noise. Results on them are not
-comparable with the published results.
+Frost adds a crop of a picture of frost to the image. The original's five photographs are not part of this library. They are replaced
+by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results with synthetic frost
+are not comparable with published results.
 
-Spatter is drops of water at severities 1 to 3, mud at 4 and 5. It needs Canny's edges and the distance to them, computed as OpenCV
-does, for a whole batch.
+Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It uses Canny edges and the distances to them,
+computed as in OpenCV for a whole batch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
     *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
 )
-"""Rows and columns to the neighbours that come before a pixel, and the length of the path."""
+"""Row and column offsets of the neighbours that precede a pixel, and the lengths of the moves."""
 
 
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
-    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch one above `high`.
+    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch a ridge above `high`.
 
-    There is no smoothing. A ridge is larger than its neighbour before and at least as large as the one after, along
-    the gradient rounded to one of four directions (on diagonals, larger than both).
+    The layers are not smoothed. Along the gradient, rounded to one of four directions, the value on a ridge is larger than the
+    preceding value and at least as large as the following value. On diagonals, it is larger than both values.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
@@ -68,7 +68,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     slanted = np.where((across < 0) != (down < 0), rising, falling)
     crest = np.where(level, ridge(0, 1), np.where(upright, ridge(1, 0), slanted))
     candidates = crest & (strength > low)
-    # Pixels touch within their image only, corners included.
+    # Pixels that share a side or a corner are connected, but only within the same image.
     touching = np.zeros((3, 3, 3))
     touching[1] = 1
     pieces, count = ndimage.label(candidates, structure=touching)
@@ -80,12 +80,12 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 def distance(edges: NDArray[np.bool_]) -> Floats:
     """Return the length (n, side, side) of the shortest path from each pixel to an edge in moves of 1, 1.4 and 2.1969.
 
-    OpenCV's DIST_L2 with a mask of 5: one sweep forwards, one backwards, in whole numbers of 1 / 65536. Without any
-    edge all pixels are far (8192).
+    This is OpenCV's DIST_L2 with a mask of size 5: one forward sweep and one backward sweep, in integer multiples of 1 / 65536. If
+    there are no edges, the distance of all pixels is 8192.
     """
     side = edges.shape[-1]
     margin = 2
-    # Images last: one step of the sweep handles the whole batch at once.
+    # The image axis comes last, so that each step of the sweep processes the whole batch.
     field = np.full((side + 2 * margin, side + 2 * margin, len(edges)), FAR, dtype=np.int64)
     inner = slice(margin, margin + side)
     field[inner, inner] = np.where(np.moveaxis(edges, 0, -1), 0, FAR)
@@ -103,7 +103,7 @@ LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
 
 
 def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Bytes:
-    """Add c times plasma, then scale by m / (m + c), where m is the largest value of the image and c the thickness."""
+    """Add c times plasma and scale by m / (m + c), where m is the image's largest value and c is the thickness."""
     side = pixels.shape[-1]
     values = unit(pixels)
     brightest = values.max(axis=(1, 2, 3), keepdims=True)
@@ -112,10 +112,10 @@ def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Byte
 
 
 def plasma(streams: Streams, side: int, decay: float) -> Floats:
-    """Draw clouds (n, side, side) from 0 to 1 by the diamond-square scheme on a torus, for a side that is a power of 2.
+    """Draw clouds (n, side, side) from 0 to 1 with the diamond-square algorithm on a torus; the side must be a power of 2.
 
-    At each level a new point is the mean of its four neighbours plus w U(-w, w): first the centres of the squares, then
-    the centres of the diamonds between them; w starts at 100 and is divided by `decay` after each level.
+    At each level, a new point is the mean of its four neighbours plus w U(-w, w). The centres of the squares come first, and then the
+    centres of the diamonds between them. The roughness w starts at 100 and is divided by `decay` after each level.
     """
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=side * side - 1))
     grid = np.zeros((streams.count, side, side))
@@ -142,7 +142,10 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
 
 
 def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
-    """Let flakes fall, and fall upside down, on a scene that whitens; radius and sigma are those of the fall."""
+    """Whiten the image, and add motion-blurred snowflakes and the same snowflakes rotated by 180 degrees.
+
+    The radius and sigma are the parameters of the motion blur.
+    """
     mean, deviation, zoom, threshold, radius, sigma, share = parameters
     side = pixels.shape[-1]
     drawn = streams.draw(
@@ -168,13 +171,13 @@ OCTAVES = 5
 
 
 def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
-    """Return a image + b frost, in levels, cut off at 255; the piece of a picture of frost is drawn for each image."""
+    """Return a image + b frost, in levels, clipped at 255; a random crop of a frost picture is drawn for each image."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
     for index, generator in enumerate(streams):
         picture = pictures[generator.integers(len(pictures))]
-        # The last place is never used, as in the original.
+        # The last position is never used, as in the original.
         top, left = (int(generator.integers(max(1, length - side))) for length in picture.shape[1:])
         pieces[index] = picture[:, top : top + side, left : left + side]
     return np.clip(ours * pixels + theirs * pieces, 0, 255).astype(np.uint8)
@@ -182,10 +185,10 @@ def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
 
 @lru_cache(maxsize=2 * PICTURES)
 def synthetic_frost(index: int, side: int) -> Bytes:
-    """Make a picture of frost (3, side, side): ridged noise of several octaves, each growing on the octave before.
+    """Generate a picture of frost (3, side, side) from several octaves of ridged noise.
 
-    A ridge is where a smooth random field crosses 0: a thin curve. Fields are stretched along their own direction,
-    which makes needles. Every octave has twice the frequency, and shows where the octaves before it are bright, as
+    A ridge is a thin curve along which a smooth random field crosses 0. Each field is stretched in one direction, which produces
+    needles. Every octave has twice the frequency of the previous octave, and is visible where the previous octaves are bright, because
     crystals branch from crystals.
     """
     generator = np.random.Generator(np.random.Philox(key=index))
@@ -193,7 +196,7 @@ def synthetic_frost(index: int, side: int) -> Bytes:
     thick = _field(generator, side, 2.0 / 96, direction, stretch=1.0)
     growth, total = np.ones((side, side)), np.zeros((side, side))
     for octave in range(OCTAVES):
-        # A new direction each time, 60 degrees on: ice has six.
+        # Each direction differs from the previous direction by 60 degrees, because ice crystals have six arms.
         turned = direction + octave * np.pi / 3
         ridges = np.exp(-2.5 * np.abs(_field(generator, side, 3.0 / 96 * 2**octave, turned, stretch=2.5)))
         total += 0.8**octave * growth * ridges
@@ -205,7 +208,7 @@ def synthetic_frost(index: int, side: int) -> Bytes:
 
 
 def _field(generator: np.random.Generator, side: int, frequency: float, direction: float, stretch: float) -> Floats:
-    # A random field with mean 0 and variance 1 whose frequencies lie within about an octave of `frequency`.
+    # Draw a random field with mean 0 and variance 1, whose frequencies lie within about an octave of `frequency`.
     across = np.fft.rfftfreq(side)
     down = np.fft.fftfreq(side)[:, None]
     along = np.cos(direction) * across + np.sin(direction) * down
@@ -219,9 +222,9 @@ def _field(generator: np.random.Generator, side: int, frequency: float, directio
 WATER = np.array([175, 238, 238])[:, None, None] / 255
 MUD = np.array([63, 42, 20])[:, None, None] / 255
 LOW, HIGH = 50.0, 150.0
-"""Canny's thresholds."""
+"""Lower and upper threshold of the Canny edge detector."""
 REACH = 20.0
-"""Distances to the rim of a drop are cut off here."""
+"""Largest distance to the rim of a drop; larger distances are clipped."""
 RELIEF = np.array([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
 LEAST_MUD = 0.8
 
@@ -229,8 +232,8 @@ LEAST_MUD = 0.8
 def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     """Turn smooth noise above a threshold into liquid: light on the rims of drops, or dark spots of mud.
 
-    The steps are OpenCV's, in whole levels wherever OpenCV has whole levels. Two things differ: liquid above 1 is cut off
-    instead of starting again at 0, and an image without drops is unchanged instead of divided by 0.
+    The steps are the same as in OpenCV, with whole levels where OpenCV uses whole levels. There are two differences: liquid above 1 is
+    clipped rather than wrapping around to 0, and an image without drops is returned unchanged, which avoids a division by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = parameters
     layer = gaussian(mean + deviation * streams.normal(pixels.shape[2:]), blur)
@@ -244,10 +247,10 @@ def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    # Strength of the light in drops (n, side, side), at most 1 in each image.
+    # Return the strength of the light in drops (n, side, side), at most 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # Truncated: a mean that is a whole number must not fall below itself by rounding.
+    # Before truncation, rounding error must not move a mean that is a whole number below that number.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)
@@ -258,7 +261,7 @@ def _water(liquid: Bytes) -> Floats:
 def equalised(layers: Bytes) -> Bytes:
     """Equalise the histogram of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
 
-    The lowest level present is left out of the count and becomes 0; a layer of one level is unchanged.
+    The lowest level of a layer is not counted and becomes 0. A layer with a single level is unchanged.
     """
     total = layers[0].size if len(layers) else 1
     levels = int(layers.max(initial=0)) + 1

@@ -1,7 +1,7 @@
-"""The published data sets by name: their places on disk, and the addresses of their files.
+"""The published data sets by name, with the paths and the URLs of their files.
 
-Paths are relative to the data directory, and the folders that torchvision makes are among them. Checksums are those of torchvision
-and of the sets' own pages.
+Paths are relative to the data directory and include the folders that torchvision creates. Checksums are from torchvision and from the
+data sets' web pages.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Split:
     """A split of a data set."""
 
     folders: tuple[str, ...]
-    """Folders that may hold the files; the first is recommended."""
+    """Folders that may contain the files; the first folder is recommended."""
     files: tuple[tuple[str, ...], ...]
-    """Alternative lists of names: files, plain or compressed by gzip, or a folder of images."""
+    """Alternative lists of names. A list names files, which may be compressed by gzip, or a folder of images."""
     read: Reader
-    """Reads the images from the paths of one list."""
+    """Function that reads the images from the paths of one list."""
     count: int | None = None
-    """Number of published images; None if it is not known."""
+    """Number of published images; None if unknown."""
     downloads: tuple[Download, ...] = ()
 
     def find(self, directory: Path) -> list[Path] | None:
-        """Return the paths of a complete list in the first folder that has one, or None."""
+        """Return the paths of a complete list in the first folder that contains all its files; None if no folder does."""
         for names in self.files:
             for place in (directory / folder for folder in self.folders):
                 paths = [path for name in names if (path := _find(place / name)) is not None]
@@ -62,17 +62,17 @@ class Dataset:
     name: str
     """Name in this catalogue."""
     title: str
-    """Name given by its authors."""
+    """Name that the authors gave the data set."""
     classes: int
     shape: tuple[int, int, int]
     """Channels, height and width."""
     splits: Mapping[str, Split]
     """Splits by name, "train" and "test"."""
     hint: str = ""
-    """How to obtain a set that cannot be downloaded automatically."""
+    """Instructions for obtaining a data set that cannot be downloaded automatically."""
 
     def expected(self, split: str, directory: Path) -> str:
-        """Return the paths that are expected, and where the files come from."""
+        """Return the expected paths and the sources of the files."""
         wanted = self.splits[split]
         lines = [f"  {directory / wanted.folders[0] / name}" for name in wanted.files[0]]
         lines += [f"  from {download}" for download in wanted.downloads]
@@ -87,7 +87,7 @@ def _idx(prefix: str) -> tuple[str, str]:
 
 
 def _mnist_like(title: str, pages: str, sums: str) -> Dataset:
-    # MNIST and the sets with its file names: addresses of their pages, and checksums of images and labels, train and test.
+    # Return MNIST or a set with the same file names, given its URLs and the checksums of images and labels for training and testing.
     name, folder, md5 = title.lower(), title.replace("-", ""), iter(sums.split())
     splits = {}
     for split, prefix, count in (("train", "train", 60_000), ("test", "t10k", 10_000)):
@@ -106,12 +106,12 @@ def _emnist(split: str, count: int) -> Split:
     members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
     download = Download(tuple(f"{url}/gzip.zip" for url in urls), "58c8d27c78d21e728a6bc7b3cc06412e", members)
     folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
-    # Columns are stored as rows, and letters from label 1 on.
+    # Columns are stored as rows, and the labels of letters start at 1.
     return Split(folders, (files,), partial(read_idx_pair, first_label=1, transposed=True), count, (download,))
 
 
 def _notmnist(paths: Sequence[Path]) -> Images:
-    # Public conversions have MNIST's format; the published folder holds images, some of which are empty files.
+    # Public conversions have MNIST's format. The published folder contains image files, some of which are empty.
     if len(paths) == 2:
         return read_idx_pair(paths)
     folder = open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ")
@@ -127,7 +127,9 @@ def _cifar(title: str, classes: int, folder: str, files: Mapping[str, tuple[str,
     name, archive = title.lower().replace("-", ""), f"{title.lower()}-binary.tar.gz"
     read, splits = partial(read_cifar_binary, label_bytes=1 if classes == 10 else 2), {}
     for split, names in files.items():
-        flat = ("",) if classes == 10 else ()  # train.bin and test.bin could be anything
+        flat = (
+            ("",) if classes == 10 else ()
+        )  # without a CIFAR folder, train.bin and test.bin could belong to any data set
         members = {f"{folder}/{file}": f"{folder}/{file}" for file in names}
         download = Download((f"https://www.cs.toronto.edu/~kriz/{archive}",), md5, members)
         count = 50_000 if split == "train" else 10_000
@@ -142,7 +144,7 @@ def _svhn(split: str, count: int, md5: str) -> Split:
 
 
 def _lsun(paths: Sequence[Path]) -> Images:
-    # Resized without regard to proportions; one class, whatever subfolders an export has made.
+    # Images are resized without preserving proportions. There is one class, even if an export created subfolders.
     images = open_folder(paths[0], Preparation(resize=(32, 32))).load()
     return Images(images.pixels, images.labels * 0)
 
@@ -178,7 +180,7 @@ _ALL = (
         "notMNIST",
         10,
         GREY,
-        # The test set is the small set, cleaned by hand.
+        # The test set is the small set, which was cleaned manually.
         {
             "train": _notmnist_split("train", "large", 529_114),
             "test": _notmnist_split("t10k", "small", 18_724),
@@ -237,16 +239,18 @@ def data_directory(given: Path | str | None = None) -> Path:
     """Return the folder of the data sets: the given folder, or the value of `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
-        raise DataError(f"no data directory: pass the folder of the data sets (--data DIR), or set {VARIABLE} to it.")
+        raise DataError(
+            f"no data directory is given. Pass the folder of the data sets (--data DIR), or set the variable {VARIABLE}."
+        )
     path = Path(chosen).expanduser()
     if not path.is_dir():
         source = "" if given is not None else f" ({VARIABLE})"
-        raise DataError(f"the data directory {path}{source} is not a folder: create it, or choose another folder.")
+        raise DataError(f"the data directory {path}{source} is not a folder. Create it, or choose another folder.")
     return path
 
 
 def find_split(name: str, split: str) -> Split:
-    """Return a split of a data set; `OptionError` for an unknown name or split."""
+    """Return a split of a data set; raise `OptionError` for an unknown name or split."""
     dataset = DATASETS[one_of(name, DATASETS, "the data set")]
     if split not in dataset.splits:
         raise OptionError(f"{dataset.title} has the splits {', '.join(dataset.splits)}, got {split!r}.")
@@ -254,23 +258,23 @@ def find_split(name: str, split: str) -> Split:
 
 
 def has_images(name: str, split: str, directory: Path | str | None = None) -> bool:
-    """Return whether all files of a split are in the data directory."""
+    """Return True if all files of a split are in the data directory."""
     return find_split(name, split).find(data_directory(directory)) is not None
 
 
 def load_images(
     name: str, split: str, directory: Path | str | None = None, *, download: bool = False, progress: bool = True
 ) -> Images:
-    """Read a split ("train" or "test") of one of `DATASETS`, downloaded if it is missing and `download` is set.
+    """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images are in the order of the files, labelled from 0. If files are missing, the message lists the expected paths and addresses.
+    Images have the same order as in the files, and labels start at 0. If files are missing, the error lists expected paths and URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"
     if paths is None and download:
         try:
             if not wanted.downloads:
-                raise DataError("no address is known.")
+                raise DataError("no URL is known.")
             for one in wanted.downloads:
                 fetch(one, root, progress=progress)
         except DataError as error:
@@ -287,6 +291,6 @@ def load_images(
         raise DataError(
             f"{where} in {root} holds {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "
             f"{max(labels, default=0)}, expected shape {dataset.shape} (channels, height, width) and labels from 0 to "
-            f"{dataset.classes - 1}: is it another data set?"
+            f"{dataset.classes - 1}. Check that these files belong to this data set."
         )
     return images

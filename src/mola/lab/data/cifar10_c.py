@@ -1,7 +1,8 @@
-"""CIFAR-10-C and CIFAR-10H, which go with the CIFAR-10 test set: .npy files as published.
+"""Readers of CIFAR-10-C and CIFAR-10H, which are published as .npy files for the CIFAR-10 test set.
 
-CIFAR-10-C: a corruption's file has the 10,000 test images five times, (50000, 32, 32, 3), from severity 1 to severity 5, and one
-file has their labels. CIFAR-10H (Peterson et al., 2019): how many of about 50 people gave each label, (10000, 10).
+In CIFAR-10-C, the file of each corruption contains the 10,000 test images at severities 1 to 5, shape (50000, 32, 32, 3). One file
+contains their labels. CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about 50, who chose each label, shape
+(10000, 10).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ ARCHIVE = Download(
 
 
 def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
-    """Return the folder in the data directory that has the published files of all these corruptions, or None."""
+    """Return the folder in the data directory that contains the published files of all these corruptions; None if there is none."""
     names = [f"{name}.npy" for name in (*corruptions, "labels")]
     return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
 
 
 def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
-    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their order, under one corruption at severity 1 to 5."""
+    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their original order, with one corruption at severity 1 to 5."""
     pixels, labels = open_npy(folder / f"{corruption}.npy"), open_npy(folder / "labels.npy")
     count = len(labels) // len(SEVERITIES)
     if pixels.shape != (len(labels), 32, 32, 3) or labels.shape != (count * len(SEVERITIES),):
         raise DataError(
-            f"{folder / corruption}.npy has the shape {pixels.shape} and labels.npy {labels.shape}: expected (n, 32, 32, 3) and (n,), "
-            f"with n the images of {len(SEVERITIES)} severities. {FETCH_AGAIN}"
+            f"{folder / corruption}.npy has the shape {pixels.shape}, and labels.npy has the shape {labels.shape}. Expected "
+            f"(n, 32, 32, 3) and (n,), where n is the number of images at all {len(SEVERITIES)} severities. {FETCH_AGAIN}"
         )
     rows = slice((severity - 1) * count, severity * count)
     chosen = np.ascontiguousarray(pixels[rows].transpose(0, 3, 1, 2))
@@ -57,13 +58,13 @@ PEOPLE = tuple(
     for file in ("cifar10h-counts.npy", "counts.npy")
 )
 LEAST_AGREEMENT = 0.95
-"""Share of images on which the majority must agree with CIFAR-10's label; 99.2 % in the published file."""
+"""Minimum share of images for which the majority label must equal CIFAR-10's label. The share in the published file is 99.2 %."""
 
 
 def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor | None:
-    """Read how many people gave each label, (10000, 10) in int64; None if the file is not in the data directory.
+    """Read the number of people who chose each label, (10000, 10) in int64; return None if the file is not in the data directory.
 
-    The labels (10000,) of the CIFAR-10 test set show whether the images are in the same order.
+    The labels (10000,) of the CIFAR-10 test set are used to check the order of the images.
     """
     root = data_directory(directory)
     path = next((root / place for place in PEOPLE if (root / place).is_file()), None)
@@ -73,7 +74,7 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
     fits = counts.shape == (len(labels), 10) and bool((counts.sum(1) > 0).all())
     if not fits or float((counts.argmax(1) == labels).double().mean()) < LEAST_AGREEMENT:
         raise DataError(
-            f"{path}: expected counts ({len(labels)}, 10) whose majority agrees with the test labels on 99 % of the images, got the "
-            f"shape {tuple(counts.shape)}. Fetch the file from https://github.com/jcpeterson/cifar-10h."
+            f"{path}: expected counts ({len(labels)}, 10) whose majority label equals the test label for 99 % of the images, got the "
+            f"shape {tuple(counts.shape)}. Download the file from https://github.com/jcpeterson/cifar-10h."
         )
     return counts

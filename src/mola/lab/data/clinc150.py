@@ -1,7 +1,7 @@
-"""CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and requests out of scope; sentences as feature rows.
+"""Reader of CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and out-of-scope requests.
 
-A sentence becomes the mean of its tokens' rows in the table of the package `wordllama`. The package's files are read directly:
-nothing of it is imported, and nothing is downloaded.
+The features of a sentence are the mean of its tokens' rows in the embedding table of the package `wordllama`. The package's files are
+read directly. The package is not imported, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ FOLDERS = ("clinc150", "oos-eval/data", "")
 PAGE = "https://github.com/clinc/oos-eval (data/data_full.json, CC BY 3.0)"
 
 PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
-"""Parts of the file: requests in scope for training, validation and testing, and requests out of scope."""
+"""Parts of the file: in-scope requests for training, validation and testing, and out-of-scope requests."""
 
 WIDTH = 256
-"""Features of a sentence."""
+"""Number of features of a sentence."""
 
 TABLE, TOKENS = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Sentences with the indices of their intents; -1 is out of scope."""
+    """Sentences with the indices of their intents; out-of-scope sentences have index -1."""
 
     sentences: tuple[str, ...]
     labels: tuple[int, ...]
 
 
 def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
-    """Read the published file: the requests by part, as in `PARTS`, labelled by the alphabetical order of the intents."""
+    """Read the published file and return the requests by part (see `PARTS`). Labels follow the alphabetical order of the intents."""
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:
@@ -54,7 +54,7 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
-        raise DataError(f"{path} is not the CLINC150 file ({error}): download it again from {PAGE}.") from error
+        raise DataError(f"{path} is not the CLINC150 file ({error}). Download it again from {PAGE}.") from error
     intents = sorted({intent for _, intent in pairs["train"]})
     places = {intent: place for place, intent in enumerate(intents)}
     found = {}
@@ -62,19 +62,19 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
         outside = part.startswith("oos")
         unknown = sorted({intent for _, intent in given if intent not in places})
         if unknown and not outside:
-            raise DataError(f"{path}: {part} has intents that train lacks: {', '.join(unknown[:3])}.")
+            raise DataError(f"{path}: {part} contains intents that are missing in train: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else places[intent] for _, intent in given)
         found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
     return found
 
 
 def embed(sentences: Sequence[str]) -> Tensor:
-    """Return a row for each sentence, (n, WIDTH) in float32; `DataError` if a sentence has no words."""
+    """Return a row of features for each sentence, (n, WIDTH) in float32; raise `DataError` if a sentence has no words."""
     table, tokenizer = _package()
     rows = torch.empty(len(sentences), WIDTH)
     for index, encoded in enumerate(tokenizer.encode_batch(list(sentences), add_special_tokens=False)):
         if not encoded.ids:
-            raise DataError(f"sentence {index} is empty ({sentences[index]!r}): leave it out.")
+            raise DataError(f"sentence {index} is empty ({sentences[index]!r}). Remove it.")
         rows[index] = table[encoded.ids].mean(0)
     return rows
 
@@ -90,6 +90,6 @@ def _package() -> tuple[Tensor, Any]:
         tokenizer = Tokenizer.from_file(str(folder / TOKENS))
     except (OSError, SafetensorError, KeyError) as error:
         raise DataError(
-            f"wordllama's files in {folder} cannot be read ({error}): install it again, version 0.4."
+            f"wordllama's files in {folder} cannot be read ({error}). Reinstall wordllama, version 0.4."
         ) from error
     return table, tokenizer

@@ -1,4 +1,4 @@
-"""Downloads of published data sets: checked against their MD5 checksums; an incomplete or damaged file is not kept."""
+"""Downloads of published data sets. MD5 checksums are verified, and incomplete or damaged files are deleted."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Download:
     """A published file or archive."""
 
     urls: tuple[str, ...]
-    """Addresses, tried in this order."""
+    """URLs, which are tried in this order."""
     md5: str
     files: Mapping[str, str]
-    """Paths under the data directory, by the names of the members of an archive; "" is the name of a single file."""
+    """Paths relative to the data directory, by the names of the archive's members; the name of a single file is ""."""
 
     def __str__(self) -> str:
         return f"{self.urls[0]} (md5 {self.md5})"
 
 
 def fetch(download: Download, directory: Path, *, progress: bool = True) -> None:
-    """Download a file, or the members of an archive, from the first address that delivers it with the right checksum.
+    """Download a file, or the members of an archive, from the first URL that provides it with the right checksum.
 
-    Files that exist already, plain or compressed, are left alone.
+    Existing files, plain or compressed, are not replaced.
     """
     with importing("downloading data sets", "pooch", "bench"):
         import pooch  # type: ignore[import-untyped]
@@ -58,7 +58,7 @@ def fetch(download: Download, directory: Path, *, progress: bool = True) -> None
                     path.parent.mkdir(parents=True, exist_ok=True)
                     (Path(folder) / (member or name)).replace(path)
             return
-        # Errors of requests are OSErrors; a wrong checksum is a ValueError of pooch; a missing member is a KeyError.
+        # Failed requests raise OSError, a wrong checksum makes pooch raise ValueError, and a missing member raises KeyError.
         except (OSError, ValueError, EOFError, KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
             failures.append(f"{url}: {' '.join(str(error).split())}")
     raise DataError(f"{name} (md5 {download.md5}) is not available: {'; '.join(failures)}.")

@@ -1,7 +1,7 @@
 """Data sets that need no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
-The digits are 1797 grey images of 8 x 8 pixels between 0 and 1. Inputs that are not digits have the same size and value range, so
-that neither gives them away.
+The digits are 1797 grey images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and value
+range, so that neither property identifies them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ CLASSES = 10
 MOONS_CENTRE = (0.5, 0.25)
 
 LEAST_CONTRAST = 0.1
-"""Patches of clear sky, whose brightness varies less than this, are left out: stretched, they are camera noise."""
+"""Minimum variation in brightness of a patch. It excludes clear sky, which would contain only camera noise after stretching."""
 
 LARGEST_ZOOM = 8
-"""Patches are squares of 8 to 64 pixels, averaged down: from texture to whole petals and roofs."""
+"""Largest factor by which patches are averaged down. Patches are squares of 8 to 64 pixels, which show textures as well as whole
+petals and roofs."""
 
 
 def _sklearn(feature: str) -> Any:
@@ -35,7 +36,7 @@ def _sklearn(feature: str) -> Any:
 
 @dataclass(frozen=True)
 class Digits:
-    """The digits in three parts; inputs are (n, 1, 8, 8) in float32, between 0 and 1."""
+    """The digits in three parts; inputs have the shape (n, 1, 8, 8) in float32, with values between 0 and 1."""
 
     train: Labelled
     val: Labelled
@@ -43,7 +44,7 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """Split the digits at random into 1000 training, 297 validation and 500 test data."""
+    """Split the digits at random into 1000 training, 297 validation and 500 test images."""
     pixels, target = _sklearn("the handwritten digits").load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(target).long()
@@ -52,9 +53,9 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points (count, 2) in float32 of two interleaved half circles of radius 1 around the origin, with their classes.
+    """Draw points (count, 2) in float32 from two interleaved half circles of radius 1 around the origin, with their classes.
 
-    `noise` is the standard deviation of the scatter about the circles.
+    `noise` is the standard deviation of the points around the half circles.
     """
     points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
     centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
@@ -62,9 +63,9 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
 
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw patches (count, 1, side, side) of scikit-learn's two sample photographs, each stretched to the range from 0 to 1."""
+    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, each stretched to the range from 0 to 1."""
     datasets = _sklearn("natural-image patches")
-    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports it only here
+    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only for photographs
         photographs = datasets.load_sample_images().images
     grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)
@@ -85,6 +86,6 @@ def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
 
 
 def uniform_noise(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw images (count, 1, side, side) in float32 with independent pixels, uniform between 0 and 1."""
+    """Draw images (count, 1, side, side) in float32 with independent pixels, uniformly distributed between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""Folders of image files, decoded batch by batch: ImageNet, ImageNet-C and a user's own.
+"""Folders of image files, decoded batch by batch: ImageNet, ImageNet-C and the user's folders.
 
-The subfolders of a folder are its classes, numbered in alphabetical order; the images of a class are all image files in its
-subfolder, at any depth, in the order of their paths. Pillow decodes them.
+The subfolders of a folder are its classes, numbered in alphabetical order. The images of a class are all image files in its
+subfolder, at any depth, sorted by path. Pillow decodes the images.
 
-ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets; ImageNet-C in
+ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets. ImageNet-C is expected in
 `imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class
-numbers follow the alphabetical order of the synsets, as for all published networks. If some of the 1000 are missing, a file
-`synsets.txt` next to `val`, with one name on each line, gives the numbers.
+numbers follow the alphabetical order of the synsets, as for all published networks. If some of the 1000 synsets are missing, a file
+`synsets.txt` next to `val` must list all names, one per line, in the order of their class numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""Endings of image files, in lower case; ImageNet's files end in .JPEG."""
+"""File extensions of images, in lower case; case is ignored, because ImageNet's files end in .JPEG."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Preparation:
     """Resizing and cropping of an image to the size of a network's inputs.
 
     Attributes:
-        resize: length of the shorter side, keeping proportions; or (height, width), distorting; None keeps the size. Bilinear with
-            antialiasing, as in Pillow and torchvision.
-        crop: side of the central square that is cut out afterwards; None keeps the whole image.
-        mode: Pillow's colour mode: "RGB" or "L" for grey.
+        resize: length of the shorter side, which preserves proportions; or (height, width), which does not; None keeps the size.
+            Resizing is bilinear with antialiasing, as in Pillow and torchvision.
+        crop: side of the central square to which the resized image is cropped; None keeps the whole image.
+        mode: colour mode in Pillow, "RGB" for colour or "L" for grey.
     """
 
     resize: int | tuple[int, int] | None = None
@@ -48,7 +48,7 @@ class Preparation:
     mode: str = "RGB"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Return bytes (channels, height, width)."""
+        """Return the pixels (channels, height, width) in uint8."""
         from PIL import Image
 
         image = in_bytes(image).convert(self.mode)
@@ -63,25 +63,25 @@ class Preparation:
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:
             left, top = (_margin(side - self.crop) for side in image.size)
-            # Beyond the border of a smaller image, Pillow fills with 0.
+            # Pillow fills the area outside a smaller image with 0.
             image = image.crop((left, top, left + self.crop, top + self.crop))
         pixels = torch.from_numpy(np.array(image))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Return the image with 8 bits a pixel: Pillow's own conversion clips all values above 255 to white."""
+    """Return the image with 8 bits per channel, because Pillow's conversion clips all values above 255 to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are of mode {image.mode}, whose range is unknown: save it with 8 or 16 bits")
+        raise ValueError(f"its pixels have the mode {image.mode}, whose range is unknown; save it with 8 or 16 bits")
     return image
 
 
 def _margin(spare: int) -> int:
-    # Pixels cut off in front, rounded as in torchvision; negative if pixels are added.
+    # Return the number of pixels to remove at the start, rounded as in torchvision; it is negative if pixels are added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
@@ -91,31 +91,31 @@ class ImageFolder:
 
     paths: tuple[Path, ...]
     labels: Tensor
-    """Classes (n,) in int64."""
+    """Class indices (n,) in int64."""
     classes: tuple[str, ...]
     """Names of the classes."""
     prepare: Preparation = field(default_factory=Preparation)
-    """Turns a decoded image into pixels."""
+    """Function that turns a decoded image into pixels."""
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def part(self, indices: Tensor | Sequence[int]) -> ImageFolder:
-        """Return the images at these places, in this order."""
+        """Return the images with these indices, in this order."""
         places = torch.as_tensor(indices).long()
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
     def evenly(self, count: int | None) -> ImageFolder:
-        """Return at most `count` images, evenly spaced, since they are in the order of classes; None returns all."""
+        """Return at most `count` images, evenly spaced, because the images are sorted by class; None returns all images."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
     def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 1) -> FolderBatches:
-        """Return a loader of the images in their order, for `mola.fit`, `tune` and `predict`.
+        """Return a loader that yields the images in order, for `mola.fit`, `tune` and `predict`.
 
         Args:
-            size: images in a batch; one batch is in memory.
-            normalise: turns bytes into network inputs; None leaves bytes.
-            workers: threads that decode a batch.
+            size: number of images in a batch; only one batch is in memory at a time.
+            normalise: function that turns pixels in uint8 into network inputs; None returns the pixels.
+            workers: number of threads that decode a batch.
         """
         return FolderBatches(self, size, normalise, workers)
 
@@ -144,15 +144,15 @@ class FolderBatches:
                 shapes = {tuple(image.shape) for image in images}
                 if len(shapes) > 1:
                     raise DataError(
-                        f"images from {self.folder.paths[rows][0]} on have different shapes {sorted(shapes)}: resize and crop them "
-                        f"with a Preparation."
+                        f"the images of the batch that starts with {self.folder.paths[rows][0]} have different shapes "
+                        f"{sorted(shapes)}. Resize and crop them with a Preparation."
                     )
                 pixels = torch.stack(images)
                 yield (pixels if self.normalise is None else self.normalise(pixels)), self.folder.labels[rows]
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the image files of a folder at any depth, sorted by path, without hidden files."""
+    """List the image files in a folder at any depth, sorted by path, without hidden files."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and not path.name.startswith("."))
     return sorted(path for path in found if path.is_file())
 
@@ -167,30 +167,30 @@ def open_folder(
 
     Args:
         root: the folder.
-        prepare: brings images to one size.
-        classes: names of all classes in the order of their numbers, if some have no subfolder here.
+        prepare: function that resizes images to a common size.
+        classes: names of all classes in the order of their numbers, if some classes have no subfolder.
 
     Raises:
-        DataError: there is no such folder, or it holds no images.
+        DataError: the folder does not exist, or contains no images.
     """
     with importing("reading image files", "pillow", "bench"):
         import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image
     root = Path(root)
     if not root.is_dir():
-        raise DataError(f"{root} is not a folder: expected a folder with a subfolder of images for each class.")
+        raise DataError(f"{root} is not a folder. Expected a folder with a subfolder of images for each class.")
     subfolders = _subfolders(root)
     names = tuple(classes) if classes is not None else tuple(path.name for path in subfolders) or (root.name,)
     unknown = [path.name for path in subfolders if path.name not in names]
     if unknown:
         raise DataError(
-            f"{root} has the subfolder {unknown[0]}, expected one of {len(names)} classes ({names[0]}, ...)."
+            f"{root} contains the subfolder {unknown[0]}, expected one of {len(names)} classes ({names[0]}, ...)."
         )
     number = {name: index for index, name in enumerate(names)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     if not subfolders and classes is None:
         listed = [(path, 0) for path in image_files(root)]
     if not listed:
-        raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
+        raise DataError(f"{root} contains no images. Expected files that end in {', '.join(sorted(ENDINGS))}.")
     labels = torch.tensor([label for _, label in listed])
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
@@ -205,7 +205,7 @@ def _decode(path: Path, prepare: Preparation) -> Tensor:
     try:
         with Image.open(path) as image:
             return prepare(image)
-    # Pillow's decoders raise any of these for truncated files and for files that are no images.
+    # Pillow's decoders raise any of these exceptions for truncated files and for files that are not images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
@@ -215,14 +215,14 @@ def _decode(path: Path, prepare: Preparation) -> Tensor:
 
 CLASSES = 1000
 CENTRE_224 = Preparation(resize=256, crop=224)
-"""The paper's: the shorter side to 256 pixels, then the central 224 x 224."""
+"""The paper's preparation: resize the shorter side to 256 pixels, and crop the central 224 x 224 pixels."""
 SYNSETS = "synsets.txt"
 PLACES = ("imagenet", "ImageNet", "ILSVRC2012", "")
 PLACES_C = ("imagenet-c", "ImageNet-C", "imagenet_c", "Imagenet-C", "")
 
 
 def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation = CENTRE_224) -> ImageFolder:
-    """Open ImageNet's images of a split, "train" or "val"; `DataError` if they are not in the data directory."""
+    """Open the images of an ImageNet split, "train" or "val"; raise `DataError` if they are not in the data directory."""
     for folder in (directory / place / split for place in PLACES):
         if folder.is_dir():
             return open_folder(folder, prepare, classes=_synsets(folder, (folder.parent, directory)))
@@ -233,7 +233,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
 
 
 def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
-    """Return the folder of ImageNet-C's images of one corruption at severity 1 to 5, if it is in the data directory."""
+    """Return the folder with ImageNet-C's images of a corruption at severity 1 to 5; None if it is not in the data directory."""
     for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
@@ -249,9 +249,9 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
         if path.is_file():
             names = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
             if len(set(names)) != len(names):
-                raise DataError(f"{path} lists a synset twice among its {len(names)} lines.")
+                raise DataError(f"{path} contains a synset twice among its {len(names)} lines.")
             return names
     raise DataError(
-        f"{folder} has {len(present)} subfolders, expected ImageNet's {CLASSES} synsets, which determine the class numbers: complete "
-        f"it, or put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
+        f"{folder} has {len(present)} subfolders, expected ImageNet's {CLASSES} synsets, which determine the class numbers. Add the "
+        f"missing subfolders, or put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
     )

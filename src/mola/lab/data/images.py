@@ -1,7 +1,7 @@
-"""Labelled images in memory as bytes, and their normalisation: x / 255, minus a mean, over a standard deviation, by channel.
+"""Labelled images in memory as bytes, and their normalisation: (x / 255 - mean) / std for each channel.
 
-Out-of-distribution inputs are normalised like the network's training data, since a deployed network cannot tell where an input
-comes from.
+Out-of-distribution inputs are normalised like the network's training data, because a deployed network gets no information about
+the source of an input.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Images:
         return len(self.labels)
 
     def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
-        """Return the images at these places, in this order."""
+        """Return the images with these indices, in this order."""
         if not isinstance(indices, slice | Tensor):
             indices = torch.tensor(indices, dtype=torch.int64)
         return Images(self.pixels[indices], self.labels[indices])
 
     def evenly(self, count: int | None) -> Images:
-        """Return at most `count` images, evenly spaced, since files may be in the order of classes; None returns all."""
+        """Return at most `count` images, evenly spaced, because files may be sorted by class; None returns all images."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
 
 def even_places(total: int, count: int) -> Tensor:
-    """Return `count` places among `total`, evenly spaced from the first to the last."""
-    # Integers, so that the choice does not depend on the default floating-point type.
+    """Return `count` of `total` indices, evenly spaced from the first to the last."""
+    # Use integers, so that the choice does not depend on the default floating-point type.
     return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
 
 def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:
-    """Divide a test set at random into `validation` images to tune on and images to report on, as the paper's experiments do."""
+    """Split a test set at random into `validation` images for tuning and the remaining images for testing, as in the paper."""
     if not 0 < validation < len(images):
         raise OptionError(
-            f"validation must be between 1 and {len(images) - 1} of {len(images)} images, got {validation}."
+            f"validation must be between 1 and {len(images) - 1} for a set of {len(images)} images, got {validation}."
         )
     sizes = [validation, len(images) - validation]
     places: Sequence[int] = range(len(images))
@@ -67,7 +67,7 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Mean and standard deviation of pixels between 0 and 1, one for each channel or one for all channels."""
+    """Means and standard deviations of pixels between 0 and 1, for each channel or for all channels."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -90,15 +90,15 @@ class Normalisation:
             torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
             for values in (self.mean, self.std)
         )
-        # Divided first, as is usual: another order would change the last bits of a network's inputs.
+        # Divide by 255 first, as is usual, because another order would change the last bits of a network's inputs.
         return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
 
 
 NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
     {
-        # x / 255 alone: the paper's for MNIST and its outliers.
+        # x / 255, as in the paper for MNIST and its outliers
         "none": Normalisation(),
-        # The paper's.
+        # as in the paper
         "cifar10": Normalisation((125.3 / 255, 123 / 255, 113.9 / 255), (63 / 255, 62.1 / 255, 66.7 / 255)),
         "imagenet": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     }
@@ -106,5 +106,5 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
 
 
 def normalisation(name: str) -> Normalisation:
-    """Return the normalisation of this name; `OptionError` if there is none."""
+    """Return the normalisation with this name; raise `OptionError` for an unknown name."""
     return NORMALISATIONS[one_of(name, NORMALISATIONS, "normalise")]

@@ -1,12 +1,12 @@
-"""One reader for each file format of images: idx (MNIST and its relatives), CIFAR's binary files, NumPy and MATLAB arrays.
+"""Readers of image file formats: idx (MNIST and related sets), CIFAR's binary files, and NumPy and MATLAB arrays.
 
-**idx**: two zero bytes, the type of the values (8: unsigned bytes), the number of dimensions, each dimension in four bytes (most
-significant first), then the values with the last dimension running fastest. Often compressed by gzip.
+**idx**: two zero bytes, the type of the values (8 for unsigned bytes), the number of dimensions, each dimension in four bytes (most
+significant first), then the values in row-major order. The files are often compressed by gzip.
 
-**CIFAR binary**: a record is one label byte (CIFAR-100: the coarse and the fine label), then the red, the green and the blue plane
-of 32 x 32 pixels. The Python version of these sets is a pickle, and is not read.
+**CIFAR binary**: a record is one label byte (for CIFAR-100, the coarse and the fine label), then the red, the green and the blue plane
+of 32 x 32 pixels. The Python version of these sets, which is a pickle, is not supported.
 
-**Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,); SVHN's .mat with X (32, 32, 3, n)
+**Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,); or SVHN's .mat with X (32, 32, 3, n)
 and y (n, 1).
 """
 
@@ -33,7 +33,7 @@ SIDE = 32
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file, unpacked if its name ends in .gz."""
+    """Read a file, and decompress it if its name ends in .gz."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
@@ -58,31 +58,32 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     shape = struct.unpack(f">{dimensions}I", content[4:start])
     if len(content) != start + math.prod(shape):
         raise DataError(
-            f"{path} holds {len(content):,} bytes; its header announces {start + math.prod(shape):,} bytes for {shape}. {FETCH_AGAIN}"
+            f"{path} contains {len(content):,} bytes, but its header specifies {start + math.prod(shape):,} bytes "
+            f"for the shape {shape}. {FETCH_AGAIN}"
         )
-    # A copy, since a tensor over immutable bytes could be written to by mistake.
+    # Copy the array, because writing to a tensor over immutable bytes is undefined.
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
 
 
 def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bool = False) -> Images:
-    """Read grey images (n, 1, height, width) and their labels; EMNIST's files store columns as rows, and letters from label 1 on."""
+    """Read grey images (n, 1, height, width) and their labels. In EMNIST, columns are stored as rows, and labels start at 1."""
     pixels, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(pixels) != len(labels):
-        raise DataError(f"{paths[0]} holds {len(pixels)} images but {paths[1]} holds {len(labels)} labels.")
+        raise DataError(f"{paths[0]} contains {len(pixels)} images, but {paths[1]} contains {len(labels)} labels.")
     if transposed:
         pixels = pixels.transpose(1, 2).contiguous()
     return Images(pixels[:, None], labels.long() - first_label)
 
 
 def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
-    """Read images (n, 3, 32, 32) of binary files: CIFAR-10 with one label byte, or CIFAR-100 with two, the second of which is fine."""
+    """Read images (n, 3, 32, 32) from binary files of CIFAR-10 (one label byte) or CIFAR-100 (coarse and fine label)."""
     record = label_bytes + 3 * SIDE * SIDE
     rows = []
     for path in paths:
         content = np.frombuffer(read_bytes(path), np.uint8)
         if len(content) == 0 or len(content) % record:
             raise DataError(
-                f"{path} holds {len(content):,} bytes, expected a multiple of {record:,}: {label_bytes} label bytes and "
+                f"{path} contains {len(content):,} bytes, expected a multiple of {record:,}: {label_bytes} label bytes and "
                 f"3 x {SIDE} x {SIDE} pixels for each image. {FETCH_AGAIN}"
             )
         rows.append(content.reshape(-1, record))
@@ -93,7 +94,7 @@ def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
 
 
 def open_npy(path: Path) -> np.ndarray:
-    """Open a NumPy array of integers on disk: only the required part of a large file is read."""
+    """Open a NumPy array of integers on disk. Only the required part of a large file is read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -105,12 +106,12 @@ def open_npy(path: Path) -> np.ndarray:
     return array
 
 
-# SciPy and NumPy do not document their exceptions for broken files: these are what truncated and overwritten files gave.
+# SciPy and NumPy do not document their exceptions for damaged files. Truncated and overwritten files raised these exceptions.
 BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 
 
 def read_arrays(paths: Sequence[Path]) -> Images:
-    """Read images (n, 3, 32, 32) from an .npz or .mat file. Without labels all are of class 0; label 10 is SVHN's digit 0."""
+    """Read images (n, 3, 32, 32) from an .npz or .mat file. Without labels, all classes are 0. SVHN's label 10 becomes class 0."""
     (path,) = paths
     content = BytesIO(read_bytes(path))
     try:

@@ -1,4 +1,4 @@
-"""Transformations of images: random flips and shifts for training, rotations as a gradual shift, grey images as colour images."""
+"""Transformations of images: random flips and crops for training, rotations, and conversion of grey images to colour."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mola.errors import importing
 from mola.options import one_of
 
 ANGLES = tuple(range(0, 181, 15))
-"""Degrees of the paper's rotated MNIST."""
+"""Rotation angles of the paper's rotated MNIST, in degrees."""
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Mirror each of (n, channels, height, width) images with probability one half, and shift it by up to `padding` pixels each way.
+    """Mirror each of the images (n, channels, height, width) with probability 1/2, and shift it by up to `padding` pixels per axis.
 
-    The border is filled with 0: pass bytes, before normalisation, for a black border as in the paper's recipe.
+    The border is filled with 0. For a black border as in the paper's recipe, pass pixels in uint8, before normalisation.
     """
     count, channels, height, width = images.shape
     device = generator.device
@@ -28,7 +28,7 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
     rows = top + torch.arange(height, device=device)
     columns = left + torch.arange(width, device=device)
     columns = torch.where(flipped, columns.flip(1), columns)
-    # One index into each flattened image: a gather over all channels is many times faster than a loop over images.
+    # Use one index into each flattened image, because a gather over all channels is many times faster than a loop over images.
     padded = functional.pad(images, [padding] * 4)
     index = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
     index = index.view(count, 1, height * width).expand(-1, channels, -1).to(images.device)
@@ -36,10 +36,10 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
-    """Rotate images (n, channels, height, width) counter-clockwise about their centre, filling with 0.
+    """Rotate images (n, channels, height, width) counter-clockwise about their centre, and fill the border with 0.
 
-    `"nearest"` is the paper's rotated MNIST: Pillow's rotation, which torchvision uses by default. `"bilinear"` is for very small
-    images: at 8 x 8 pixels the nearest pixel tears strokes apart.
+    `"nearest"` gives the paper's rotated MNIST: it is Pillow's rotation, which torchvision uses by default. `"bilinear"` is for very
+    small images, because the nearest pixel would break up the strokes of an image of 8 x 8 pixels.
     """
     if one_of(interpolation, ("bilinear", "nearest"), "interpolation") == "nearest":
         with importing("rotated images", "pillow", "bench"):
@@ -50,21 +50,21 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
     if degrees % 360 == 0:
         return images
     angle = math.radians(degrees)
-    # Maps places in the result to places in the source, with y pointing down.
+    # The matrix maps positions in the result to positions in the source, with y pointing down.
     inverse = images.new_tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
     grid = functional.affine_grid(inverse.expand(len(images), 2, 3), list(images.shape), align_corners=False)
     return functional.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:
-    """Return square colour images (n, 3, side, side) in uint8: grey channels repeated, other sizes resized.
+    """Convert images to square colour images (n, 3, side, side) in uint8: repeat grey channels, and resize other sizes.
 
-    Resized as by Pillow's bilinear filter, first along rows and then along columns, rounded to bytes after each.
+    Resizing is the same as Pillow's bilinear filter, first along rows and then along columns, with rounding to bytes after each step.
     """
     height = pixels.shape[2]
     for size in ((height, side), (side, side)):
         if tuple(pixels.shape[2:]) != size:
             values = functional.interpolate(pixels.float(), size, mode="bilinear", align_corners=False, antialias=True)
-            # Halves are rounded up, as Pillow does: `round` would round them to even numbers.
+            # Round halves up, as Pillow does, because `round` would round them to even numbers.
             pixels = (values + 0.5).floor().clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels

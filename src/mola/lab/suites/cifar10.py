@@ -1,4 +1,4 @@
-"""CIFAR-10: corrupted, and against other sets of 32 x 32 colour images."""
+"""The CIFAR-10 suite: corrupted images, and outliers from other sets of 32 x 32 colour images."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OUTLIERS = {
     "tinyimagenet": "TinyImageNet",
     "mnist": "MNIST",
 }
-"""The paper's three, and two more of OpenOOD's."""
+"""The paper's three outlier sets, and two more from OpenOOD."""
 
 
 def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
-    # Every image is corrupted once, by the types in turn: image i gets type i modulo their number. `images` are the first of the test
-    # set.
+    # Every image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first
+    # images of the test set.
     types, pixels = CORRUPTION_SETS[options.corruptions], images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
@@ -48,7 +48,7 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
         made = test.evenly(options.test).part(slice(0, len(images))).part(rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
-                f"the labels of CIFAR-10-C's {corruption} differ from those of the CIFAR-10 test set: download both again."
+                f"the labels of CIFAR-10-C's {corruption} differ from the labels of the CIFAR-10 test set. Download both sets again."
             )
         pixels[rows] = made.pixels
     return Images(pixels, images.labels)
@@ -62,7 +62,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
         try:
             fetch(ARCHIVE, root)
         except DataError as error:
-            warn(f"CIFAR-10-C cannot be downloaded and is generated instead: {error}")
+            warn(f"CIFAR-10-C could not be downloaded, so it is generated instead: {error}")
         published = find_cifar10_c(types, root)
     severities = {
         f"severity {severity}": image_source(
@@ -87,10 +87,10 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 
 
 def _measures(options: DataOptions) -> dict[str, Measure]:
-    # Agreement with people's labels, if CIFAR-10H is in the data directory.
+    # Compute the agreement with human labels if CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
-    # Divided like the images: labels are replaced by places.
+    # Split in the same way as the images: indices take the place of labels.
     _, test = split_validation(Images(images.pixels, torch.arange(len(images))))
     return {} if counts is None else {"people": partial(human_labels, counts[test.evenly(options.test).labels])}
 
@@ -113,4 +113,4 @@ CIFAR10 = Suite(
         "MNIST as outliers: enlarged to 32 x 32 pixels (bilinear) and repeated in three colours, as OpenOOD does.",
     ),
 )
-"""The paper's CIFAR-10-C and CIFAR-10 against outliers. Its threshold of 0.94 is for networks of 94.8 %."""
+"""The paper's experiments with CIFAR-10-C and with outliers. The paper's threshold of 0.94 is for networks with 94.8 % accuracy."""

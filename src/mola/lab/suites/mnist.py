@@ -1,4 +1,4 @@
-"""MNIST: rotated, and against other sets of 28 x 28 grey images."""
+"""The MNIST suite: rotated digits, and outliers from other sets of 28 x 28 grey images."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ MNIST = Suite(
     make_sources=_sources,
     training_data=training(partial(load, "mnist", "train"), "none"),
 )
-"""The paper's MNIST-R and MNIST against outliers. 0.98 is the paper's threshold for networks of 99.2 %."""
+"""The paper's experiments with rotated MNIST and with outliers. 0.98 is the paper's threshold for networks with 99.2 % accuracy."""

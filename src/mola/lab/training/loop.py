@@ -163,8 +163,8 @@ def train_epoch(
 ) -> None:
     """Take a step on every batch of a loader.
 
-    `loss_of` takes a batch and its place, and returns the loss and the largest mean loss that does not indicate divergence. A seed
-    determines shuffling, augmentation and dropout; None uses torch's current random state.
+    `loss_of` takes a batch and its index, and returns the loss and the mean loss above which training is considered to have
+    diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current random state.
     """
     losses, largest = [], math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
