@@ -1,1 +1,1 @@
-"""The paper's experiments: data sets, corruptions, networks by name, suites of methods, and what they cost."""
+"""The paper's experiments: data sets, corruptions, networks by name, suites of methods, and the cost of methods."""

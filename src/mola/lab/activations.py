@@ -1,7 +1,7 @@
-"""The networks of a suite and their activations, computed once and kept on disk for every method and ablation.
+"""The networks of a suite and their activations, which are computed once and stored on disk for all methods and ablations.
 
-One file for each network and set, named by their checksums, so that nothing stale is read and an interrupted run loses only the
-files in progress. A large set is kept in several files, which the processes of a team divide among them.
+Each network and set has one file, named by their checksums. Outdated files are therefore never read, and an interrupted run loses only
+the files in progress. A large set is stored in several files, which the processes of a team compute in parallel.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mola.saving.weights import load_weights
 Progress = Callable[[str, float], None]
 
 SLICE = 1024
-"""Data in a file of a large set: an interrupted run loses no more."""
+"""Number of data in each file of a large set, which is also the most that an interrupted run loses."""
 
 LOADED = 8
-"""Networks in memory at once."""
+"""Number of networks in memory at once."""
 
 CHECKPOINT = 200
-"""Batches between two checkpoints of sums."""
+"""Number of batches between two checkpoints of the sums."""
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def fast_inputs(inputs: Tensor) -> Tensor:
 
 
 def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
-    """Bring a network to the fastest memory layout for such images, and return it."""
+    """Convert a network to the fastest memory layout for these images, and return it."""
     if _has_colours(inputs):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
@@ -61,11 +61,11 @@ class Network:
     """A trained network, built on demand."""
 
     path: Path | None
-    """File of its weights; None if `build` returns a trained network."""
+    """File with the weights; None if `build` returns a trained network."""
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""
-    """The user's name for the network, if networks are named individually."""
+    """The user's name for the network, if networks are listed individually."""
 
     @property
     def label(self) -> str:
@@ -81,16 +81,18 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Open networks of one architecture, which `build` makes, by their weights files."""
+    """Open networks of one architecture, which `build` creates, from their weight files."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
 def network_checksum(network: nn.Module, name: str) -> str:
-    """Return a checksum of weights, name, layers and the layers' source code."""
+    """Return a checksum of the weights, the name, the layers and the layers' source code."""
     digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
     for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
         if not kind.__module__.startswith("torch."):
-            with contextlib.suppress(OSError, TypeError):  # typed into a console, for example: name and layers suffice
+            with contextlib.suppress(
+                OSError, TypeError
+            ):  # classes defined in a console, for example, have no source code
                 digest.update(inspect.getsource(kind).encode())
     for key, tensor in sorted(network.state_dict().items()):
         digest.update(key.encode())
@@ -99,13 +101,13 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations, and of sums over training data whose activations are not stored; computed on demand."""
+    """A folder of activations, and of sums over training data whose activations are not stored. Both are computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
     def paths(self, network: Network, source: Source) -> list[Path]:
-        """Return the files of a set: one, or one for each slice."""
+        """Return the files of a set: a single file, or a file for each slice."""
         folder = self.directory / network.checksum
         if len(parts := _parts(source)) == 1:
             return [folder / f"{source.checksum}.safetensors"]
@@ -114,9 +116,9 @@ class Activations:
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Compute missing activations; processes divide the work by networks, sets and slices of large sets."""
+        """Compute missing activations. Networks, sets and slices of large sets are divided among the processes."""
         team = team or Team.single()
-        # Networks, a set and a slice of it, by their indices. Rank 0 decides: another rank may look later.
+        # A task contains the indices of networks, a set and a slice. Rank 0 lists the tasks, because other ranks may check later.
         tasks: list[tuple[list[int], int, int]] = []
         for place, source in enumerate(sources):
             paths = [self.paths(network, source) for network in networks]
@@ -149,9 +151,9 @@ class Activations:
         source: Source,
         rows: range,
     ) -> None:
-        # Write each network's activations: one pass over the data for all networks.
+        # Write each network's activations in one pass over the data for all networks.
         device = self.device
-        # Outliers belong to no class of the network: their labels, if any, are not used.
+        # Outliers do not belong to any class of the network, so their labels are not used.
         labelled = source.role != "outlier"
         batches: Iterable[Any] = (
             (inputs.to(device), targets.to(device)) if labelled else [inputs.to(device)]
@@ -166,7 +168,7 @@ class Activations:
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
-                    dtype = head.layer.weight.dtype  # the networks' own: float64 adds no digits
+                    dtype = head.layer.weight.dtype  # the networks' precision, because float64 would add no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
                     kept.append({name: values.detach().cpu() for name, values in row.items()})
@@ -187,9 +189,9 @@ class Activations:
     def compute_sums(
         self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
     ) -> None:
-        """Fit all networks in one pass over a training set, divided among the processes; a pass in progress keeps checkpoints."""
+        """Fit all networks in one pass over a training set, divided among the processes. Checkpoints are saved during the pass."""
         path = self._sums(networks, source, structure)
-        if team.share(path.exists()):  # rank 0 decides: another rank may look later
+        if team.share(path.exists()):  # rank 0 decides, because other ranks may check later
             return
         posterior = mola.fit(
             [network.to(self.device) for network in _load(networks, source)],
@@ -207,7 +209,7 @@ class Activations:
     def read_sums(
         self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
     ) -> mola.MoLA:
-        """Return the posterior at its first prior precision, over heads of the first networks or of all."""
+        """Return the posterior with its initial prior precision, for the heads of some or all networks."""
         fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
         components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):
@@ -218,7 +220,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Shard:
-    # This process's slices of a training set, read anew each time.
+    # The slices of a training set for this process, read again in each pass.
     source: Source
     team: Team
     progress: Progress
@@ -246,7 +248,7 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
-        raise OptionError(f"the networks of a mixture must have the same classes, got numbers of outputs ({listed}).")
+        raise OptionError(f"the networks of a mixture must have the same number of outputs, got {listed}.")
 
 
 def _layer(head: nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The comparisons of a suite, declared: the paper's main one and its ablations."""
+"""Declarations of a suite's comparisons: the paper's main comparison and its ablations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from mola.lab.suite import Budget
 SuiteMethod = Method[Context]
 
 SWEEP = 10
-"""Components of the largest mixture in the sweep over the number of components."""
+"""Number of components of the largest mixture in the comparison of numbers of components."""
 
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
 LONG = ("beyond", "whole")
-"""Comparisons that take hours: methods that train, and Laplace approximations of whole networks, which share the tables of "main"."""
+"""Comparisons that take hours: methods that train networks, and Laplace approximations of whole networks. Reports show them in
+the tables of "main"."""
 
 NAMED = (*LONG, "tempered", "many-classes")
 """Comparisons not included in "all". Tempered: Laplace approximations after temperature scaling, for underconfident networks.
@@ -28,7 +29,7 @@ prior precision; mixture weights; and the comparisons of `NAMED`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
-    """Return the methods of one of `COMPARISONS`; the budget is that of methods that train."""
+    """Return the methods of one of `COMPARISONS`; `budget` applies to methods that train networks."""
     found: dict[str, list[SuiteMethod]] = {
         "main": [
             LastLayer("MAP", components=1, detectors=True),
@@ -85,7 +86,7 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
-        # Without mean-field: its C x C pairs for each datum and candidate take half an hour a method with a thousand classes.
+        # Mean-field is excluded, because its C x C pairs for each datum and candidate take half an hour per method with 1000 classes.
         "many-classes": [
             LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")

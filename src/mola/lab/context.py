@@ -1,4 +1,4 @@
-"""Context of a method in one run: stored activations, whole networks, training data, and predictions kept on disk."""
+"""Context of a method in one run: stored activations, whole networks, training data, and predictions stored on disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mola.outliers import max_probability_score
 from mola.uncertainty import entropy
 
 Predictor = Callable[[Tensor], Tensor]
-"""Returns the probabilities (n, C) of one draw or one member for a batch of inputs."""
+"""Function from a batch of inputs to the probabilities (n, C) of one draw or one member."""
 
 CHUNK = 64 * BATCH
-"""Data whose predictions are read at once."""
+"""Number of data whose predictions are read at once."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class StoredPrediction:
     """Mean prediction of several predictors."""
 
     probs: Tensor
-    """(n, C)"""
+    """Mean probabilities (n, C)."""
     own_entropy: Tensor
-    """(n,): mean over predictors of their entropies."""
+    """Mean of the predictors' entropies (n,)."""
 
     def answer(self, predictors: int) -> Answer:
-        """Return the probabilities with their outlier scores; mutual information needs at least two predictors."""
+        """Return the probabilities and their OOD scores; mutual information requires at least two predictors."""
         total = entropy(self.probs)
         given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
@@ -53,7 +53,7 @@ class StoredPrediction:
 
 @dataclass(frozen=True)
 class Context(Material):
-    """Data and networks of one run. Methods of the last layer need only the stored activations of `Material`."""
+    """Data and networks of one run. Last-layer methods need only the stored activations of `Material`."""
 
     suite: Suite
     network: str
@@ -64,7 +64,7 @@ class Context(Material):
     sources: Mapping[str, Source]
     activations: Activations
     training: Callable[[], TrainingData]
-    """Reads the training data of the suite's networks onto the device."""
+    """Function that reads the training data of the suite's networks onto the device."""
 
     @property
     def device(self) -> str:
@@ -72,7 +72,7 @@ class Context(Material):
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
-        """Return the cache folder of a training; it depends on data, augmentation and `identity`."""
+        """Return the cache folder of a training run, which depends on the data, the augmentation and `identity`."""
         augment = self.suite.recipe.augment
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key
@@ -80,10 +80,10 @@ class Context(Material):
     def predictions(
         self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-        """Yield mean predictions for a set, chunk by chunk, with the labels; they are computed once and kept on disk.
+        """Yield mean predictions for a set with the labels, chunk by chunk. Predictions are computed once and stored on disk.
 
-        `predictors` are functions that make predictors one after the other, by keys that identify them. Each function gives one mean
-        prediction.
+        `predictors` contains functions that create predictors one after the other, by keys that identify them. The predictors of each
+        function give one mean prediction.
         """
         source, files = self.sources[name], []
         for key, make in predictors.items():

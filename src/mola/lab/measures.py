@@ -1,4 +1,4 @@
-"""Numbers of a suite beyond the common metrics: agreement with people, and rejection at a threshold."""
+"""Measures of a suite in addition to the common metrics: agreement with human labels, and rejection at a threshold."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Predictions of a method for a set, by the set's name, with outlier scores or without: batch by batch, with the labels."""
+"""Function from a set's name to a method's predictions and the labels, batch by batch, with or without OOD scores."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
-"""Numbers, by name, that a suite computes for every method of its main comparison."""
+"""Function that computes numbers, by name, for every method of a suite's main comparison."""
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
@@ -36,10 +36,10 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
-    """Return the agreement with many people's labels of the test data, given as counts (n, C) in the order of the test set.
+    """Return the agreement with human labels of the test data, given as counts (n, C) in the order of the test set.
 
-    These are the `cross-entropy` of the probabilities to the people's shares, the `divergence` (cross-entropy minus the entropy of the
-    shares), and for every score of the method its rank correlation with that entropy.
+    The result contains the `cross-entropy` of the probabilities relative to the shares of human labels, and the `divergence`, which is
+    the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation with this entropy.
     """
     shares = counts.double() / counts.double().sum(1, keepdim=True)
     doubt = entropy(shares)
@@ -50,7 +50,7 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
         for name, score in answer.scores.items():
             scores.setdefault(name, []).append(score)
     probs = torch.cat(parts)
-    # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
+    # Probabilities of 0, whose loss is infinite, are replaced by the smallest number of their type, as in the log loss.
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
     loss = float(-(shares * log_probs).sum(1).mean())
     found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
@@ -58,9 +58,10 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
 
 
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
-    """Return the threshold with the most correct decisions, above which inputs are rejected; the smallest of several.
+    """Return the smallest rejection threshold with the most correct decisions; inputs with scores above it are rejected.
 
-    `inside` are scores (n,) of in-distribution data, `right` whether their class is predicted, `outside` scores (m,) of outliers.
+    `inside` contains scores (n,) of in-distribution data, `right` is True if their class is predicted correctly, and `outside`
+    contains scores (m,) of outliers.
     """
     scores = torch.cat([inside, outside]).double()
     # Inputs below the threshold are accepted: +1 for each correct class, -1 for each outlier.
@@ -72,11 +73,11 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 
 
 def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
-    """Return in-scope accuracy and out-of-scope recall with one threshold on each score, as Larson et al. (2019) report them.
+    """Return in-scope accuracy and out-of-scope recall with one threshold on each score, as in Larson et al. (2019).
 
-    The threshold maximises the accuracy on validation inputs, with out of scope as an additional class (their "oos-threshold").
-    `validation` and `test` each name a set in scope and a set out of scope. The `in-scope accuracy` is the share of test data that are
-    accepted with the right class.
+    The threshold maximises the accuracy on validation inputs, with an additional out-of-scope class ("oos-threshold" in the paper).
+    `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The `in-scope accuracy` is
+    the share of in-scope test data that are accepted and classified correctly.
     """
     known, unknown, inside, outside = (
         Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)

@@ -1,4 +1,4 @@
-"""Run a suite: activations once, then every method of every run; each record is written as soon as it is complete."""
+"""Execution of a suite: activations are computed once, then every method of every run. Each record is written when it is complete."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ from mola.lab.training import Labelled
 from mola.tally import Tally
 
 PROTOCOL = 1
-"""Increase this number when fitting, links, tuning or metrics change such that older records would differ."""
+"""Version of the protocol. Increase it when fitting, links, tuning or metrics change so that older records would differ."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Share of the time that activations take, as measured on images."""
+"""Share of the time that activations take, measured on images."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Networks, sets, runs and methods of a benchmark, checked before any work."""
+    """Networks, sets, runs and methods of a benchmark, which are checked before the computation starts."""
 
     suite: Suite
     network: str
     """Name of the architecture."""
     networks: Sequence[Network]
     folds: Sequence[dict[str, Source]]
-    """The sets of all runs, by name; or the sets of each run, if runs share their networks and differ in their data."""
+    """The sets by name: one mapping for all runs, or one for each run of a cross-fit, whose runs differ only in their data."""
     runs: int
     components: int
     groups: tuple[str, ...] = ("main",)
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
-    """Budget of methods that train; None is the suite's."""
+    """Budget of methods that train networks; None uses the suite's budget."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """Numbers of every method of the main comparison in addition to the common metrics, by their key in records."""
+    """Measures for every method of the main comparison in addition to the common metrics, by their key in records."""
     stream: bool = False
-    """Sum training data as they are read, instead of storing their activations."""
+    """True to sum training data as they are read instead of storing their activations."""
 
     def __post_init__(self) -> None:
         first: dict[str, Network] = {}
         for network in self.networks:
             if (other := first.setdefault(network.checksum, network)) is not network:
-                raise OptionError(f"{other.label} and {network.label} are the same: networks must differ.")
+                raise OptionError(f"{other.label} and {network.label} are the same network. Pass different networks.")
         if self.crossed and self.runs > len(self.folds):
             raise OptionError(
-                f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
+                f"a cross-fit with {len(self.folds)} folds has at most {len(self.folds)} runs, got --runs {self.runs}."
             )
         several = self.components if self.crossed else self.runs * self.components
         needed = max(several, SWEEP if "components" in self.groups else 0, 1)
@@ -92,7 +92,7 @@ class Plan:
         return self.folds[run if self.crossed else 0]
 
     def members(self, group: str, run: int) -> tuple[Network, ...]:
-        """Return the networks of a run: no two runs share a network, except in a cross-fit, whose runs differ in their data."""
+        """Return the networks of a run. Runs do not share networks, except in a cross-fit, whose runs differ in their data."""
         size = SWEEP if group == "components" else self.components
         first = 0 if self.crossed else run * size
         return tuple(self.networks[first : first + size])
@@ -109,7 +109,7 @@ class Plan:
         return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
 
     def experiment(self) -> dict[str, Any]:
-        """Return what all records of a folder share: numbers of different experiments must not be averaged."""
+        """Return the settings that all records in a folder share, so that results of different experiments are not averaged."""
         every = {name: [sources[name].checksum for sources in self.folds] for name in self.sources}
         return {
             "network": self.network,
@@ -124,7 +124,7 @@ class Plan:
 
 
 def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
-    # The suite's document in the results folder, empty if there is none; another experiment is refused, or deleted.
+    # Return the suite's document in the results folder, empty if there is none. Reject another experiment, or delete it if `fresh`.
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}
@@ -144,14 +144,14 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
         return {}
     if different:
         raise StorageError(
-            f"{store.directory / plan.suite.name} holds another experiment ({'; '.join(different)}). Write to another folder "
+            f"{store.directory / plan.suite.name} contains another experiment ({'; '.join(different)}). Write to another folder "
             f"(--results), or replace it (--fresh)."
         )
     return document
 
 
 def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: Collection[str]) -> list[str]:
-    # Sets with other checksums. Sets of outliers may come and go: a record lists the sets that it was evaluated on.
+    # Return the sets whose checksums differ. Outlier sets may be added or removed, because a record lists its outlier sets.
     return [
         name
         for name in {**before, **after}
@@ -160,7 +160,7 @@ def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: C
 
 
 def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the suite's document for reports; other sets of the document in the folder are kept, since records may have them."""
+    """Return the suite's document for reports. Other sets in the folder's document are kept, because records may contain them."""
     suite = plan.suite
 
     def others(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Job(NamedTuple):
-    # A method in a run.
+    # A method to run, with its group and the index of the run.
     group: str
     run: int
     method: SuiteMethod
@@ -213,9 +213,9 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method that has no record yet, or all, if `fresh`; `OptionError` lists methods that could not be run.
+    """Run every method without a record, or all methods if `fresh`; raise `OptionError` with a list of methods that could not be run.
 
-    Each record is made by one process of the team, so that its numbers do not depend on the number of processes.
+    A single process of the team computes each record, so that results do not depend on the number of processes.
     """
     team = team or Team.single()
     jobs: list[_Job] = []
@@ -224,7 +224,7 @@ def run_suite(
         jobs = _open_jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
     members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
-    # Each set once: parts share the activations of the whole.
+    # Each set is computed once, because parts of a set share the activations of the whole set.
     needed = {
         (source.whole or source).checksum: source.whole or source
         for run in sorted({job.run for job in jobs})
@@ -249,7 +249,7 @@ def run_suite(
     training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
-        # Methods that train share their networks within a run: one process takes all of them.
+        # Methods that train share their networks within a run, so one process runs all these methods.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
@@ -271,7 +271,7 @@ def run_suite(
         try:
             store.write(_run(plan, job, context))
         except StorageError:
-            raise  # a damaged file concerns every method
+            raise  # a damaged file affects every method
         except MolaError as error:
             refused.append(f"{job.method.name}, run {job.run + 1}: {error}")
     refusals = [one for some in team.collect(refused) for one in some]
@@ -281,7 +281,7 @@ def run_suite(
 
 
 def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    # Settings, checksums of networks and checksums of data: a record counts if it agrees in all.
+    # Return the settings and the checksums of networks and data. A record is valid if all of them match.
     used = plan.members(job.group, job.run)[: job.method.components]
     settings = {"components": len(used), "threshold": plan.suite.threshold, **job.method.settings()}
     settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
@@ -290,8 +290,8 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
 
 
 def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
-    # Methods and runs without a record. A record counts if it is of the same method, networks and data; sets of outliers may be
-    # missing or additional.
+    # Return the methods and runs without a valid record, which has the same settings, networks and data. Outlier sets may be missing
+    # or additional.
     sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
     jobs = [
         _Job(group, run, method)
@@ -321,7 +321,7 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
         warn(
-            f"some records were made without {', '.join(lacking)}: reports leave these cells empty; --fresh makes these records again."
+            f"some records lack {', '.join(lacking)}, and reports leave their cells empty. Pass --fresh to recompute these records."
         )
     return found
 
@@ -343,7 +343,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         return Tally.of(answer.columns(None if outside else labels) for answer, labels in pairs)
 
     labelled, outliers, examples = {}, {}, {}
-    detail = job.method.group == "main"  # figures show nothing else
+    detail = job.method.group == "main"  # figures show only this group
     inside = tallied(context.sources["test"], any(source.role == "outlier" for source in context.sources.values()))
     for source in context.sources.values():
         if source.role in ("train", "validation"):
@@ -366,7 +366,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds=dict(seconds),  # without the measures
+        seconds=dict(seconds),  # excluding the measures
         labelled=labelled,
         outliers=outliers,
         examples=examples,
@@ -376,7 +376,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 
 
 def _finite(value: Any) -> Any:
-    # JSON has no infinity: values that are not finite become null.
+    # Replace values that are not finite by None, because JSON has no infinity.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -22,21 +22,21 @@ from mola.options import one_of
 
 @dataclass(frozen=True)
 class SwagBudget:
-    """Budget of SWAG and MultiSWAG, for each trained network."""
+    """Training budget of SWAG and MultiSWAG for each network."""
 
     learning_rate: float
     snapshots: int = 40
     images: int | None = None
-    """Training images between two snapshots, and in the pass that makes BatchNorm's statistics for a draw; None is all
-    images, a snapshot an epoch."""
+    """Number of training images between two snapshots, and in the pass that computes the BatchNorm statistics of a draw; None uses all
+    images, which gives one snapshot per epoch."""
     batch_size: int = 512
     samples: int = 30
-    """Draws from each network's Gaussian."""
+    """Number of draws from each network's Gaussian."""
 
 
 @dataclass(frozen=True)
 class MimoBudget:
-    """Budget of a MIMO network."""
+    """Training budget of a MIMO network."""
 
     epochs: int = 100
     members: int = 3
@@ -45,7 +45,7 @@ class MimoBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of all methods that train."""
+    """Training budgets of all methods that train networks."""
 
     swag: SwagBudget
     mimo: MimoBudget = field(default_factory=MimoBudget)
@@ -77,35 +77,35 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Source:
-    """One set of data as network inputs, read on demand."""
+    """A data set that yields network inputs and is read on demand."""
 
     name: str
     title: str
     role: Role
     count: int
     checksum: str
-    """Checksum of the data and their processing: two sources with the same checksum give the same batches."""
+    """Checksum of the data and their processing. Two sources with the same checksum yield the same batches."""
     read: Callable[[Sequence[int]], Batches]
-    """Returns batches of (inputs, labels) at some places, in this order."""
+    """Function from indices to batches of (inputs, labels) in this order."""
     show: Callable[[Sequence[int]], Images] | None
-    """Returns the images at some places, without normalisation; None if the data are not images."""
+    """Function from indices to images without normalisation; None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
     types: tuple[str, ...] = ()
-    """Types of shift, assigned to the data in turn: datum i has type i modulo their number."""
+    """Types of shift; datum i has the type with index i modulo the number of types."""
     large: bool = False
-    """True if the data do not fit in memory: activations are computed in slices."""
+    """True if the data do not fit into memory; activations are then computed in slices."""
     whole: Source | None = None
-    """The set that this set is a part of, if their activations are shared."""
+    """The larger set that contains this set and provides its activations; None if this set has separate activations."""
     places: tuple[int, ...] = ()
-    """Places of this part's data in the whole, in this order."""
+    """Indices of this set's data in the larger set, in this order."""
 
     def open(self) -> Batches:
         """Return all batches."""
         return self.read(range(self.count))
 
     def part(self, places: Sequence[int], **changes: Any) -> Source:
-        """Return the data at some places, with other attributes, such as the name; activations of the whole are used."""
+        """Return the data at some indices, with changed attributes such as the name. The activations of the whole set are used."""
         show = self.show
         return replace(
             self,
@@ -124,28 +124,28 @@ class Source:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Options of the data."""
+    """Options that select and process the data of a suite."""
 
     directory: Path | None = None
     train: int | None = None
-    """Largest number of training images, evenly spaced; None is all."""
+    """Maximum number of training images, which are evenly spaced; None uses all images."""
     outliers: int | None = None
-    """Largest number of images of each outlier set."""
+    """Maximum number of images in each outlier set; None uses all images."""
     test: int | None = None
-    """Largest number of test images, shifted or not."""
+    """Maximum number of test images, shifted or not; None uses all images."""
     download: bool = False
     normalisation: str | None = None
-    """Name of the inputs' normalisation, in distribution and out of it; None is the suite's."""
+    """Name of the normalisation of all inputs, including outliers; None uses the suite's normalisation."""
     corruptions: str = "paper"
-    """"paper" is the paper's 16 types, "all" the published 19."""
+    """Corruptions of CIFAR-10-C: "paper" for the paper's 16 types, or "all" for the 19 published types."""
     shifted: int | None = None
-    """Largest number of images of each shifted test set."""
+    """Maximum number of images in each shifted test set; None uses all images."""
     image_size: int | None = None
-    """Pixels of the side of images from folders; None is the suite's."""
+    """Side of images from folders, in pixels; None uses the suite's size."""
     types: tuple[str, ...] = ()
-    """Corruptions that shift test sets, if there is a choice; empty means the suite's default."""
+    """Corruptions of the shifted test sets, if the suite offers a choice; an empty tuple selects the suite's default."""
     cross_fit: bool = False
-    """Divide the labelled images into folds instead of reading training data."""
+    """True to divide the labelled images into folds instead of reading training data."""
 
     def __post_init__(self) -> None:
         one_of(self.corruptions, ("paper", "all"), "corruptions")
@@ -153,11 +153,11 @@ class DataOptions:
             one_of(self.normalisation, NORMALISATIONS, "normalisation")
 
     def describe(self) -> dict[str, Any]:
-        """Return the options that affect numbers, as JSON values."""
+        """Return the options that affect results, as JSON values."""
         always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # Outliers are normalised like the training data. Options that are not chosen are left out: most records lack them.
+        # Outliers are normalised like the training data. Options with default values are omitted, because most records lack them.
         return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 
@@ -167,44 +167,44 @@ class TrainingData:
 
     data: Labelled
     prepare: Callable[[Tensor], Tensor]
-    """Turns a batch into network inputs, augmentation included; it may draw from torch's random state."""
+    """Function that turns a batch into network inputs, including augmentation; it may draw from torch's random state."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """An experiment, declared."""
+    """Declaration of an experiment."""
 
     name: str
     title: str
     builders: Mapping[str, Callable[[], nn.Module]]
-    """Networks by name; the first is the default."""
+    """Functions that build networks, by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
-    """Recipe of `mola train`."""
+    """Training recipe of `mola train`."""
     threshold: float | None
-    """Mean validation confidence that the paper's rule keeps; None is 0.01 below the networks' accuracy."""
+    """Minimum mean validation confidence for the paper's rule; None uses the networks' accuracy minus 0.01."""
     shift: Mapping[str, str] | None
-    """Title of the shifted sets and name of their axis, for reports; None if nothing is shifted."""
+    """Title of the shifted sets and label of their axis in reports; None if no set is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
-    """Returns all sets by name, "train", "validation" and "test" among them."""
+    """Function that returns all sets by name, including "train", "validation" and "test"."""
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
-    """Returns the sets of each fold of a cross-fit, by the same names; None if the suite has training data."""
+    """Function that returns the sets of each fold of a cross-fit, by the same names; None if the suite has training data."""
     components: int = 5
     class_count: int = 0
-    """Number of classes, if they have no names here."""
+    """Number of classes, if `classes` is empty."""
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
-    """Notes on a cross-fit."""
+    """Notes on a cross-fit for reports."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
-    """Returns the data of `mola train`."""
+    """Function that returns the training data of `mola train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}
-    """Returns numbers to compute besides the common metrics, by their key in records."""
+    """Function that returns the measures to compute in addition to the common metrics, by their key in records."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
-    """Default budget of methods that train."""
+    """Default budget of methods that train networks."""
     cost_images: int = 2000
-    """Number of images on which the cost of methods is measured; costs are extrapolated to all images."""
+    """Number of images on which the cost of methods is measured; the cost is extrapolated to all images."""
     cost_of_training: bool = True
-    """Measure the cost of methods that train (SWAG, MIMO), too."""
+    """True to measure the cost of methods that train networks (SWAG, MIMO) as well."""
 
     @property
     def outputs(self) -> int:
@@ -212,7 +212,7 @@ class Suite:
         return self.class_count or len(self.classes)
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
-        """Return name and builder of a network: one of the suite's, or the user's own `package.module:function`."""
+        """Return the name and the builder of a network, from the suite or from the user's `package.module:function`."""
         if network is not None and ":" in network:
             return network, import_builder(network)
         name = next(iter(self.builders)) if network is None else one_of(network, tuple(self.builders), "network")
@@ -220,7 +220,7 @@ class Suite:
 
 
 def checksum(*parts: Any) -> str:
-    """Return a checksum of plain JSON values."""
+    """Return a checksum of JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

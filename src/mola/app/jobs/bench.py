@@ -1,4 +1,4 @@
-"""`mola bench`: make a plan from names of networks and options, run it, and write records."""
+"""`mola bench`: create a plan from networks and options, run it, and write records."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             raise OptionError(
                 "--train needs a folder of networks, but --networks lists trained networks. Omit --train."
             )
-        # Networks that are listed individually resize and normalise images themselves.
+        # Networks that are listed individually include the resizing and the normalisation of images.
         data = replace(data, normalisation=data.normalisation or "none")
         networks = open_named(given, suite.outputs)
         name = ", ".join(network.label for network in networks)

@@ -1,1 +1,1 @@
-"""The suites: each declares its data, networks, shifts and outliers."""
+"""The benchmark suites, each with its data, networks, shifts and outliers."""

@@ -1,4 +1,4 @@
-"""CLINC150: requests in words with 150 intents, and requests out of scope."""
+"""The CLINC150 suite: text requests with 150 intents, and out-of-scope requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def _rows(requests: Requests) -> Labelled:
 
 def _read(options: DataOptions) -> dict[str, Labelled]:
     if options.normalisation is not None:
-        raise OptionError(f"normalisation {options.normalisation!r} is for images: clinc has sentences. Leave it out.")
+        raise OptionError(
+            f"normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
+        )
     limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
     found = {}
     for part, requests in load_clinc150(options.directory).items():
@@ -49,7 +51,7 @@ def _source(name: str, title: str, role: Role, rows: Labelled) -> Source:
 def _sources(options: DataOptions) -> dict[str, Source]:
     parts = _read(options)
     outside = parts["oos_val"]
-    # Requests out of scope have no class: only rejections are counted.
+    # Out-of-scope requests have no class, so only their rejections are counted.
     unknown = Labelled(outside.inputs, torch.zeros_like(outside.labels))
     return {
         "train": _source("train", "CLINC150 train", "train", parts["train"]),
@@ -78,4 +80,4 @@ CLINC = Suite(
         "100 that were published for validation; the 100 for training are not used.",
     ),
 )
-"""Larson et al.'s data, with five small networks. The threshold of the paper's rule is 0.01 below the networks' accuracy."""
+"""The data of Larson et al. (2019), with five small networks. The paper's rule uses the networks' accuracy minus 0.01."""

@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn: the whole suite in a minute, without files."""
+"""The suite of scikit-learn's handwritten digits, which runs in a minute and needs no files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _images(inputs: Tensor, labels: Tensor | None = None) -> Images:
 
 @cache
 def _digits() -> list[Images]:
-    # Training, validation and test images.
+    # Return the training, validation and test images.
     digits = load_digits(0)
     return [_images(part.inputs, part.labels) for part in (digits.train, digits.val, digits.test)]
 

@@ -1,4 +1,4 @@
-"""Sources of images that fit in memory: read, limited, normalised, and rotated or corrupted when they are read."""
+"""Sources of images that fit in memory. Images are normalised, and rotated or corrupted, when they are read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mola.lab.training import Labelled, Recipe
 Change = Callable[[Images], Images]
 
 SAMPLE = 64
-"""Images of each set whose inputs enter its checksum: enough for every type of corruption to occur."""
+"""Number of images in each set whose inputs are part of the checksum, large enough to include every type of corruption."""
 
 
 def load(name: str, split: str, options: DataOptions) -> Images:
-    """Read a published set; a part of it is used with a warning."""
+    """Read a published set; issue a warning if it is incomplete."""
     images = load_images(name, split, options.directory, download=options.download)
     published = DATASETS[name].splits[split].count
     if published is not None and len(images) != published:
-        warn(f"{DATASETS[name].title} ({split}) has {len(images):,} images here; {published:,} were published.")
+        warn(f"{DATASETS[name].title} ({split}) contains {len(images):,} images, but {published:,} were published.")
     return images
 
 
@@ -46,14 +46,14 @@ def image_source(
     level: float = 0.0,
     types: tuple[str, ...] = (),
 ) -> Source:
-    """Make a source of images in memory, changed (rotated, corrupted) when they are read.
+    """Create a source of images in memory, which are changed (rotated or corrupted) when they are read.
 
-    `normalised` names the normalisation, unless the user chose another. `changed_by` are plain values that identify `change`; they
-    enter the checksum, and so do the first inputs.
+    `normalised` is the name of the normalisation, unless the user chose a different normalisation. `changed_by` contains JSON values
+    that identify `change`. The checksum includes these values and the first inputs.
     """
     chosen = options.normalisation or normalised
     normalise = normalisation(chosen)
-    # Small colour batches stay in the processor's cache: measured, a tenth faster than larger batches.
+    # Small colour batches stay in the processor's cache. In measurements, they were 10 % faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
     def read(places: Sequence[int]) -> Batches:
@@ -72,7 +72,7 @@ def image_source(
 
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
-    """Make sources of test images rotated counter-clockwise by `ANGLES`."""
+    """Create sources of test images rotated counter-clockwise by `ANGLES`."""
 
     def rotated(images: Images, degrees: float) -> Images:
         turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)
@@ -95,13 +95,13 @@ def rotations(options: DataOptions, title: str, test: Images, interpolation: str
 
 
 def test_images(name: str, options: DataOptions) -> Images:
-    """Return the images of a published test set that are for testing, not for validation."""
+    """Return the part of a published test set that is used for testing, not for validation."""
     _, test = split_validation(load(name, "test", options))
     return test.evenly(options.test)
 
 
 def in_distribution(name: str, title: str, normalised: str, options: DataOptions) -> dict[str, Source]:
-    """Make sources of training, validation and test images; the published test set is divided into the last two."""
+    """Create sources of training, validation and test images. The published test set is split into validation and test images."""
     validation, test = split_validation(load(name, "test", options))
     train = load(name, "train", options).evenly(options.train)
     parts: dict[Role, Images] = {"train": train, "validation": validation, "test": test.evenly(options.test)}
@@ -111,7 +111,7 @@ def in_distribution(name: str, title: str, normalised: str, options: DataOptions
 
 
 def load_outliers(options: DataOptions, names: Iterable[str]) -> dict[str, Images]:
-    """Read sets of outliers; a set that is neither in the data directory nor downloaded is left out with a warning."""
+    """Read sets of outliers. A set that is neither in the data directory nor downloaded is omitted with a warning."""
     found = {}
     for name in names:
         reason = "is not in the data directory"
@@ -122,7 +122,7 @@ def load_outliers(options: DataOptions, names: Iterable[str]) -> dict[str, Image
             except DataError as error:
                 if has_images(name, "test", options.directory):
                     raise
-                reason = f"cannot be downloaded ({error})"
+                reason = f"could not be downloaded ({error})"
         warn(f"{DATASETS[name].title} {reason} and is left out of the comparison.")
     return found
 
@@ -133,7 +133,7 @@ def outlier_sources(
     titles: Mapping[str, str],
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
-    """Make sources of the sets in `titles`, normalised like the training data."""
+    """Create sources of the sets in `titles`, normalised like the training data."""
     return {
         name: image_source(options, normalised, name, titles[name], "outlier", change(images))
         for name, images in load_outliers(options, titles).items()
@@ -150,7 +150,7 @@ def training(
         normalise = normalisation(options.normalisation or normalised)
 
         def prepare(pixels: Tensor) -> Tensor:
-            # The training loop seeds torch's generator, and keeps its state in checkpoints.
+            # The training loop seeds torch's generator and stores its state in checkpoints.
             return normalise(flip_and_crop(pixels, torch.default_generator) if recipe.augment else pixels)
 
         return TrainingData(Labelled(images.pixels, images.labels), prepare)

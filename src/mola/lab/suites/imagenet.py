@@ -1,8 +1,8 @@
-"""ImageNet and ImageNet-C: too large for memory, read batch by batch from folders.
+"""The suite of ImageNet and ImageNet-C, which are read batch by batch from folders because they do not fit into memory.
 
-With training images, it is the paper's experiment. Without training images (`--cross-fit`), the validation images of each class are
-divided into five parts: two give the sums, one tunes, two test, in five rotations. ImageNet-C is read from the published folders,
-or generated from the published parameters.
+With training images, the suite is the paper's experiment. Without training images (`--cross-fit`), the validation images of each class
+are divided into five parts: two for fitting, one for tuning and two for testing, in five rotations. ImageNet-C is read from the
+published folders, or generated from the published parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Share of the validation images to tune on: 2000 of 10,000 in the other suites, 10,000 of 50,000 here."""
+"""Share of the validation images used for tuning: 10,000 of 50,000 images here, and 2000 of 10,000 images in other suites."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
@@ -38,19 +38,19 @@ PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
     "validation": ("ImageNet images to tune on", (2,)),
     "test": ("ImageNet test images", (3, 4)),
 }
-"""Titles, and fifths of each class in the first rotation."""
+"""Title of each part, and the fifths of each class that it contains in the first rotation."""
 
 GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
-"""Default corruptions if none are published: one of each family (noise, blur, weather, digital)."""
+"""Default corruptions if no published files exist: one from each family (noise, blur, weather, digital)."""
 
 OUTLIERS = {"svhn": "SVHN", "notmnist": "notMNIST (letters)", "kmnist": "KMNIST (brush strokes)"}
-"""House numbers, and drawings that show no object: enlarged to the size of the images."""
+"""Outlier sets: house numbers, and drawings that show no object, enlarged to the size of the images."""
 
 THUMBNAIL = 64
-"""Pixels of the side of examples for reports."""
+"""Side of example images in reports, in pixels."""
 
 BATCH = 16
-"""Images in a batch: larger batches leave the processor's cache, and cost a quarter of the speed."""
+"""Number of images in a batch. Larger batches do not fit in the processor's cache and are a quarter slower."""
 
 
 def _preparation(options: DataOptions) -> Preparation:
@@ -70,12 +70,13 @@ def _source(
     types: tuple[str, ...] = (),
     level: int = 0,
 ) -> Source:
-    # Images are corrupted when they are read, if `kinds` names a corruption for each. `types` are dealt over the images in turn.
+    # If `kinds` contains a corruption for each image, images are corrupted when they are read. Image i has type i modulo the number of
+    # `types`.
     normalise = normalisation(options.normalisation or "imagenet")
     change = partial(corrupt, severity=level, seed=CORRUPTION_SEED, parameters="imagenet-c")
 
     def pictures(places: Sequence[int]) -> Iterator[Images]:
-        # The corruption of an image depends on its place alone.
+        # The corruption of an image depends only on its index.
         for index, (pixels, labels) in enumerate(images.part(places).batches(BATCH, workers=2)):
             if kinds:
                 own = places[index * BATCH : index * BATCH + len(labels)]
@@ -124,7 +125,7 @@ def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
 
 
 def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
-    # The corruptions, and whether they are published files, which need all severities.
+    # Return the corruptions, and True if they are read from published files, which must include all severities.
     for name in options.types:
         one_of(name, CORRUPTIONS, "types")
     directory, wanted = data_directory(options.directory), options.types or CORRUPTIONS
@@ -144,7 +145,7 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
 def _shifted(
     options: DataOptions, images: ImageFolder, types: tuple[str, ...], published: bool, kinds: list[str]
 ) -> list[Source]:
-    # The shifted sets; `kinds` names the corruption of each image.
+    # Return the shifted sets; `kinds` contains the corruption of each image.
     found = []
     for severity in SEVERITIES:
         name, about = f"severity {severity}", "" if published else ", generated,"
@@ -160,14 +161,14 @@ def _shifted(
 
 
 def _published_file(options: DataOptions, kind: str, severity: int, path: Path) -> Path:
-    # ImageNet-C keeps the names of ImageNet's files.
+    # ImageNet-C uses the same file names as ImageNet.
     directory = data_directory(options.directory)
     folder = imagenet_c_folder(kind, severity, directory) or directory
     for name in (path.name, f"{path.stem}.JPEG"):
         if (folder / path.parent.name / name).is_file():
             return folder / path.parent.name / name
     raise DataError(
-        f"ImageNet-C's {kind} at severity {severity} lacks {path.parent.name}/{path.name} in {directory}: complete it."
+        f"ImageNet-C's {kind} at severity {severity} lacks {path.parent.name}/{path.name} in {directory}. Add the missing file."
     )
 
 
@@ -193,7 +194,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     }
 
 
-# --- without: cross-fitting
+# --- without training images: cross-fitting
 
 
 def _folds(options: DataOptions) -> list[dict[str, Source]]:
@@ -202,7 +203,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
     counts = torch.bincount(images.labels)
     fewest = int(counts[counts > 0].min())
     if fewest < FOLDS:
-        raise DataError(f"a cross-fit takes at least {FOLDS} images of each class, got {fewest} of one of them.")
+        raise DataError(f"a cross-fit requires at least {FOLDS} images of each class, but one class has only {fewest}.")
     whole = _source(options, "images", "ImageNet validation images", "test", images)
     types, published = _types(options)
     some = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
@@ -216,7 +217,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
             role: whole.part(_places(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
             for role, (title, fifths) in PARTS.items()
         }
-        # In the order of ranks, then of classes: the types then come in turn.
+        # Sorted by rank and then by class, so that the types alternate.
         tested = _places(ranks[some], PARTS["test"][1], turn)
         order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
         folds.append({**fold, **{one.name: one.part(order) for one in shifts}, **outliers})
@@ -224,7 +225,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
 
 
 def _ranks(labels: Tensor) -> Tensor:
-    # The place of each image among those of its class, from 0.
+    # Return the index of each image among the images of its class, counted from 0.
     ranks, seen = torch.zeros_like(labels), dict[int, int]()
     for place, label in enumerate(labels.tolist()):
         ranks[place] = seen.get(label, 0)
@@ -233,18 +234,20 @@ def _ranks(labels: Tensor) -> Tensor:
 
 
 def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
-    # The places of the images in some fifths of their classes.
+    # Return the indices of the images in the wanted fifths of their classes.
     fifths = torch.tensor([(one + turn) % FOLDS for one in wanted])
     return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
 
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
-    # Images that are shifted: equally many of each of some classes, as many classes for each type of corruption.
+    # Return the images to shift: the same number from each chosen class, with the same number of classes for each type of corruption.
     classes = torch.unique(images.labels)
     wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
     count = max(types, wanted // types * types)
     if count > len(classes):
-        raise DataError(f"{len(classes)} classes are too few for {types} types of corruption: name fewer with --types.")
+        raise DataError(
+            f"{len(classes)} classes are too few for {types} types of corruption. Choose fewer types with --types."
+        )
     chosen = classes[even_places(len(classes), count)]
     return torch.nonzero(torch.isin(images.labels, chosen) & (ranks < fewest)).flatten()
 
@@ -274,4 +277,4 @@ IMAGENET = Suite(
         "All images of a class have one type of corruption: types are compared on different classes.",
     ),
 )
-"""The paper's ImageNet-C, with trained networks that the user brings."""
+"""The paper's experiment with ImageNet-C, for trained networks that the user provides."""

@@ -81,7 +81,7 @@ class TrainingCheckpoint:
             )
         if document["epochs"] > epochs:
             raise StorageError(
-                f"{self.folder} holds {document['epochs']} epochs, more than the requested {epochs}. Request at least as many "
+                f"{self.folder} contains {document['epochs']} epochs, more than the requested {epochs}. Request at least as many "
                 f"epochs, or use another folder."
             )
         with torch.no_grad():
@@ -95,7 +95,7 @@ class TrainingCheckpoint:
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in sorted(
             below(tensors, "optimiser.").items()
-        ):  # sorted, since files do not preserve the order
+        ):  # sorted, because files do not preserve the order
             index, key = name.split(".", 1)
             state.setdefault(int(index), {})[key] = tensor
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
@@ -163,8 +163,8 @@ def train_epoch(
 ) -> None:
     """Take a step on every batch of a loader.
 
-    `loss_of` takes a batch and its index, and returns the loss and the mean loss above which training is considered to have
-    diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current random state.
+    `loss_of` takes a batch and its name for error messages. It returns the loss and the mean loss above which training is considered
+    to have diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current random state.
     """
     losses, largest = [], math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():

@@ -41,7 +41,7 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Inverse of the share of training rows that are held out."""
+"""Inverse of the held-out share of training rows."""
 
 STRUCTURE = "kron-exact"
 """Structure of the curvature, exact for one output and constant noise."""
@@ -78,7 +78,7 @@ def run_uci(
     fresh: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Train and compare on published splits, at most `splits` of each set, and with `gaps` on splits without the middle of a feature.
+    """Train networks and compare methods on published splits, at most `splits` of each set, and on gap splits if `gaps` is True.
 
     Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records are kept
     unless `fresh` is true. `progress` is called with the set, the number of completed splits and the number of all splits.
@@ -146,7 +146,7 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
-        raise StorageError(f"{folder} holds no records. Create records with: mola bench uci --data DIR")
+        raise StorageError(f"{folder} contains no records. Create records with: mola bench uci --data DIR")
     return found
 
 
