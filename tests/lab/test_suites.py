@@ -187,7 +187,7 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
         (["bench", "mnist", "--corruptions", "al"], "Did you mean 'all'?"),
         (["bench", "mnist", "--normalisation", "cifar"], "--normalisation must be one of none, cifar10, imagenet"),
-        (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
+        (["bench", "mnist", "--networks", "nowhere"], "contains no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
         (["train", "mnist", "--network", "alexnet"], "--network must be 'lenet'"),
         (["train", "mnist", "--learning-rate", "0"], "--learning-rate must be above 0, got 0."),

@@ -58,7 +58,7 @@ def measure_cost(
     Repeats are interleaved, so that the load of the machine affects all methods equally. The results are medians of CPU time with one
     thread. Methods are fitted on the first `images` training images and on half of these images, and the time is extrapolated linearly
     to all images. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
-    with a pass over all training images. Without a budget, SWAG and MIMO are left out.
+    with a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
     Denormal numbers are flushed to zero during the measurement. Denormal numbers make a processor many times slower. Weight decay
     leaves thousands of denormal weights in some networks, but SWAG's draws contain none.

@@ -1,4 +1,4 @@
-"""Functions in the user's own code, named as `package.module:function`."""
+"""Functions in the user's code, named as `package.module:function`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The trained networks of a suite, from a folder or named one by one, and `mola train`, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's own functions, and
+A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's functions, and
 architectures of timm and torchvision, are named one by one:
 
 | name | network | |---|---| | `package.module:function` | the function's return value, with its weights | |
@@ -148,7 +148,7 @@ def find_networks(directory: Path) -> list[Path]:
     found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
-            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train networks with mola train (--output {directory}), "
+            f"{directory} contains no trained networks ({', '.join(ENDINGS)}). Train networks with mola train (--output {directory}), "
             f"pass --train, or choose another folder with --networks."
         )
     return found
@@ -209,7 +209,7 @@ def _made(name: str, classes: int) -> nn.Module:
 
 
 def _resized(name: str, classes: int) -> nn.Module:
-    # The network resizes and normalises images as the library's own evaluation does.
+    # The network resizes and normalises images as the library's evaluation does.
     if name.startswith(TIMM):
         network = timm_builder(name.removeprefix(TIMM))(classes)
         found = getattr(network, "pretrained_cfg", None) or {}

@@ -289,7 +289,7 @@ def load_images(
     shape, labels = tuple(images.pixels.shape[1:]), images.labels.tolist()
     if shape != dataset.shape or not labels or min(labels) < 0 or max(labels) >= dataset.classes:
         raise DataError(
-            f"{where} in {root} holds {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "
+            f"{where} in {root} contains {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "
             f"{max(labels, default=0)}, expected shape {dataset.shape} (channels, height, width) and labels from 0 to "
             f"{dataset.classes - 1}. Check that these files belong to this data set."
         )

@@ -1,4 +1,4 @@
-"""Training of MIMO: every head classifies its own inputs, drawn in its own random order."""
+"""Training of MIMO networks, in which every head classifies different inputs in a separate random order."""
 
 from __future__ import annotations
 

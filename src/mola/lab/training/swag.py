@@ -194,7 +194,7 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
     """Average the statistics of all batches, weighted by batch size, in one pass in train mode with active dropout.
 
-    The network's statistics are overwritten. The result holds copies of the running means and variances, by the name of the buffer.
+    The network's statistics are overwritten. The result contains copies of the running means and variances, by the name of the buffer.
     """
     norms = norm_layers(network)
     momenta = {name: module.momentum for name, module in norms.items()}

@@ -1,7 +1,7 @@
 """The UCI regression sets in the form that papers use: numbers in a text file, and published splits.
 
-The folder of a set holds `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
-`index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal, Ghahramani, 2016).
+The folder of a set contains `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
+`index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal and Ghahramani, 2016).
 """
 
 from __future__ import annotations
