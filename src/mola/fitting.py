@@ -51,7 +51,7 @@ def as_networks(
     """Return the networks as a list, without the wrapper of torch.compile, and warn if a network occurs twice.
 
     Args:
-        networks: one network or several networks.
+        networks: one or more networks.
         logits: function that picks the logits from a network's output, or one function for each network; None if the output is the
             logits.
     """

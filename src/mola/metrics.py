@@ -258,7 +258,7 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
-    """Return the highest score that passes if a share `tpr` of the inliers passes: a quantile of the inliers' scores (n,)."""
+    """Return the threshold below which a share `tpr` of the inliers' scores (n,) lies: their `tpr` quantile."""
     if not 0 <= tpr <= 1:
         raise OptionError(f"tpr must be between 0 and 1 (it is the share of inliers that pass), got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)

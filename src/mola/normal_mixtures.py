@@ -50,7 +50,7 @@ def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Te
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
-    """Return the value (...) that a draw is below with probability `level`, up to rounding in float64.
+    """Return the value (...) below which a draw falls with probability `level`, up to rounding in float64.
 
     The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection does not use the
     density, which is 0 in the gap between two distant components.

@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
-Suites store records as JSON (`mola-bench`, version 1). Only comparisons of one run have standard errors over data and results by
-class. A suite computes its errors over runs, and its files omit these entries.
+Suites store records as JSON (`mola-bench`, version 1). Only comparisons of a single run have results by class and standard errors
+over the data. A suite computes its errors over runs, and its files omit these entries.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (rest + root * self.total * self.nodes), rest
 
     def shared(self, precision: Precision) -> Tensor:
-        """Return k (..., C) of the rank-one part in `U = diag(gamma) + k k'`. If a shift is hidden, U is then centred."""
+        """Return k (..., C) of the rank-one part in `U = diag(gamma) + k k'`. If a shift is hidden, U must be centred afterwards."""
         gamma, rest = self.own(precision)
         edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
         if self.separate is not None:

@@ -1,6 +1,6 @@
 """Checkpoints of a running fit: its sums so far, its identity and a checksum of its data.
 
-Sums are additive, so an interrupted fit resumes from its last checkpoint with results that are equal bit for bit. The identity of the
+Sums are additive, so an interrupted fit resumes from its last checkpoint, and the result is bit for bit the same. The identity of the
 fit (networks, heads, structure, likelihood) distinguishes the sums of different fits. A running checksum of the batches detects
 changed data.
 """

@@ -85,7 +85,7 @@ class Calibrated(Rule):
 
     price: float = 0.01
     fixes_weights = True
-    """True, because weights by evidence depend on the prior precision. Without covariance, they would select one network."""
+    """True, because evidence-based weights depend on the prior precision. Without covariance, they would select one network."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):

@@ -21,7 +21,7 @@ from mola.options import counted
 class InfoOptions:
     """Options of `mola info`."""
 
-    posterior: Path = option(help="Folder that `mola fit` or posterior.save wrote", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `mola fit` or posterior.save", argument=True, metavar="POSTERIOR")
     as_json: bool = option(False, "Print everything as JSON", flags=("--json",))
 
 

@@ -40,8 +40,8 @@ class BatchPredictor:
         shape: shape of one input; None means the shape of a cell, or of a row of several columns.
         dtype: type of the inputs.
         probabilities: add a column "probs" with a list of probabilities, one for each class.
-        trust: True if you trust the author of the source. Files of `mola.export.torch_export`, and folders that name functions,
-            need trust because they can run code.
+        trust: True if you trust the author of the source. Files written by `mola.export.torch_export`, and folders that name
+        functions, require trust because they can run code.
         batch_size: number of inputs per forward pass, independent of the engine's batches.
     """
 

@@ -27,7 +27,7 @@ HARMLESS = "torchvision.models"
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
-    """Raise `OptionError` if the option values of a file name code that the file must not name."""
+    """Raise `OptionError` if an option value from a file refers to code that the file is not allowed to name."""
     for option, value in values.items():
         is_code = is_imported if option == "--network" else is_own_function
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():

@@ -47,7 +47,7 @@ BUNDLED = "weights"
 """Subfolder of a posterior's folder for copies of the weights."""
 
 LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
-"""Pattern of hidden files and of files that an interrupted fit leaves."""
+"""Pattern that matches hidden files and files left behind by an interrupted fit."""
 
 
 @dataclass(frozen=True)

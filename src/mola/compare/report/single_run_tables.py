@@ -77,7 +77,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     first = Column("MMC %", "", "low", 1, On(one.name, "confidence"), 100)
     if comparison.regression:
         first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
-    caption = f"{set_words(one)}, with standard errors. An AUROC of 50 is guessing. {BOLD.format(' and score')}."
+    caption = f"{set_words(one)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
     below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data, with errors as above."
     areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
     rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
