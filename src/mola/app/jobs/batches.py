@@ -41,7 +41,7 @@ class BatchPredictor:
         dtype: type of the inputs.
         probabilities: add a column "probs" with a list of probabilities, one for each class.
         trust: True if you trust the author of the source. Files written by `mola.export.torch_export`, and folders that name
-        functions, require trust because they can run code.
+            functions, require trust because they can run code.
         batch_size: number of inputs per forward pass, independent of the engine's batches.
     """
 
