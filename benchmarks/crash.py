@@ -1,14 +1,15 @@
-"""Kill work at random moments: no file may be lost, and a second attempt must give identical results.
+"""Kill work at random moments: no file may be lost, and a second attempt must give the same results as an undisturbed run.
 
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
-Each of four kinds of work is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint after
-every batch), `bench` (`mola bench digits` on few data) and `predict` (`mola predict` that replaces an older file). Half of the kills
-are a SIGKILL at a random time. A quarter happen just before a file operation, and a quarter in the middle of a write, when a file
-reaches a random size.
+Each of four kinds of work is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint
+after every batch), `bench` (`mola bench digits` on a small subset of the data) and `predict` (`mola predict` that replaces an
+older file). In half of the cases, SIGKILL is sent at a random time. In a quarter of the cases, the kill comes just before a file
+operation, and in a quarter in the middle of a write, when a file reaches a random size.
 
-After a kill, either the old result or the new result must be complete (`half-written` otherwise). The second attempt must succeed
-(`lost` otherwise) and give the same bytes as work that was never killed (`differs` otherwise). Hidden `.partial` files may remain.
+After a kill, either the old result or the new result must be complete (otherwise: `half-written`). The second attempt must
+succeed (otherwise: `lost`) and give the same bytes as work that was never killed (otherwise: `differs`). Hidden `.partial` files
+may remain.
 
 The exit status is 1 if a case fails, and the command that repeats the case is printed. Writes benchmarks/results/crash.json.
 """
@@ -130,13 +131,13 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
 }
-"""Kinds of work, each with a function that writes the initial files, the work itself, and its result as digests by file."""
+"""Kinds of work. Each has functions that write the initial files, do the work, and return the result as a digest of each file."""
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 FORK = multiprocessing.get_context("fork")
-"""Context whose child processes have already imported all modules."""
+"""Multiprocessing context whose child processes start with all modules imported."""
 
 
 def start(folder: Path, action: Callable[[], Any]) -> Any:
@@ -158,7 +159,7 @@ def run(folder: Path, action: Callable[[], Any]) -> None:
 
 
 class Arena:
-    """A kind of work, the files before it starts, and its result without a kill."""
+    """A kind of work, the files that exist before it starts, and its result if it is not killed."""
 
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # its thread would be forked
+    tqdm.monitor_interval = 0  # otherwise, its thread would be forked
     kinds, cases = options.kinds, range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")

@@ -1,18 +1,18 @@
-"""Guarantees of abstention, prediction sets and alarms on real predictions, over many splits and under shift.
+"""Test the guarantees of abstention, prediction sets and alarms on real predictions, over many splits and under shift.
 
     python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-Posteriors of the first five networks of MNIST and CIFAR-10 are fitted on activations that `mola bench` stores (--cache), and tuned on
-the validation set of the suite. The predictions for the test set are then split at random many times. One part is used for
-calibration, and the other part measures the guarantees. Each request of CLINC150 is represented by the mean of its token vectors. With
---quick, the benchmark uses scikit-learn's digits and small networks, and writes no file.
+Posteriors for the first five MNIST and CIFAR-10 networks are fitted on activations that `mola bench` stored (--cache) and tuned
+on the validation set of the suite. The predictions for the test set are then split at random many times. One part is used for
+calibration, and the guarantees are measured on the other part. Each request in CLINC150 is represented by the mean of its token
+vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes no file.
 
-- `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee is about the true error rate above the threshold,
-    so calibration data are also drawn with replacement. Then the true rate is known: it is the error rate of all test data above the
-    threshold. `violations` is the share of draws whose true rate is too high, which must not exceed one minus the certainty.
-    `realised` is the error rate in the other part of plain splits, and `above` is the share of splits in which this rate is too high,
-    partly by chance.
+- `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee concerns the true error rate above the
+    threshold, so calibration data are also drawn with replacement from the test data. The true rate is then known: it is the
+    error rate on all test data above the threshold. `violations` is the share of draws whose true rate is too high, which must
+    not exceed one minus the certainty. `realised` is the error rate in the other part of plain splits, and `above` is the share
+    of splits in which this rate is too high, partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
 - `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
@@ -56,12 +56,12 @@ BESIDE = 100
 RETUNED = 10
 """Number of splits in which the posterior is tuned again."""
 SHIFTED = 10
-"""Number of splits whose guarantees are tested on shifted data."""
+"""Number of splits for which guarantees are tested on shifted data."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set with its number of calibration data, error rates, and names of shifted sets and outlier sets."""
+    """A data set with the size of its calibration part, its error rates, and the names of its shifted sets and outlier sets."""
 
     name: str
     calibration: int
@@ -92,7 +92,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A loader with the features (n, K, P) of K networks and the labels of a set."""
+    """A loader that yields the features (n, K, P) from K networks and the labels of a set."""
 
     features: Tensor
     labels: Tensor | None
@@ -128,7 +128,7 @@ class Outputs:
 
 
 def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
-    """Predict a set with a single network, the ensemble and the mixture."""
+    """Predict the labels of a set with a single network, the ensemble and the mixture."""
     prediction = posterior.predict(data.features)
     alone = torch.softmax(prediction.logit_mean.double(), -1)
     return {
@@ -220,7 +220,7 @@ def mean_and_error(values: list[float]) -> list[float]:
 
 
 class Splits:
-    """Draw masks of the calibration data among n data."""
+    """Draw masks that select the calibration part of n data points."""
 
     def __init__(self, total: int, size: int, count: int) -> None:
         self.total, self.size, self.count = total, size, count
@@ -238,7 +238,7 @@ class Splits:
 
 
 def answer_threshold(known: Calibration, rate: float, **options: Any) -> float | None:
-    """Return the abstention threshold, or None if no threshold has the guarantee."""
+    """Return the abstention threshold, or None if no threshold gives the guarantee."""
     try:
         return float(abstain_threshold(known, None, rate, CERTAINTY, **options))
     except DataError:
@@ -249,7 +249,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     """Measure nominal and realised error rates of answers."""
     order = known.confidence.argsort(descending=True)
     ordered = known.confidence[order]
-    # Compute the error rate of the k most confident data, for every k.
+    # Compute the error rate among the k most confident data points, for every k.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
     drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]
@@ -327,7 +327,7 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
 
 
 def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: float, count: int) -> list[dict[str, Any]]:
-    """Measure guarantees from test data on shifted data and outliers."""
+    """Measure on shifted data and outliers how well guarantees calibrated on test data hold."""
     known = test.calibration()
     assert test.score is not None
     found: dict[str, dict[str, list[float]]] = {}
@@ -383,7 +383,7 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
 def measure(
     case: Case, posterior: mola.MoLA, test: Rows, others: dict[str, Rows], count: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Compute all numbers of a case."""
+    """Compute all numbers for a case."""
     found_outputs = outputs_of(posterior, test)
     splits = Splits(len(test.features), case.calibration, count)
     found: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """Confirm the default rule on networks that were not used to choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
 
-The constants of the rule were chosen on the first two groups of five networks of MNIST and CIFAR-10, with the suites' split of the
-test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups, and on the
-other groups with another split. It uses 1, 2, 3 and 5 networks, and 200, 500 and 2000 validation images. Activations are read from the
-cache of `mola bench` (`--cache`), and computed if they are missing. Writes `benchmarks/results/default_rule.json`.
+The constants of the rule were chosen on the first two groups of five networks for MNIST and CIFAR-10, with the suites' split of
+the test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups,
+and on the other groups with another split. It uses 1, 2, 3 and 5 networks, and 200, 500 and 2000 validation images. Activations
+are read from the cache of `mola bench` (`--cache`), or computed if they are missing. Writes
+`benchmarks/results/default_rule.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mola.metrics import auroc, expected_calibration_error, negative_log_likelih
 from mola.tuning import HeldOut
 
 GROUP, HALF, SEED = 5, 2, 7
-"""Number of networks in a group, number of groups on which the rule was chosen, and the seed of the other split."""
+"""Number of networks in a group, number of groups on which the rule was chosen, and seed for the other split."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
 """Numbers of networks and numbers of validation images to compare."""
@@ -67,7 +68,7 @@ def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
 def measured(
     posterior: mola.MoLA, sets: dict[str, HeldOut], shifted: Sequence[str], outliers: Sequence[str]
 ) -> dict[str, float]:
-    """Compute log loss and calibration on test data, mean log loss under shift, and mean AUROC of confidence on outliers."""
+    """Compute log loss and calibration on test data, mean log loss under shift, and mean AUROC of outlier detection by confidence."""
     probs = {name: probabilities(posterior, data) for name, data in sets.items()}
     losses = {name: negative_log_likelihood(probs[name], sets[name].labels) for name in ("test", *shifted)}  # type: ignore[arg-type]
     inside = -probs["test"].amax(1)
@@ -80,7 +81,7 @@ def measured(
 
 
 def compare(suite_name: str, suite: Suite) -> list[dict[str, Any]]:
-    """Compare the rules on all groups of networks of one suite."""
+    """Compare the rules on all groups of networks in one suite."""
     found, outliers = [], suite.places("outlier")
     for group in range(len(suite.networks) // GROUP):
         seed = None if group < HALF else SEED

@@ -5,9 +5,9 @@
 Each call draws networks, data and options at random. Its results are compared with `tests/reference/closed_form.py`, which uses numpy
 in float64 and shares no code with the library.
 
-A call fails with one of these outcomes:
+A call that fails has one of these outcomes:
   wrong     A result differs from the closed form by more than rounding explains. The closed form is computed again with all
-            numbers perturbed by a few rounding errors, and the result may deviate by a small multiple of the change.
+            numbers perturbed by a few rounding errors, and the result may deviate by at most a small multiple of the change.
   foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
   refused   The call raised a MolaError.
   changed   The call changed a network, the data or the posterior.
@@ -47,11 +47,11 @@ STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(d
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of pairs of closed forms, perturbed up and down, and the factor by which an error may exceed their deviations."""
+"""Number of pairs of closed forms (one perturbed up, one down), and the factor by which an error may exceed their deviations."""
 
 
 class WrongError(Exception):
-    """Error for a result that differs from the closed form."""
+    """Error raised if a result differs from the closed form."""
 
 
 def require(right: Any, message: str) -> None:
@@ -86,7 +86,7 @@ class Problem:
         return choices[int(self.rng.integers(len(choices)))]
 
     def features(self, inputs: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the features of every network with a constant 1 appended, and its logits."""
+        """Return every network's features, with a constant 1 appended, and its logits."""
         found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for network in self.networks:
             with torch.no_grad():
@@ -187,7 +187,7 @@ def compare(
     values = np.asarray(found.detach().double() if isinstance(found, Tensor) else found, dtype=np.float64)
     require(values.shape == exact.shape, f"{name}: shape {values.shape}, expected {exact.shape}")
     require(not np.isnan(values).any(), f"{name}: NaN")
-    if getattr(found, "dtype", None) == torch.float32:  # keep infinity for a number beyond the range
+    if getattr(found, "dtype", None) == torch.float32:  # infinity is right beyond the range of float32
         values = np.where(np.isposinf(values) & (exact > 3e38), exact, values)
     size = np.maximum(np.abs(exact), (1e-295 if arithmetic < 1e-10 else 1e-30) if relative else 1.0)
     if exact.ndim > 1:  # rounding errors of one class affect all other classes
@@ -220,14 +220,14 @@ def call_predict(problem: Problem) -> bool:
     decided = check_probs(problem, prediction.probs, reference)
     variance, score = prediction.logit_variance, prediction.ood_score
     compare(problem, "logit_variance", variance, lambda one: one.variance(*seen), reference, relative=True)
-    if all(one.gram.max() > 0 for one in reference.components):  # distances have no unit if all training features are 0
+    if all(one.gram.max() > 0 for one in reference.components):  # undefined if all training features are 0
         compare(problem, "ood_score", score, lambda one: one.outlier_score(*seen), reference, relative=True)
     return decided
 
 
 def call_evidence(problem: Problem) -> bool:
     found, exact = problem.fit().log_evidence(), problem.reference()
-    # Hundreds of logarithms are added, and may cancel.
+    # Hundreds of logarithms are added and may cancel.
     return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 

@@ -1,17 +1,18 @@
-"""Comparison of closed forms and links with Monte Carlo estimates from many samples.
+"""Compare closed forms and links with Monte Carlo estimates from many samples.
 
     python benchmarks/links.py [--quick]
     python benchmarks/links.py --data DIR --networks DIR [--cache DIR] [--network 0]
 
-Without folders, last-layer weights are drawn from the posterior of a mixture of three small networks. Every closed-form quantity of a
-prediction is then computed again from the draws. For regression, these are the mean, the parts of the variance, the distribution
-function, quantiles, the log density and the CRPS. For binary labels, they are the probability, by quadrature and by the links, and the
-parts of the entropy. Exact quantities must be within 5 standard errors of the Monte Carlo estimates. Links are approximations, and are
-only reported. Writes closed_forms.json.
+Without folders, last-layer weights are drawn from the posterior of a mixture of three small networks. Every closed-form quantity
+in a prediction is then estimated from the draws. For regression, these are the mean, the parts of the variance, the distribution
+function, quantiles, the log density and the CRPS. For binary labels, they are the probability, computed by quadrature and with
+the links, and the parts of the entropy. Exact quantities must be within 5 standard errors of the Monte Carlo estimates. Links are
+approximations, so their errors are only reported. Writes closed_forms.json.
 
-With folders of data sets and ResNet-20s, the benchmark measures the error of each link on the logits of 1000 test images of CIFAR-10
-and 1000 images of SVHN, against 100,000 samples. It also measures how well each link predicts with a prior precision tuned for it, and
-the variance of the logits, both common to all classes and in their contrasts. Writes links_against_monte_carlo.json.
+With folders of data sets and ResNet-20s, the benchmark measures the error of each link on the logits of 1000 test images from
+CIFAR-10 and 1000 images from SVHN, against 100,000 samples. It also measures how well each link predicts with a prior precision
+tuned for it, and the variance of the logits, split into a part common to all classes and a part in their contrasts. Writes
+links_against_monte_carlo.json.
 """
 
 import argparse
@@ -39,10 +40,10 @@ STRUCTURES = ("full", "diag", "kron", "kron-exact", "kron-diag")
 WEIGHTS, PRECISION = (0.5, 0.3, 0.2), 0.5
 INPUTS, OUTPUTS, HIDDEN = 6, 2, 10
 CHUNK = 5000
-"""Number of draws at once. More draws would not fit into the processor's cache and would take several times as long."""
+"""Number of draws processed at once. More draws would not fit into the processor's cache and would take several times as long."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Largest difference in standard errors. In thousands of comparisons, chance exceeds it about once in a thousand runs."""
+"""Largest difference allowed, in standard errors. With thousands of comparisons, about one run in a thousand exceeds it by chance."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
 """Name, closed form, Monte Carlo estimate, its standard error, and True if the closed form is exact."""
@@ -50,7 +51,7 @@ Found = tuple[str, Tensor, Tensor, Tensor, bool]
 
 @dataclass
 class Average:
-    """Mean over draws and its standard error. A first guess is subtracted from the draws, so that a large mean loses no digits."""
+    """Mean over draws, with its standard error. A first guess is subtracted from the draws, so that a large mean loses no digits."""
 
     count: int = 0
     guess: Tensor | None = None
@@ -93,7 +94,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield outputs (S, n, D) of networks with drawn weights, and the index of each network, in chunks."""
+    """Yield, in chunks, the outputs (S, n, D) of networks with drawn weights, and the index of each network."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         features = torch.stack([network[:-1](x) for network in posterior.networks])
@@ -104,7 +105,7 @@ def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tenso
 
 
 def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[Found]:
-    """Compare all quantities of a regression prediction."""
+    """Compare all quantities in a regression prediction."""
     gaussian = mola.likelihoods.Gaussian
     likelihood = gaussian(heteroscedastic=True) if heteroscedastic else gaussian(noise=[0.3, 0.7])
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "prior_precision": PRECISION}
@@ -141,7 +142,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
         yield name, getattr(prediction, name), averages[name].mean, averages[name].error, True
     yield "distribution function", prediction.cdf(y), averages["cdf"].mean, averages["cdf"].error, True
     for level, place, one in zip(LEVELS, quantiles, below, strict=True):
-        # Divide by the density at the quantile, for errors in units of the targets.
+        # Divide by the density at the quantile to obtain errors in the units of the targets.
         slope = (prediction.cdf(place + 1e-4) - prediction.cdf(place - 1e-4)) / 2e-4
         chance = math.sqrt(level * (1 - level) / one.count)
         yield f"quantile {level:g}", place, place + (level - one.mean) / slope, chance / slope, True
@@ -152,7 +153,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
 
 
 def labels(structure: str, samples: int) -> Iterator[Found]:
-    """Compare all quantities of a prediction of binary labels."""
+    """Compare all quantities in a prediction of binary labels."""
     x, y = data(60, 1)
     options: dict[str, Any] = {"structure": structure, "likelihood": "bernoulli", "prior_precision": PRECISION}
     posterior = mola.fit(networks(OUTPUTS), [(x, (y > 0).double())], weights=WEIGHTS, progress=False, **options)
@@ -320,7 +321,7 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
 
 
 def on_real_logits(experiment: Experiment) -> dict[str, Any]:
-    """Compute all rows of the record."""
+    """Compute all rows for the record."""
     plain = mola.ensemble(experiment.head)
     scaled = mola.baselines.temperature_scaled([experiment.head], experiment.validation)
     rows, spreads = [], []

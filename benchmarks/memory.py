@@ -1,14 +1,14 @@
-"""Peak memory of fitting, tuning and predicting for growing data, and a fit with two processes.
+"""Measure the peak memory of fitting, tuning and predicting as the data grow, and the speed of a fit with two processes.
 
     python benchmarks/memory.py [--quick]
 
-Each case runs in a separate process. Its result is the peak of resident memory during the call minus the resident memory before the
-call, measured by the Linux counter, which is reset in between. The memory of fitting must not grow with the data. Tuning stores O(n (P
-+ C)) numbers, and predictions are made in chunks.
+Each case runs in a separate process. Its result is the peak of resident memory during the call minus the resident memory before
+the call, measured with the Linux counter of peak memory, which is reset before each call. The memory that fitting needs must not
+grow with the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
 
-Scale-out: two processes with one thread each, and one process alone, alternately fit the same networks on the same images. The ratio
-of CPU times (one process over the busier of the two) is the speed-up if each process has its own core; wall time depends on the load
-of the machine. The record also contains the constants that docs/scale.md uses.
+Scale-out: two processes with one thread each, and one process alone, alternately fit the same networks on the same images. The
+ratio of CPU times (one process alone divided by the busier of the two) is the speed-up if each process has its own core; wall
+time depends on the load of the machine. The record also contains the constants that docs/scale.md uses.
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.
 """
@@ -62,7 +62,7 @@ def resident(name: str) -> int:
 
 
 def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
-    """Return the peak of resident bytes during the work, minus the resident bytes before it or a given number."""
+    """Return the peak of resident bytes during the work, minus the resident bytes before it or minus a given number."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS") if above is None else above
@@ -71,7 +71,7 @@ def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
 
 
 class Stream:
-    """Batches that are generated when they are read, so that the data take no memory."""
+    """Batches that are generated when they are read, so that the data occupy no memory."""
 
     def __init__(self, count: int, classes: int) -> None:
         self.count, self.classes = count, classes
@@ -113,7 +113,7 @@ def floor(work: str, structure: str, features: int, classes: int, count: int) ->
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Return wall time and CPU time in seconds."""
+    """Return the wall time and the CPU time, in seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
@@ -139,7 +139,7 @@ def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict
 
 
 def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, float]]:
-    """Measure the arithmetic of the sums, the eigenproblems, and the bytes that are added over processes."""
+    """Measure the cost of the sums and the eigenproblems, and the number of bytes that are summed over processes."""
     features, classes, rows = (200, 100, 512) if quick else (2049, 1000, 512)
     generator = torch.Generator().manual_seed(0)
     phi = torch.randn(rows, features, generator=generator, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Separate environments for other libraries.
 
-laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. An environment is created on
-first use in the user's cache folder. It contains the library without its declared dependencies, and the packages that its import
-needs. mola is imported from this repository, so that both libraries run in one process.
+laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. An environment is
+created on first use in the user's cache folder. It contains the library without its declared dependencies, plus the packages that
+are needed to import it. mola is imported from this repository, so that both libraries run in one process.
 """
 
 import json
@@ -27,7 +27,7 @@ class Packages:
     """The libraries to install, without their dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
-    """Packages that are installed without dependencies, which are never imported."""
+    """Packages that are installed without their dependencies, which are never imported."""
 
 
 LAPLACE_TORCH = Packages(

@@ -1,17 +1,17 @@
-"""Agreement with laplace-torch, MAPIE and TorchCP in float64, for all quantities with the same definition.
+"""Check agreement with laplace-torch, MAPIE and TorchCP in float64, for all quantities with the same definition.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-The libraries run in separate environments (peer_environment.py), in one process with mola.
+The libraries run in separate environments (peer_environment.py), each in one process with mola.
 
 laplace-torch defines the same posterior for `full` and `diag`. On a head without bias, its `kron` is mola's `kron-exact`; with a bias,
 laplace-torch uses a separate block for the bias. The Laplace bridge is the same for all structures except `diag`: laplace-torch
 conditions the logits on a sum of 0, and mola projects the logits. laplace-torch uses BackPACK here. Its default backend, curvlinops,
-is listed separately, because it multiplies the Hessian of `full` in float32, even for networks in float64.
+is listed separately, because it computes the Hessian of `full` in float32, even for float64 networks.
 
-Prediction sets of MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and lac by class) must
-contain the same classes, except for one set in a hundred: MAPIE adds classes whose score exceeds the threshold only by rounding. MAPIE
-defines the other forms of aps differently; they are reported, but not tested.
+Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and class-conditional
+lac) must contain the same classes, except for one set in a hundred: MAPIE adds classes whose score exceeds the threshold only by
+rounding. MAPIE defines the other forms of aps differently; they are reported, but not tested.
 
 The exit status is 1 if a difference is above its tolerance. Writes compare_laplace_torch.json, compare_laplace_torch_regression.json
 and conformal_against_mapie.json in benchmarks/results. With `--frozen`, the script prints the small reference for tests/library
@@ -43,9 +43,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import mola
 
 TOLERANCE = 1e-8
-"""Relative tolerance. At prior precision 1e-3, condition numbers of 1e6 leave about 10 of the digits of float64."""
+"""Relative tolerance. At prior precision 1e-3, condition numbers of 1e6 leave about 10 of float64's digits correct."""
 SETTLED = 1e-6
-"""Largest slope at the end of a search for the largest evidence, which ends when the evidence no longer grows in float64."""
+"""Largest slope allowed where a search for the maximum evidence ends. It ends when the evidence no longer grows in float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
 NOISE, STEP = 0.3, 2e-3
@@ -73,7 +73,7 @@ def observed(inputs: Tensor, outputs: int) -> Tensor:
 
 
 def train(network: nn.Module, data: TensorDataset) -> None:
-    """Train for a few steps, so that outputs have the size of a trained network's outputs."""
+    """Train for a few steps, so that outputs are as large as those of a trained network."""
     inputs, labels = data.tensors
     loss = nn.functional.mse_loss if labels.is_floating_point() else nn.functional.cross_entropy
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -153,7 +153,7 @@ def quantities(
 def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterator[tuple[str, float, float]]:
     """Return the prior precision and the noise that the evidence rule chooses, and laplace-torch's logarithmic slopes at these values.
 
-    The slopes are differences of the fourth order, since automatic differentiation does not reach the noise in laplace-torch's
+    The slopes are fourth-order finite differences, since automatic differentiation does not reach the noise in laplace-torch's
     determinant for `kron`.
     """
     if regression:
@@ -175,7 +175,7 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
 def compare(
     name: str, network: nn.Sequential, structure: str, data: TensorDataset, unseen: tuple[Tensor, Tensor], backend: Any
 ) -> list[dict[str, Any]]:
-    """Return the differences of every quantity at every prior precision."""
+    """Return the difference in every quantity at every prior precision."""
     from laplace import Laplace
 
     regression = data.tensors[1].is_floating_point()
@@ -211,7 +211,7 @@ def compare(
 
 
 def laplace_torch() -> dict[str, Any]:
-    """Compare mola with laplace-torch, inside the environment of laplace-torch."""
+    """Compare mola with laplace-torch, inside laplace-torch's environment."""
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     torch.manual_seed(0)
@@ -252,7 +252,7 @@ def laplace_torch() -> dict[str, Any]:
 
 
 def above(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows with the same definition that differ by more than their tolerance."""
+    """Return the rows that have the same definition but differ by more than their tolerance."""
     return [
         row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])
     ]
@@ -278,11 +278,11 @@ def judge_laplace_torch(documents: dict[str, Any]) -> int:
 
 SEED = 0
 ALLOWED = 0.01
-"""Share of sets that may differ, because the scores of some classes equal the threshold up to rounding."""
+"""Fraction of sets that may differ, because the scores of some classes equal the threshold up to rounding."""
 
 
 def torchcp() -> types.SimpleNamespace:
-    """Import TorchCP's scores and predictors, without its parts that need graphs and sorting extensions."""
+    """Import TorchCP's scores and predictors without the parts that need graph libraries and sorting extensions."""
     package = types.ModuleType("torchcp")
     package.__path__ = [str(distribution("torchcp").locate_file("torchcp"))]
     sorting = types.ModuleType("torchsort")
@@ -313,7 +313,7 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
     from sklearn.base import BaseEstimator, ClassifierMixin
 
     class Given(ClassifierMixin, BaseEstimator):
-        """A classifier whose inputs are the probabilities."""
+        """A classifier that takes the probabilities as its inputs."""
 
         classes_, n_features_in_ = np.arange(probs.shape[1]), probs.shape[1]
 
@@ -339,7 +339,7 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
-    """Compute mola's sets with MAPIE's random numbers, which MAPIE draws again from the seed in both steps, and subtracts."""
+    """Compute mola's sets with one minus MAPIE's random numbers; MAPIE subtracts them, and draws them from the seed in both steps."""
 
     def drawn(*shape: int, **_: Any) -> Tensor:
         return torch.from_numpy(1 - np.random.RandomState(SEED).uniform(size=shape[0])).reshape(shape)
@@ -349,14 +349,14 @@ def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray
 
 
 class Ends:
-    """Predicted quantiles (n, 3), low, high and middle, in the form that `mola.prediction_intervals` reads."""
+    """Predicted low, high and middle quantiles (n, 3), in the form that `mola.prediction_intervals` reads."""
 
     def __init__(self, columns: np.ndarray) -> None:
         self.columns = torch.from_numpy(columns)
         self.mean, self.variance = self.columns[:, 2:], torch.ones(len(columns), 1)
 
     def interval(self, _level: float) -> tuple[Tensor, Tensor]:
-        """Return the given ends."""
+        """Return the given end points."""
         return self.columns[:, :1], self.columns[:, 1:2]
 
 
@@ -366,7 +366,7 @@ def intervals() -> dict[str, Any]:
     from sklearn.base import BaseEstimator, RegressorMixin
 
     class Column(RegressorMixin, BaseEstimator):
-        """A regressor whose prediction is a column of its inputs."""
+        """A regressor that predicts a column of its inputs."""
 
         def __init__(self, place: int = 0) -> None:
             self.place, self.fitted_ = place, True
@@ -466,7 +466,7 @@ def conformal() -> dict[str, Any]:
 
 
 def frozen() -> dict[str, Any]:
-    """Return a small case with the sets of MAPIE and TorchCP, for tests/library/conformal_reference.json."""
+    """Return a small case with the sets that MAPIE and TorchCP predict, for tests/library/conformal_reference.json."""
     peer = torchcp()
     (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
     given = probs, labels, new, 0.8
@@ -512,7 +512,7 @@ PEERS: dict[str, tuple[peer_environment.Packages, Callable[[dict[str, Any]], int
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", nargs="?", choices=list(PEERS), help="comparison to run (default: both)")
-    parser.add_argument("--venv", type=Path, help="folder of the environment, for one comparison")
+    parser.add_argument("--venv", type=Path, help="folder of the virtual environment (only for a single comparison)")
     parser.add_argument(
         "--frozen", action="store_true", help="print the reference for tests/library/test_conformal_reference.py"
     )

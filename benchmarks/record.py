@@ -1,4 +1,4 @@
-"""Write a measurement as JSON together with its environment: versions and kind of machine, but no paths."""
+"""Write a measurement as JSON, together with its environment: the versions and the kind of machine, but no paths."""
 
 import json
 import os

@@ -1,14 +1,15 @@
-"""Time that mola adds to the necessary forward passes.
+"""Measure the time that mola adds to the necessary forward passes.
 
     python benchmarks/speed.py [--quick] [--data DIR --networks DIR] [--only LeNet]
     python benchmarks/speed.py --peer [--venv DIR]
 
-`fit` and `tune`, with every rule, are compared with bare forward passes over the same batches, and `posterior(x)` is compared with
-`mola.ensemble`. The two alternate in one process with one thread, and CPU time is measured. `ratio` is the median of tested time over
-plain time. `added` is 1 + time outside the networks / time inside, over the tested calls alone; for predictions, it is relative to the
-ensemble's value. Limits apply to `added`, because two bare passes of one network may differ by more than the overhead.
+`fit` and `tune`, with every rule, are compared with bare forward passes over the same batches, and `posterior(x)` is compared
+with `mola.ensemble`. Both run alternately in one process with one thread, and CPU time is measured. `ratio` is the median of tested
+time divided by plain time. `added` is 1 + (time outside the networks) / (time inside), for the tested calls alone; for
+predictions, it is divided by the ensemble's value. Limits apply to `added`, because two bare passes of one network may differ by
+more than the overhead.
 
-With --data and --networks (folders), ResNet-20 has trained weights and CIFAR-10 images. Otherwise, weights and images are random, and
+With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, weights and images are random, and
 the arithmetic is the same. With --peer, laplace-torch does the same work in a separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
@@ -47,7 +48,7 @@ TURN_SECONDS = 0.1
 
 
 class Inside:
-    """Context that measures the CPU seconds of the networks' forward passes."""
+    """Context manager that measures the CPU time, in seconds, spent in the networks' forward passes."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         self.networks, self.seconds = networks, 0.0
@@ -75,7 +76,7 @@ def cpu_seconds(work: Work) -> float:
 
 
 def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Module] = ()) -> dict[str, list[Any]]:
-    """Run several turns of each task after a warm-up; return pairs of CPU seconds, in total and inside the networks."""
+    """Run several turns of each task after a warm-up; return pairs of CPU times in seconds: in total, and inside the networks."""
     calls = {name: max(1, round(TURN_SECONDS / max(cpu_seconds(work), 1e-4))) for name, work in works.items()}
     times: dict[str, list[Any]] = {name: [] for name in works}
     for repeat in range(repeats):
@@ -116,7 +117,7 @@ def bare(networks: Iterable[nn.Module], loader: Loader) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, its data, and the limits by task; "tune seconds" is a limit in seconds."""
+    """A network, its data, and the limit for each task; "tune seconds" is a limit in seconds."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -150,7 +151,7 @@ def resnet20() -> nn.Module:
 
 
 def head(inputs: int, features: int, classes: int) -> nn.Module:
-    """Build a last layer behind a tiny network."""
+    """Build a last layer on top of a tiny network."""
     return nn.Sequential(nn.Linear(inputs, features), nn.ReLU(), nn.Linear(features, classes))
 
 
@@ -192,7 +193,7 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
 
 
 def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
-    """Return one row for each task: fit by structure, calls, and tune by rule."""
+    """Return one row for each task: fit with each structure, predictions, and tune with each rule."""
     share = 8 if quick else 1
     network, training, validation = given or (
         setting.network().eval(),
@@ -245,7 +246,7 @@ SIZE, DENSE_CLASSES, FEATURES, DENSE_BATCH = 256, 21, 64, 4
 
 
 class UNet(nn.Module):
-    """A U-Net of three levels with 64, 128 and 256 channels, and a 1x1 convolution on 64 features."""
+    """A three-level U-Net with 64, 128 and 256 channels and a final 1x1 convolution on 64 features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ def dense_data(images: int, size: int) -> tuple[nn.Module, Loader]:
 
 
 def dense_memory(images: int, size: int) -> dict[str, int]:
-    """Measure the peak resident memory of `fit` beyond the peak of a bare pass, in a separate process."""
+    """Measure the peak resident memory of `fit` above the peak of a bare pass, in a separate process."""
     from memory import peak_of
 
     network, loader = dense_data(images, size)
@@ -313,7 +314,7 @@ INPUTS, GRID = 784, 100
 
 
 class PeerLoader(list):
-    """Prepared batches, with the attributes that laplace-torch reads."""
+    """Precomputed batches, with the attributes that laplace-torch reads."""
 
     def __init__(
         self, count: int, classes: int, judge: nn.Module | None = None, size: int = 256, width: int = INPUTS
@@ -322,14 +323,14 @@ class PeerLoader(list):
         if judge is not None:
             with (
                 torch.no_grad()
-            ):  # with labels of an overconfident network, the best prior precision is inside the grid
+            ):  # with labels for which the network is overconfident, the best prior precision is inside the grid
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         super().__init__(zip(inputs.split(size), labels.split(size), strict=True))
         self.dataset, self.batch_size = torch.utils.data.TensorDataset(inputs, labels), size
 
 
 def peer_rows(quick: bool) -> list[dict[str, Any]]:
-    """Time the same work with both libraries, inside the environment of laplace-torch."""
+    """Time the same work with both libraries, inside laplace-torch's environment."""
     from laplace import Laplace
     from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 
@@ -357,7 +358,7 @@ def peer_rows(quick: bool) -> list[dict[str, Any]]:
             for name, backend in backends.items():
                 try:
                     peer(model, structure, backend).fit(PeerLoader(64, classes))
-                except Exception as error:  # backends of another library may raise any error
+                except Exception as error:  # another library's backends may raise any error
                     print(f"{structure} with {name}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
                     continue
                 theirs = lambda backend=backend, structure=structure: peer(model, structure, backend).fit(loader)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Features and logits of trained networks on the sets of a suite, from the cache of `mola bench`."""
+"""Read the features and logits of trained networks on a suite's data sets from the cache of `mola bench`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MNIST_NETWORKS = Path(__file__).resolve().parent.parent / "networks" / "mnist"
 
 @dataclass(frozen=True)
 class Suite:
-    """The networks of a suite, its sets of data, and the activations of the networks on these sets."""
+    """The networks of a suite, its data sets, and the networks' activations on these sets."""
 
     networks: list[Network]
     sources: dict[str, Source]
@@ -38,7 +38,7 @@ def open_suite(
         name: "mnist" or "cifar10".
         networks: folder of 00.safetensors, 01.safetensors, ...
         options: data sets, their folder and their normalisation.
-        cache: folder of the activations.
+        cache: folder for the activations.
         count: number of networks; None uses all networks.
         sets: names of the sets to use; an empty sequence uses all sets.
     """

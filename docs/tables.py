@@ -1,8 +1,8 @@
-"""Tables of the documentation, generated from stored records; `docs/values.py` inserts them into pages.
+"""Tables in the documentation, generated from stored records; `docs/values.py` inserts them into pages.
 
-The name of a table, such as `cifar10 outliers`, consists of a suite in `results/` and a table of this suite. It may select and rename
-rows and columns: `cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`. Other names consist
-of a source in `SOURCES` and its argument.
+The name of a table, such as `cifar10 outliers`, consists of a suite in `results/` and one of its tables. It may also select and rename
+rows and columns: `cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`. All other names
+consist of a source in `SOURCES` and its argument.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def suite_table(name: str) -> Table:
 
 
 def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
-    """Return the texts in the given row and columns of a table."""
+    """Return the text of the cells in the given row and columns of a table."""
     texts = found.texts.set_axis([_column_name(column) for column in found.columns], axis=1)
     if missing := [*({row} - set(texts.index)), *(name for name in columns if name not in texts)]:
         raise KeyError(
@@ -87,10 +87,10 @@ def record(name: str) -> Any:
 
 
 class Cells(string.Formatter):
-    """Formatter of cells: `{ece:* 100 .1f}` multiplies the entry by 100, and None becomes a dash."""
+    """Formatter for cells: `{ece:* 100 .1f}` multiplies the entry by 100, and None becomes a dash."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the formatted text of a value."""
+        """Return a value as formatted text."""
         if value is None:
             return MISSING
         if not format_spec.startswith("* "):
@@ -100,7 +100,7 @@ class Cells(string.Formatter):
 
 
 def listed(rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, str]], left: int = 1) -> str:
-    """Return rows of a record as a Markdown table; each column is a heading with a template for its cells."""
+    """Return the rows of a record as a Markdown table; each column consists of a heading and a template for its cells."""
     write = Cells().vformat
     return markdown_rows(
         [head for head, _ in columns], [[write(one, (), row) for _, one in columns] for row in rows], left
@@ -121,7 +121,7 @@ def _uci(name: str) -> str:
 
 
 def _closed_forms(likelihood: str) -> str:
-    """Return the largest errors of closed forms against Monte Carlo, over structures, inputs and outputs."""
+    """Return the largest errors of closed forms relative to Monte Carlo estimates, over structures, inputs and outputs."""
     rows = [row for row in record("closed_forms")["rows"] if row["likelihood"] == likelihood]
     lines = []
     for name in dict.fromkeys(row["quantity"] for row in rows):
@@ -135,7 +135,7 @@ def _closed_forms(likelihood: str) -> str:
 
 
 def _links(name: str) -> str:
-    """Return scores of links, variances, or errors of links with the prior precision of a given rule."""
+    """Return a table of link scores, of variances, or of link errors at the prior precision that a rule chooses."""
     document = record("links_against_monte_carlo")
     if name == "scores":
         columns = [("structure", "{structure}"), ("link", "{link}"), ("λ", "{prior_precision:.2g}")]
@@ -172,7 +172,7 @@ CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
 
 
 def _decisions(name: str) -> str:
-    """Return the realised guarantees of all cases, or the rates under shift in one of `CASES`."""
+    """Return the guarantees and realised rates for all `CASES`, or the rates under shift for one of them."""
     cases = record("decisions")["cases"]
     if name != "kept":
         fields = {"alarms": "alarms", "answered": "answered", "error": "errors", "answered_gated": "answered, no alarm"}
@@ -197,7 +197,7 @@ def _decisions(name: str) -> str:
 
 
 def _saturated(name: str) -> str:
-    """Return the AUROC on far inputs in %, by activation, likelihood and score."""
+    """Return the AUROC (in %) on inputs far from the data, by activation, likelihood and score."""
     scores = ("ood_score", "distance", "confidence, DE")
     rows: dict[str, dict[str, Any]] = {}
     for row in record("saturated_features")["rows"]:
@@ -209,7 +209,7 @@ def _saturated(name: str) -> str:
 
 
 def _ranks(name: str) -> str:
-    """Return the mean ranks of sums of far field F, energy E, distance D and entropy H, with r(x) = max(0, x)."""
+    """Return the mean ranks of scores that sum the far field F, energy E, distance D and entropy H, where r(x) = max(0, x)."""
     chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
     rows = [{"score": one, "one": chosen[one], "two": confirmed[one]} for one in sorted(chosen, key=chosen.__getitem__)]
     columns = [("score", "`{score}`"), ("mean rank, choosing half", "{one:.2f}"), ("confirming half", "{two:.2f}")]
@@ -217,7 +217,7 @@ def _ranks(name: str) -> str:
 
 
 def _segmentation(name: str) -> str:
-    """Return metrics on the pixels of test images and shifted images, and the AUROC on rings."""
+    """Return per-pixel metrics on test images and shifted images, and the AUROC for detecting rings."""
     columns = [("", "{method}")]
     for data, title in (("test", ""), ("shifted", "shifted: ")):
         fields = {"accuracy": "accuracy %", "confidence": "conf. %", "nll": "NLL", "ece": "ECE %"}
@@ -228,7 +228,7 @@ def _segmentation(name: str) -> str:
 
 
 def _nodes(name: str) -> str:
-    """Return the largest differences between several processes and one process."""
+    """Return the largest differences between the results of several processes and of a single process."""
     rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
     layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
     lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
@@ -236,7 +236,7 @@ def _nodes(name: str) -> str:
 
 
 def _export(name: str) -> str:
-    """Return the largest differences between exported files and `predict`."""
+    """Return the largest differences between the outputs of exported files and `predict`."""
     names = {"probabilities": "probs", "confidence": "confidence", "entropy": "entropy"}  # names in exported files
     names |= {"mutual_information": "epistemic", "ood_score": "ood_score"}
     columns = [("", "{precision}"), ("allowed", "{tolerance:g}")]
@@ -247,7 +247,7 @@ def _export(name: str) -> str:
 
 
 def _crash(name: str) -> str:
-    """Return the numbers of killed processes and damaged results, by kind of process."""
+    """Return the number of killed processes and the number of damaged results, by kind of process."""
     columns = [("killed", "{kind}"), *((one, f"{{{one}}}") for one in ("kills", "lost", "half-written", "differs"))]
     return listed(record("crash")["rows"], columns)
 
@@ -281,12 +281,12 @@ def _seconds(value: float) -> str:
 
 
 def verdict(row: dict[str, Any], bar: str) -> list[str]:
-    """Return the limit of a measurement, and "met" or "missed"."""
+    """Return the limit on a measurement, and whether it was "met" or "missed"."""
     return [bar, ("**missed**" if row["missed"] else "met") if bar else ""]
 
 
 def _speed(name: str) -> str:
-    """Return the overhead in time or memory, the times of laplace-torch, or the machines of the measurements."""
+    """Return a table of overheads in time or memory, of times compared with laplace-torch, or of the machines used."""
     if name == "summary":
         defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
         rows = []
@@ -340,7 +340,7 @@ DEFAULT, RIVALS = "MoLA (calibrated)", ("DE-T", "DE-L")
 
 
 def _default(name: str) -> str:
-    """Compare the default rule with temperature-scaled ensembles; names are `summary` or, for example, `cifar10 outliers`."""
+    """Compare the default rule with temperature-scaled ensembles; `name` is `summary` or, for example, `cifar10 outliers`."""
     if name == "summary":
         return _default_summary()
     suite, kind = name.split()
@@ -363,7 +363,7 @@ def _default(name: str) -> str:
 
 
 def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sign: int) -> list[str]:
-    """Return the means of all methods, the difference between default and DE-T, and the number of runs in which the default leads."""
+    """Return the mean of each method, the default minus DE-T, and the number of runs in which the default is at least as good."""
     estimates = [one for one in numbers(quantity, factor).values() if one is not None]
     gap = estimates[-1].minus(estimates[0])
     ahead = sum(sign * value >= 0 for value in gap.by_run.values())
@@ -372,7 +372,7 @@ def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sig
 
 
 def _default_summary() -> str:
-    """Return the means over runs and sets for every suite."""
+    """Return the means over runs and sets for each suite."""
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
         found = _suite(suite)

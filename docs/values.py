@@ -1,19 +1,19 @@
-"""Insert measured numbers and tables from stored records into all pages, or into the pages given as arguments.
+"""Insert numbers and tables from stored records into all pages, or into the pages given as arguments.
 
-Run `python docs/values.py` or `python docs/values.py PAGE ...`. The comment before a number contains a table of `docs/tables.py`, a
-row and a column; the number is the mean over runs. Alternatively, it contains a JSON file, the keys that lead to the number, and a
-format, in which `* 100 .1f` multiplies the number by 100. A key of the form `key=value & key=value` selects an entry of a list, and
-`count` is the length of a list:
+Run `python docs/values.py` or `python docs/values.py PAGE ...`. The comment before a number names a table in `docs/tables.py`, a row
+and a column; the number is the mean over runs. Alternatively, the comment names a JSON file, the keys that lead to the number, and a
+format; the format `* 100 .1f` multiplies the number by 100. A key of the form `key=value & key=value` selects the entry of a list
+that has these values, and the key `count` gives the length of a list:
 
     <!-- = cifar10 ablation rules; MoLA by nll; test NLL -->0.1781<!-- /= -->
     <!-- = benchmarks/results/modes.json; mean_far_confidence; MoLA; .0% -->90%<!-- /= -->
 
-Each table is replaced completely:
+Everything between the two comments of a table is replaced:
 
     <!-- table: cifar10 outliers -->
     <!-- end -->
 
-The tests check that all pages are up to date, so every such number comes from a record.
+Tests check that all pages are up to date, so every such number comes from a record.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fill(page: str) -> str:
 
 
 def main() -> None:
-    """Update pages in place."""
+    """Update the pages in place."""
     for page in map(Path, sys.argv[1:] or sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if (filled := fill(text)) != text:

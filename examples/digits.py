@@ -53,7 +53,7 @@ def main() -> None:
     # Replace these networks with your own trained networks.
     networks = [train(NETWORKS * options.seed + member, *train_set.tensors) for member in range(NETWORKS)]
 
-    # Fit in one pass over the training data, then tune on the validation data, by the default rule and by log loss alone.
+    # Fit in one pass over the training data, then tune on the validation data with the default rule and with log loss alone.
     train_loader, val_loader, test_loader = (DataLoader(some, 256) for some in (train_set, val_set, test_set))
     mixture = mola.fit(networks, train_loader, val_loader)
     by_loss = mixture.tune(val_loader, rule="nll")
@@ -76,7 +76,7 @@ def main() -> None:
     for name, values in {**confidence, "accuracy of MoLA": accuracy}.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # The OOD score detects more outliers. At 0 degrees, digits are compared with themselves, and an AUROC of 50 % is chance.
+    # The OOD score detects more outliers. At 0 degrees, digits are compared with themselves, so the AUROC is 50 %, as by chance.
     auroc = {}
     for name, method, score in (
         ("MAP, 1 - confidence", methods["MAP"], lambda prediction: 1 - prediction.confidence),
@@ -89,7 +89,7 @@ def main() -> None:
     for name, values in auroc.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # Print fields of single predictions.
+    # Print the fields of individual predictions.
     print(
         f"\n{'three digits':16}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}"
     )
@@ -99,7 +99,7 @@ def main() -> None:
         for truth, label, *numbers in zip(test_labels[:3], some.label, *columns, strict=True):
             print(f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
 
-    # Files are safetensors and JSON, not pickle. Loading checks that the networks are the fitted networks.
+    # Files are safetensors and JSON, not pickle. Loading checks that these networks are the ones that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
     print(

@@ -1,11 +1,11 @@
-"""One posterior, mapped over partitions by Ray Data, Spark and Dask, with the same results as a plain call.
+"""Apply one posterior to partitions with Ray Data, Spark and Dask, with the same results as a plain call.
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns. It holds only the name
-of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs `pip install
-'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). Takes about ten seconds,
-and ten more seconds to start each engine.
+Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns. It stores only the
+name of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs `pip install
+'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). Takes about ten
+seconds, plus ten seconds to start each engine.
 """
 
 import argparse

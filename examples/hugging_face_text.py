@@ -2,9 +2,9 @@
 
     python examples/hugging_face_text.py
 
-Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no download), and
-fits a posterior on the tokenizer's dictionary batches. Then predicts messages about music and gardens. Takes about twenty seconds.
-Needs `pip install 'mola-torch[transformers]'`.
+Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no download),
+and fits a posterior on the tokenizer's dictionary batches. Then predicts the topics of messages about music and gardens. Takes
+about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
 To use your own networks, replace everything above `mola.fit` with
 
@@ -63,7 +63,7 @@ UNKNOWN = {
 
 
 def sentence(topic: str, draw: random.Random) -> str:
-    """Fill in a pattern. Most names occur once, and some messages about a known topic use a word of another topic."""
+    """Fill in a pattern. Most names occur once, and some messages about a known topic use a word from another topic."""
     chosen = {slot: draw.choice(words) for slot, words in (KNOWN | UNKNOWN)[topic].items()}
     if topic in KNOWN and draw.random() < 0.3:
         slot = draw.choice(list(chosen))
@@ -73,7 +73,7 @@ def sentence(topic: str, draw: random.Random) -> str:
 
 
 def messages(topics, count: int, seed: int):
-    """Return `count` messages of each topic, and their labels."""
+    """Return `count` messages about each topic, and their labels."""
     draw = random.Random(seed)
     texts = [sentence(topic, draw) for topic in topics for _ in range(count)]
     return texts, torch.arange(len(topics)).repeat_interleave(count)

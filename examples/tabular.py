@@ -62,7 +62,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Count alarms on correct rows and on rows with mistakes, over several splits, since a single split of 178 wines is noisy."""
+    """Count alarms for correct rows and for rows with mistakes, over several splits, since a single split of 178 wines is noisy."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -92,7 +92,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
 
 
 def calibration_error(probs, labels, bins: int = 10) -> float:
-    """Return the expected calibration error, the mean gap between confidence and accuracy over bins of confidence."""
+    """Return the expected calibration error: the mean gap between confidence and accuracy over confidence bins."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
@@ -100,7 +100,7 @@ def calibration_error(probs, labels, bins: int = 10) -> float:
 
 
 def mistakes(rows, names):
-    """Return correct rows, and rows with typical mistakes in data entry."""
+    """Return correct rows, and rows with typical data-entry mistakes."""
 
     def scaled(name: str, factor: float):
         changed = rows.copy()

@@ -1,10 +1,10 @@
-"""One posterior from several processes: each process reads a part of the data, and the sums of all processes are added.
+"""Fit one posterior with several processes: each process reads part of the data, and the sums from all processes are added.
 
     python examples/torchrun_fit.py                               # alone
     torchrun --nproc-per-node=2 examples/torchrun_fit.py          # two processes on this machine
 
 Both commands give the same posterior. A Laplace approximation is computed from sums over the data, so each process can sum over its
-own part. For several machines, use `--nnodes` and `--rdzv-endpoint` of torchrun. Takes about ten seconds. Needs `pip install
+own part. For several machines, use torchrun's `--nnodes` and `--rdzv-endpoint`. Takes about ten seconds. Needs `pip install
 'mola-torch[bench]'`.
 """
 

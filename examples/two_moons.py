@@ -1,9 +1,9 @@
-"""Two moons: the confidence of MAP, a deep ensemble, LLLA and MoLA, near the data and far away.
+"""Two moons: the confidence of MAP, a deep ensemble, LLLA and MoLA, near the data and far from them.
 
     python examples/two_moons.py
 
-Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane. Prints a table
-and draws a map for each method. Takes about five seconds. Needs `pip install 'mola-torch[bench]'`.
+Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane. Prints a
+table and draws a confidence map for each method. Takes about five seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
         "MoLA, distance": posterior.tune([val_set], rule="distance"),
     }
 
-    # Print the confidence on test data and on circles of growing radius.
+    # Print the confidence on the test data and on circles of increasing radius.
     angles = torch.linspace(0, 2 * torch.pi, 361)[:-1]
     circle = torch.stack([angles.cos(), angles.sin()], dim=1)
     inputs, labels = test_set

@@ -1,7 +1,8 @@
-"""Draw the figure of docs/regression.md from a toy problem, in seconds: `python docs/figures/gap.py`.
+"""Draw the figure in docs/regression.md for a toy problem in a few seconds: `python docs/figures/gap.py`.
 
 Five small networks learn a curve from data on both sides of a gap. The figure shows the means and 90 % intervals of the
-ensemble, MoLA and MoLA scaled by distance, in the gap and outside the data. Numbers are written to `benchmarks/results/gap.json`.
+ensemble, MoLA and MoLA scaled by distance, within the range of the data, in the gap and beyond the data. The numbers are written to
+`benchmarks/results/gap.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def curve(x: Tensor) -> Tensor:
 
 
 def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return inputs between -3 and -1 and between 1 and 3, and noisy targets."""
+    """Return inputs in the intervals from -3 to -1 and from 1 to 3, and their noisy targets."""
     generator = torch.Generator().manual_seed(seed)
     side = torch.where(torch.rand(count, 1, generator=generator) < 0.5, -1.0, 1.0)
     x = side * (1 + 2 * torch.rand(count, 1, generator=generator))

@@ -1,8 +1,9 @@
-"""Draw the figure of docs/outliers.md from a toy problem, in seconds: `python docs/figures/leaving.py`.
+"""Draw the figure in docs/outliers.md for a toy problem in a few seconds: `python docs/figures/leaving.py`.
 
-Five small networks learn scikit-learn's handwritten digits. The test digits then fade step by step into patches of photographs.
+Five small networks are trained on scikit-learn's handwritten digits. The test digits then fade step by step into patches of
+photographs.
 The figure shows the accuracy and the mean confidence of one network (MAP), the ensemble (DE) and MoLA with the paper's rule.
-Numbers are written to `benchmarks/results/leaving.json`.
+The numbers are written to `benchmarks/results/leaving.json`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import mola
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = tuple(round(step / 16, 4) for step in range(17))
-"""Weights of the photograph in the faded images."""
+"""Weight of the photograph in the image at each step."""
 EXAMPLE = 16
-"""Index of the test digit above the curves."""
+"""Index of the test digit that is shown above the curves."""
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "MoLA": "#009e73"}
 NAMES = {"MAP": "one network", "DE": "ensemble", "MoLA": "MoLA"}
 INK = "#25303b"
 
 
 def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
-    """Train a small network with Adam."""
+    """Train a small network with AdamW."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
@@ -43,7 +44,7 @@ def train(seed: int, images: Tensor, labels: Tensor) -> nn.Module:
 
 
 def photographs(count: int) -> Tensor:
-    """Return grey patches (count, 64) of the two photographs in scikit-learn, at a quarter of the original size."""
+    """Return greyscale patches (count, 64) of scikit-learn's two photographs, reduced to a quarter of their width and height."""
     generator = torch.Generator().manual_seed(1)
     pieces = []
     for name in ("china.jpg", "flower.jpg"):
@@ -56,7 +57,7 @@ def photographs(count: int) -> Tensor:
 
 
 def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Sequence[Tensor], wide: bool) -> Figure:
-    """Draw a row of images of one fading digit, with the curves below."""
+    """Draw a row of images of one fading digit, and the curves below it."""
     width, height, top = (8.0, 3.7, 0.82) if wide else (4.4, 4.3, 0.83)
     figure = Figure(figsize=(width, height), facecolor="white")
     left, right, bottom = (0.1, 0.8, 0.08) if wide else (0.13, 0.72, 0.1)
@@ -89,7 +90,7 @@ def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Se
 
 
 def main() -> None:
-    """Train the networks, predict faded digits, draw the figure and write the numbers."""
+    """Train the networks, predict the classes of faded digits, draw the figure and write the numbers."""
     torch.set_num_threads(1)
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float() / 16

@@ -1,8 +1,8 @@
-"""Draw the figures of docs/method.md from a toy problem: `python docs/figures/modes.py`.
+"""Draw the figures in docs/method.md for a toy problem: `python docs/figures/modes.py`.
 
-Five small networks learn two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
+Five small networks are trained on two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
 The figures show this posterior along the straight lines between the modes, the last layer's posterior around each mode with its
-Laplace approximation, and the confidence of the four predictors in the plane. Numbers are written to
+Laplace approximation, and the confidence of four predictors over the plane. The numbers are written to
 `benchmarks/results/modes.json`.
 """
 
@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1
 EPOCHS = 4000
 STEPS = 41
-"""Number of steps along each line between two modes."""
+"""Number of points along each line between two modes."""
 SCALES = (0.3, 1.9)
-"""Smallest and largest factor of the last layer's weights around each mode."""
+"""Smallest and largest factor by which the last layer's weights are multiplied around each mode."""
 REACH, SIZE, FAR = 8.0, 161, 6.0
-"""Half the side length of the map, its number of points per side, and the distance beyond which points are far from the data."""
+"""Half the side length of the map, its number of points per side, and the radius beyond which points count as far from the data."""
 
 
 def log_posterior(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the log posterior of all weights, up to a constant: the log-likelihood of the data plus the log of the Gaussian prior."""
+    """Return the log posterior of all weights up to a constant: the log-likelihood plus the log density of the Gaussian prior."""
     squares = sum((weight.square().sum() for weight in network.parameters()), torch.zeros(()))
     return -nn.functional.cross_entropy(network(inputs), labels, reduction="sum") - PRECISION / 2 * squares
 
@@ -55,7 +55,7 @@ def train(seed: int, inputs: Tensor, labels: Tensor) -> nn.Sequential:
 
 
 def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> np.ndarray:
-    """Return the log posterior (modes - 1, STEPS) on the straight lines between consecutive modes."""
+    """Return the log posterior (modes - 1, STEPS) along the straight lines between consecutive modes."""
     walker = mlp(2, (16, 16), 2).double()
     ends = [parameters_to_vector(network.parameters()).detach() for network in networks]
     values = []
@@ -67,12 +67,12 @@ def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -
 
 
 def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
-    """Return the last layer's posterior and its Laplace approximation against the scale of the weights, which is 1 at the mode."""
+    """Return the last layer's posterior and its Laplace approximation as functions of the scale of the weights (1 at the mode)."""
     with torch.no_grad():
         features = torch.cat([network[:-1](inputs), torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
         weights = torch.cat([network[-1].weight, network[-1].bias[:, None]], dim=1)
     probs, logits = torch.softmax(features @ weights.T, dim=1), features @ weights.T
-    # w'(H + lambda I)w is the curvature of the log posterior in the direction of the weights.
+    # w'(H + lambda I)w is the curvature of the negative log posterior in the direction of the weights.
     spread = (probs * logits.square()).sum(1) - (probs * logits).sum(1).square()
     precision = float(spread.sum() + PRECISION * weights.square().sum())
     scales = np.linspace(*SCALES, 241)

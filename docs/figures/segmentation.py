@@ -1,4 +1,4 @@
-"""Draw the maps of docs/dense.md and write the numbers of docs/results/ood-scores.md with examples/segmentation.py.
+"""Draw the maps in docs/dense.md and write the numbers in docs/results/ood-scores.md, using examples/segmentation.py.
 
 Run `python docs/figures/segmentation.py`.
 """
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Train the networks, measure them, draw the maps and write the numbers."""
+    """Train and evaluate the networks, draw the maps and write the numbers."""
     example = runpy.run_path(str(ROOT / "examples" / "segmentation.py"))
     methods, sets = example["study"](0, 300)
     found = {

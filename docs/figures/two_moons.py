@@ -1,7 +1,7 @@
-"""Draw the first figure of the README and of the front page, in seconds: `python docs/figures/two_moons.py`.
+"""Draw the first figure in the README and on the front page in a few seconds: `python docs/figures/two_moons.py`.
 
-Five small networks learn two moons. The figure shows the confidence of one network (MAP), the ensemble (DE), MoLA with the paper's
-rule and MoLA with the default rule over the plane. Numbers are written to `benchmarks/results/two_moons.json`.
+Five small networks are trained on two moons. The figure shows maps of the confidence of one network (MAP), the ensemble (DE), MoLA
+with the paper's rule and MoLA with the default rule. The numbers are written to `benchmarks/results/two_moons.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mola.metrics import mean_confidence, negative_log_likelihood
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150
 REACH, SIZE, FAR = 8.0, 241, 6.0
-"""Half the side length of the map, its number of points per side, and the distance beyond which points are far from the data."""
+"""Half the side length of the map, its number of points per side, and the radius beyond which points count as far from the data."""
 
 TITLES = {
     "MAP": "one network",
@@ -81,7 +81,7 @@ def main() -> None:
     networks = train_ensemble(build, data, recipe, members=NETWORKS, seed=0)
     train, validation = data.batches(), held_out.batches()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)  # the toy problem has few validation data
+        warnings.simplefilter("ignore", MolaWarning)  # the toy problem has few validation examples
         posterior = mola.fit(networks, train, progress=False)
         predictors = {
             "MAP": mola.ensemble(networks[0]),

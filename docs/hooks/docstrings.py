@@ -12,7 +12,7 @@ ROLE = re.compile(r":math:`([^`]+)`")
 
 
 def as_markdown(text: str) -> str:
-    """Replace `.. math::` and `:math:` with dollar signs."""
+    """Replace `.. math::` directives and `:math:` roles with formulas between dollar signs."""
 
     def block(match: re.Match[str]) -> str:
         indent, formula = match.groups()
@@ -22,7 +22,7 @@ def as_markdown(text: str) -> str:
 
 
 class Formulas(griffe.Extension):
-    """Griffe extension that converts the formulas in every docstring."""
+    """Extension that converts the formulas in every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert the docstring of a module, class, function or attribute."""

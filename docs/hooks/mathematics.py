@@ -9,12 +9,12 @@ from typing import Any
 from latex2mathml.converter import convert
 
 LONG = 60
-"""Number of LaTeX characters above which an inline formula may be wider than a phone screen."""
+"""Number of LaTeX characters beyond which an inline formula may be wider than a phone screen."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
 def as_mathml(latex: str, *, block: bool) -> str:
-    """Return a LaTeX formula, given without dollar signs, as MathML with the LaTeX source as its label."""
+    """Convert a LaTeX formula without dollar signs to MathML, with the LaTeX source as its label."""
     element = convert(latex, display="block" if block else "inline")
     label = html.escape(" ".join(latex.split()), quote=True)
     element = element.replace("<math ", f'<math aria-label="{label}" ', 1)

@@ -1,6 +1,6 @@
-"""MkDocs hook that adds the files outside `docs/` to which pages link, so that every link works on the site.
+"""MkDocs hook that adds the files outside `docs/` that pages link to, so that every link works on the site.
 
-Markdown files become pages. Source files become pages with their code, and folders become pages with a list of their files. Records
+Markdown files become pages. Source files become pages that show their code, and folders become pages that list their files. Records
 (JSON) and images are copied. All added files are under `repository/` and keep their paths in the repository.
 """
 
@@ -23,13 +23,13 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
-"""Front matter that excludes lists of files and source code from the search."""
+"""Front matter that excludes file lists and source code from the search index."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 """Files that are always in the navigation."""
 
 
 def place(path: str) -> str:
-    """Return the path of a repository file in the sources of the site, relative to `docs/`."""
+    """Return the path of a repository file among the sources of the site, relative to `docs/`."""
     if _is_page(path):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -45,14 +45,14 @@ def _is_page(path: str) -> bool:
 
 
 def links(markdown: str, folder: str) -> list[str]:
-    """Return the existing files and folders outside `docs/` to which a page in `folder` links."""
+    """Return the existing files and folders outside `docs/` that a page in `folder` links to."""
     plain = FENCED.sub("", markdown)
     found = {posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(plain)}
     return sorted(path for path in found if not (_is_page(path) or path.startswith("..")) and (ROOT / path).exists())
 
 
 def _content(path: str) -> str | None:
-    """Return the Markdown page for a path, or None for a file that is copied."""
+    """Return the Markdown page for a path, or None for a file that is copied unchanged."""
     whole = ROOT / path
     if whole.is_dir():
         inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
@@ -76,7 +76,7 @@ def _hidden(path: Path) -> bool:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add all linked files and, recursively, the files to which they link."""
+    """Add all linked files and, recursively, the files that they link to."""
     pages = [file for file in files.documentation_pages() if file.src_uri and not file.src_uri.startswith(HERE)]
     waiting = [path for file in pages for path in links(file.content_string, posixpath.dirname(f"docs/{file.src_uri}"))]
     waiting += ALWAYS
@@ -98,7 +98,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Rewrite links from and to files outside `docs/` to their paths on the site."""
+    """Rewrite links from or to files outside `docs/` so that they use the paths on the site."""
     uri = page.file.src_uri
     path = uri.removeprefix(HERE) if uri.startswith(HERE) else f"docs/{uri}"
     folder = posixpath.dirname(path)

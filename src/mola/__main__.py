@@ -10,7 +10,7 @@ from mola.errors import MolaError, MolaWarning
 
 
 def main() -> None:
-    """Run the command line. An expected error prints one line to stderr, without a traceback, and exits with code 1."""
+    """Run the command line. On an expected error, print one line to stderr without a traceback and exit with code 1."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app

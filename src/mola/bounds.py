@@ -1,6 +1,6 @@
-r"""The paper's confidence bounds, and the exact far-field limit.
+r"""The paper's confidence bounds and the exact far-field limit.
 
-Under the probit link, the weights bound every scaled logit, for all inputs:
+Under the probit link, the weights bound every scaled logit for all inputs:
 
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
@@ -15,8 +15,9 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
-its own s. A pooled logit therefore has the bound of the contracted weights over the same denominator. A binary logit gives its answer
-the probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero weights and no variance.
+its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
+logit, the predicted answer has the probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero
+weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
 \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so far from
@@ -59,7 +60,7 @@ def class_bounds(largest: Tensor) -> Tensor:
 
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
-    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component, or 1 without a covariance."""
+    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component, or 1 if there is no covariance."""
     weights, scaling = posterior.weights, posterior.scaling
     divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
@@ -70,7 +71,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
             return torch.ones_like(torch.stack(list(rows.outputs)))
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
-        # The numerator is |mu| |phi| / s, the denominator the square root. Without scaling, both give the bound for every input.
+        # The numerator is |mu| |phi| / s, and the denominator is the root. Without scaling, their ratio is the bound for every input.
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())
@@ -81,7 +82,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component, with an extra dimension for labels."""
+    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; multi-label data add a dimension."""
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
         check_finite(phi, outputs)  # otherwise the bound would be finite although there is no prediction
@@ -102,7 +103,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
     Args:
         posterior: posterior of networks whose features scale with their inputs.
         once: features and outputs captured at the inputs.
-        far: features and outputs captured at `SCALE` times the inputs, to test that the features scale.
+        far: features and outputs captured at `SCALE` times the inputs, to test whether the features scale.
     """
     if once[0].layout.sizes:
         raise BoundError(
@@ -143,7 +144,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
         if posterior.scaling.exponent == 0:
             limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
-            # Features that are all 0 have no growing variance; pooled with growing logits, the prediction becomes certain.
+            # Features that are all 0 have no growing variance; if growing logits are pooled with them, the prediction becomes certain.
             largest = mean.abs().amax(1, keepdim=True)
             certain = torch.where(largest > 0, CERTAIN * mean / largest.clamp_min(TINY), logits)
             logits = torch.where(grow, limit, certain)
@@ -152,7 +153,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
 
 def require_probit(link: Link) -> None:
-    """Raise `BoundError` unless the link is the probit, for which bounds and limit are proven."""
+    """Raise `BoundError` unless the link is the probit, for which the bounds and the limit are proven."""
     if type(link) is not Probit:
         raise BoundError(
             f"bounds and limit are proven for link 'probit', but this posterior has {link.name!r}. Use with_link('probit')."

@@ -1,4 +1,4 @@
-"""One component of a mixture: a network, and the Laplace approximation of its last layer at one prior precision.
+"""One component of a mixture: a network and the Laplace approximation of its last layer at one prior precision.
 
 Without a Laplace approximation, a component is a member of a plain ensemble.
 """
@@ -19,7 +19,7 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer, without its prior, from one pass over the training data."""
+    """The Laplace approximation of a last layer without the prior, computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
@@ -73,7 +73,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
 
     def noise_scaled(self, factor: float) -> Component:
-        """Return the component of a regression with its noise multiplied by a factor."""
+        """Return the regression component with its noise multiplied by a factor."""
         layer, likelihood = self.layer, self.likelihood
         if layer is None or factor == 1:
             return self
@@ -91,13 +91,13 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Move the last layer to a device and return it, because the user may have moved the network."""
+        """Return the last layer on the given device, to which the user may have moved the network."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer
 
     def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
-        """Return the spread of the logits at features (n, P), or None without a Laplace approximation."""
+        """Return the spread of the logits at features (n, P), or None if there is no Laplace approximation."""
         layer = self.on(phi.device)
         if layer is None:
             return None

@@ -21,8 +21,8 @@ from mola.errors import OptionError, warn
 
 if dist.is_available():
     # Functions of torch.distributed.nn store, as a default argument, the process group that exists when the module is imported. The
-    # group's threads would then outlive destroy_process_group and could abort Python at exit. So import the module before any group
-    # exists: torch.optim, for example, imports it later.
+    # group's threads would then outlive destroy_process_group and could abort Python at exit. The module is therefore imported here,
+    # before any group exists; otherwise torch.optim, for example, would import it later.
     import torch.distributed.nn.functional
 
 
@@ -96,7 +96,7 @@ class Team:
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Add tensors over all ranks in float64, and convert each sum to its tensor's dtype and device.
+        """Sum tensors over all ranks in float64, and convert each sum to its tensor's dtype and device.
 
         The sums are equal on all ranks, bit for bit.
         """
@@ -120,7 +120,7 @@ class Team:
             if form is None:
                 continue
             part = own if rank == self.rank and own is not None else torch.empty(form[1], dtype=form[0], device="cpu")
-            if self.size > 1 and part.numel():  # sent as bytes, because gloo does not support every dtype
+            if self.size > 1 and part.numel():  # sent as bytes, because Gloo does not support every dtype
                 dist.broadcast(part.view(-1).view(torch.uint8), group=self._group, group_src=rank)
             parts.append(part)
         return torch.cat(parts)
@@ -128,11 +128,11 @@ class Team:
 
 @contextmanager
 def join(*, backend: str | None = None) -> Iterator[Team]:
-    """Set up the process group of torchrun and yield its team; without torchrun, yield a team of one process.
+    """Set up torchrun's process group and yield its team; without torchrun, yield a team of one process.
 
     Args:
-        backend: backend of torch.distributed. None means gloo without GPUs; with GPUs, it means gloo and NCCL, and each process makes
-            its own GPU the current device.
+        backend: backend of torch.distributed. None means Gloo if there are no GPUs; with GPUs, it means Gloo and NCCL, and each
+            process makes its own GPU the current device.
     """
     if dist.is_available() and dist.is_initialized():
         yield Team()
@@ -155,7 +155,7 @@ def shard(data: Any, rank: int, size: int) -> Any:
     repeated data would be counted twice. A part may be empty.
 
     Args:
-        data: a dataset with `len` and indices, a list (of data or of batches), a tensor or an array.
+        data: a dataset with `len` and indices, a list of examples or batches, a tensor or an array.
         rank: rank of this process, from 0.
         size: number of processes.
 

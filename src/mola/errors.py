@@ -55,7 +55,7 @@ class MissingExtraError(MolaError, ImportError):
 
 
 class MolaWarning(UserWarning):
-    """A warning of this library."""
+    """A warning issued by this library."""
 
 
 @contextmanager

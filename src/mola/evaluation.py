@@ -1,7 +1,7 @@
 """Evaluation of predictors on test data, shifted data and outliers: a table of metrics with standard errors.
 
-Standard errors (`mola.measurement`) treat inputs as independent draws. All positions of a dense output, and all labels of a
-multi-label input, form one group. Differences between predictors on the same data vary less than these errors suggest.
+Standard errors (`mola.measurement`) treat inputs as independent draws. The positions of one dense output, or the labels of one
+multi-label input, form a group. Differences between predictors on the same data vary less than these errors suggest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mola.prediction import Prediction, RegressionPrediction
 from mola.tally import INPUT, Tally, rows_of
 
 INTERVAL = 0.9
-"""Probability of the intervals whose coverage is measured."""
+"""Nominal probability of the intervals whose coverage is measured."""
 
 
 class Estimate(NamedTuple):
@@ -57,7 +57,7 @@ class Evaluation:
     counts: Mapping[tuple[str, str], int]
     """Number of inputs in each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """Sums over 15 confidence bins for labelled classes, shape (15, 3): predictions, sum of confidences, correct predictions."""
+    """Sums (15, 3) over 15 confidence bins for labelled classes: number of predictions, sum of confidences, correct predictions."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
@@ -110,9 +110,8 @@ def evaluate(
 
     For classification, the metrics are accuracy, log loss (nll), Brier score, calibration error (ece), area under the
     risk-coverage curve (aurc) and mean confidence. For multi-label data, they are means over all known labels. For
-    regression, the metrics are rmse, nll, crps, and the coverage of 90 % intervals. Outliers are compared
-    with the test data by auroc and fpr95 of low confidence (for regression, of the predicted standard deviation) and of
-    `ood_score`.
+    regression, the metrics are rmse, nll, crps, and the coverage of 90 % intervals. For outliers, auroc and fpr95 measure how well
+    low confidence (for regression, the predicted standard deviation) and `ood_score` distinguish them from the test data.
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a
@@ -120,7 +119,7 @@ def evaluate(
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers by name; labels are ignored.
         shifted: loaders of labelled data by name, such as corrupted images.
-        likelihood: likelihood of callables that are not objects of this library; None means "categorical".
+        likelihood: likelihood for callables that do not come from this library; None means "categorical".
         positions: for dense outputs, the number of positions to draw from each input; "all" uses every position.
         ignore_index: label of ignored positions.
         progress: show a progress bar if stderr is a terminal.
@@ -175,7 +174,7 @@ def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[An
 
 
 class _Callable(Mixture):
-    # A predictor that is not an object of this library. It may return outputs by name, as exported models do.
+    # A predictor that does not come from this library. It may return outputs by name, as exported models do.
 
     def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
@@ -203,7 +202,7 @@ def _read(
     progress: bool,
     team: Team,
 ) -> tuple[Tally, Tally, int]:
-    # Return the scores of each label, the outlier scores of each input or position, and the number of inputs.
+    # Return the scores for each label, the outlier scores for each input or position, and the number of inputs.
     scored, found, count = Tally(), Tally(), 0
     empty = team.size > 1 and batch_count(loader) == 0  # this process has an empty shard
     shown = {"desc": where, "total": batch_count(loader), "disable": None if progress else True}
@@ -233,7 +232,7 @@ def _read(
 
 
 def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict[str, Tensor]:
-    # Return the scores of each datum, or of each known label of multi-label data.
+    # Return the scores for each datum, or for each known label of multi-label data.
     likelihood = prediction.likelihood
     if not isinstance(prediction, RegressionPrediction):
         probs = prediction.probs.double()

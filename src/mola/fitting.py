@@ -48,7 +48,7 @@ Logits: TypeAlias = "Callable[[Any], Tensor]"
 def as_networks(
     networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
 ) -> list[nn.Module]:
-    """Return the networks as a list, without the wrapper of torch.compile, and warn if a network occurs twice.
+    """Return the networks as a list, without torch.compile wrappers, and warn if a network occurs twice.
 
     Args:
         networks: one or more networks.
@@ -133,23 +133,23 @@ def fit(
         networks: one trained network, or K networks. Their architectures may differ, but all must have the same number of outputs.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels".
         val_loader: validation data on which the posterior is tuned, or None.
-        rule: the tuning rule, by name or as an object from `mola.rules`; None is the likelihood's default rule. Without validation
+        rule: the tuning rule, by name or as an object from `mola.rules`; None means the likelihood's default rule. Without validation
             data, None keeps `prior_precision`.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object from `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
-        likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
+        likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object from
             `mola.likelihoods`.
-        prior_precision: prior precision lambda that is used if no rule chooses it: one number, or K numbers.
+        prior_precision: prior precision lambda, used if no rule chooses one: one number, or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, or one name for each network; None finds the layer.
         logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
             network; None if the output is the logits. Pass the function to `mola.load` as well.
-        distances: also compute the sums for distances from the training classes, which have C x P and P x P numbers per network.
-        positions: data of dense outputs (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average" treats each
-            input as one datum. A number draws that many positions from each input.
+        distances: also compute the sums needed for distances from the training classes: tables of C x P and P x P numbers per network.
+        positions: how to treat dense outputs (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average" treats
+            each input as one datum. A number draws that many positions from each input.
         ignore_index: label of positions to leave out.
         team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and every process
-            returns the posterior of all data.
+            returns the posterior for all data.
         checkpoint: folder for intermediate sums. After an interruption, the same call continues from these sums. The folder is
             removed at the end.
         checkpoint_every: number of batches between two checkpoints.
@@ -239,7 +239,8 @@ def fit(
             for rows in batch.chunks() if len(batch) else ():
                 for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
                     own = sums_of(layer, phi, outputs, rows.labels)
-                    # The sums of one chunk may stay sparse. Those of several are dense: sparse entries would pile up.
+                    # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because sparse entries
+                    # would pile up.
                     parts[k] = own if len(rows) == len(batch) else parts[k] + own
             if len(batch):
                 pairs = zip(done.sums, parts, strict=True)

@@ -1,4 +1,4 @@
-"""Folders for a model hub: networks, posterior and a model card. Nothing is uploaded or downloaded, and no code from a folder is run.
+"""Folders for a model hub: networks, a posterior and a model card. Nothing is uploaded or downloaded, and no code in a folder is run.
 
 config.json                     class names, and the type and precision of each network; written last
 networks/0/model.safetensors    weights of each network, with the network's own config.json for transformers
@@ -33,7 +33,7 @@ FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, WEIGHTS = "config.json", "README.md", "model.safetensors"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
-"""The hub's task names, by the ending of the class names of transformers networks."""
+"""The hub's task names, keyed by the suffix of a transformers network's class name."""
 
 TAGS = ("mola", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
 SCHEMA: dict[str, Any] = {
@@ -62,7 +62,7 @@ def save(
         classes: names of the outputs; None uses the names in a transformers configuration, or numbers.
         evaluation: results of this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists its data sets and metrics.
         license: identifier of the licence, such as "mit".
-        tags: further tags for the hub.
+        tags: additional tags for the hub.
         pipeline_tag: the hub's task name, such as "tabular-classification"; None uses the task of a transformers network.
         tokenizer: any object with `save_pretrained` that prepares texts; it is saved in the folder.
         processor: any object with `save_pretrained` that prepares images; it is saved in the folder.
@@ -139,7 +139,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
     Args:
         folder: the downloaded folder.
         build: a function that builds one network of the architecture, whose weights are replaced; a class with `from_pretrained`, such
-            as `AutoModelForImageClassification` of transformers; a list of networks with their weights; or None for transformers
+            as `AutoModelForImageClassification` from transformers; a list of networks with their weights; or None for transformers
             networks.
 
     Returns:
@@ -272,7 +272,7 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
 
 
 def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
-    # Look up only classes of transformers by name, since any other name could run code.
+    # Look up only transformers classes by name, since any other name could run code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
         raise OptionError(

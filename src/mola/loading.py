@@ -24,8 +24,8 @@ def load(
 
     Args:
         directory: folder that `posterior.save` or `mola.hub.save` wrote.
-        networks: the networks that the posterior was fitted on, in the same order; None for a hub folder, which contains its
-            transformers networks.
+        networks: the networks that the posterior was fitted on, in the same order; None for a hub folder that contains transformers
+            networks.
         logits: function that selects the logits from a network's output, as in `mola.fit`.
 
     Returns:

@@ -1,4 +1,4 @@
-r"""Metrics with standard errors over data, and differences between predictors on the same data.
+r"""Metrics with standard errors, and differences between predictors on the same data.
 
 To first order, every metric is a sum of means over samples. The samples are the test data and, for outlier scores, the outliers.
 Datum i contributes :math:`m_i` to the mean of its sample, and
@@ -27,7 +27,7 @@ WIDTH = 0.025
 """Half-width, as a share of the inliers, of the finite difference for the slope of the ROC curve at `TPR`."""
 
 Groups = tuple[Tensor | None, Tensor | None]
-"""Groups of the inliers and of the outliers."""
+"""Group indices of the inliers and of the outliers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     r"""Return the AURC; see `mola.metrics.area_under_risk_coverage`.
 
     The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u is the uncertainty, F is the
-    distribution function of u, and t is distributed as u. A datum contributes through the thresholds, the errors and F:
+    distribution function of u, and t has the same distribution as u. A datum contributes through the thresholds, the errors and F:
     :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
     """
     _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
@@ -96,7 +96,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
-    # Data of equal uncertainty share the mean of their contributions.
+    # Data with equal uncertainty share the mean of their contributions.
     order = torch.arange(len(counts)).repeat_interleave(counts)
     own, share, weighted = (curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts)[:, place]
     return Measurement(float(risk.mean()), (own + (1 - correct) * share - weighted,), (groups,))
@@ -114,7 +114,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass a threshold that 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers that pass a threshold passed by 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
 
     Inliers contribute to the error because they determine the threshold.
     """
@@ -127,7 +127,7 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean AUROC over labels, or None if no label has both a yes and a no.
+    """Return the mean AUROC over labels, or None if every label is always yes or always no.
 
     Args:
         yes: probabilities (n,) of yes in float64, one row for each label of each input.

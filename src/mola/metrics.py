@@ -1,7 +1,7 @@
 """Metrics of probabilities and labels, and of outlier scores, as pure functions of tensors.
 
 A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics for the
-confidence, with in-distribution data as positives. With score = -confidence the values are equal. The treatment of ties never depends
+confidence, with in-distribution data as positives. With score = -confidence, the values are equal. The treatment of ties never depends
 on the order of the data.
 """
 
@@ -18,7 +18,7 @@ from mola.errors import DataError, OptionError
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
-    """Return the share of data whose most probable class is the true label."""
+    """Return the share of the data whose most probable class is the true label."""
     return float((probs.argmax(1) == labels).double().mean())
 
 
@@ -34,7 +34,7 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
-    """Return the mean over data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
+    """Return the mean over the data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
     one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
     return float((probs.double() - one_hot).square().sum(1).mean())
 
@@ -105,9 +105,9 @@ def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the error rate at every coverage, if only the least uncertain inputs are predicted.
+    """Return the error rate at every coverage when only the least uncertain inputs are predicted.
 
-    Predictions of equal uncertainty are accepted in random order, and the curve is the mean over all such orders.
+    Predictions with equal uncertainty are accepted in random order, and the curve is the mean over all such orders.
 
     Args:
         uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
@@ -135,7 +135,7 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """Return the lowest possible AURC of `count` predictions with `wrong` errors, reached if all errors are rejected first."""
+    """Return the AURC of `count` predictions if all `wrong` errors are rejected first, which is the lowest possible value."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
@@ -152,13 +152,13 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
 
 
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the probability that an outlier has a higher score than an inlier; a tie counts one half."""
+    """Return the probability that an outlier has a higher score than an inlier; a tie counts as one half."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float(share_below(outliers, inliers).mean())
 
 
 def share_below(values: Tensor, others: Tensor) -> Tensor:
-    """Return the share (n,) of the `others` (m,) below each value (n,); a tie counts one half."""
+    """Return the share (n,) of the `others` (m,) below each value (n,); a tie counts as one half."""
     ordered = others.sort().values
     ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
     return (ends[0] + ends[1]).double() / (2 * len(others))
@@ -174,7 +174,7 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
-    # Apply the measure to each label's probabilities of negatives and of positives. Missing labels are left out.
+    # Apply the measure to each label's probabilities for negatives and for positives. Missing labels are left out.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
             f"multi-label data need probabilities and labels (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."

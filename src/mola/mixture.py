@@ -66,7 +66,7 @@ class Mixture(nn.Module):
         """Likelihood of the predictions."""
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Return probabilities (n, C), or means (n, D) of a regression. Members that draw samples use the generator."""
+        """Return probabilities (n, C), or means (n, D) for a regression. Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:

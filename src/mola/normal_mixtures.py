@@ -17,7 +17,7 @@ from mola.numerics import to_float64
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 HALVINGS = 60
-"""Number of bisection steps, which shrinks an interval as wide as its ends below the resolution of float64."""
+"""Number of bisection steps, enough to shrink any interval below the resolution of float64 relative to its ends."""
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
     The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection does not use the
     density, which is 0 in the gap between two distant components.
     """
-    if level > 0.5:  # near F = 1 digits are lost, so use the mirror image
+    if level > 0.5:  # digits are lost near F = 1, so use the mirror image
         return -quantile(weights, -means, variances, 1 - level)
     shares, means, deviations = _lifted(weights, means, variances)
     known = shares.flatten() > 0

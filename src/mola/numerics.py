@@ -61,7 +61,7 @@ def sobol_normals(count: int, size: int, seed: int) -> Tensor:
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:
-    """Draw one seed from a generator on the CPU, or return None without a generator."""
+    """Draw one seed from a generator on the CPU, or return None if there is no generator."""
     if generator is None:
         return None
     check_generator(generator)

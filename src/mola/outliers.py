@@ -18,13 +18,13 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 
 
 def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return one minus the largest probability (n,), averaged over the labels of multi-label data."""
+    """Return one minus the largest probability (n,); for multi-label data, average it over the labels."""
     score = 1 - likelihood.choices(probs).amax(-1)
     return score if likelihood.mutually_exclusive else score.mean(-1)
 
 
 def max_logit_score(logits: Tensor) -> Tensor:
-    """Return minus the largest logit over the last axis (Hendrycks et al., 2022)."""
+    """Return the negative of the largest logit over the last axis (Hendrycks et al., 2022)."""
     return -logits.amax(-1)
 
 
@@ -50,7 +50,7 @@ def label_energy_score(logits: Tensor) -> Tensor:
 
 
 def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    r"""Return an outlier score: minus the mixture's confidence in the limit of a vanishing prior.
+    r"""Return an outlier score: the negative of the mixture's confidence in the limit of a vanishing prior.
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
@@ -84,9 +84,9 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
 
-    The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by far field and energy
-    alone. Among 16 sums of this kind, this sum and the sum with `max(0, z_distance)` were best. They were best on the networks used
-    to choose a sum, and also on the networks used to confirm the choice (docs/outliers.md).
+    The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score
+    and the energy alone. Among 16 such sums, this one and the one with `max(0, z_distance)` were best, both on the networks used to
+    choose a sum and on those used to confirm the choice (docs/outliers.md).
 
     Args:
         terms: the three terms (n,).

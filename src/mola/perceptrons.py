@@ -1,6 +1,6 @@
-"""Multilayer perceptrons for tables, trained in parallel: one batched product computes a layer of all K networks.
+"""Multilayer perceptrons for tabular data, trained in parallel: one batched product computes a layer for all K networks.
 
-Up to rounding, training in parallel gives the same networks as training one by one: each network has its own seed for its initial
+Up to rounding, training in parallel gives the same networks as training them one by one: each network has its own seed for its initial
 weights and for the order of its data.
 """
 
@@ -63,7 +63,7 @@ def train_mlps(
         members: number of networks K.
         seed: random seed for all members; a larger ensemble begins with the same members.
         epochs: number of passes over the data, reshuffled for every epoch and member.
-        batch_size: number of rows in a training step.
+        batch_size: number of rows per training step.
         learning_rate: initial learning rate.
         weight_decay: weight decay of the optimiser.
         optimiser: function from parameters, `lr` and `weight_decay` to an optimiser.

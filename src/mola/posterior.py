@@ -1,7 +1,7 @@
 """The mixture of Laplace approximations. One class, `MoLA`, covers MAP, deep ensembles, last-layer Laplace and MoLA.
 
-`MoLA` mixes K components (`component.py`). Posteriors are values: `tune`, `reweight` and `with_*` return new posteriors that share
-the networks.
+`MoLA` mixes K components (`component.py`). Posteriors are never changed in place: `tune`, `reweight` and `with_*` return new
+posteriors that share the networks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROW_NUMBERS = 2**21
 
 
 class WeightSamples(NamedTuple):
-    """Draws of last-layer weights from the mixture."""
+    """Last-layer weights drawn from the mixture."""
 
     weights: Tensor | list[Tensor]
     """Weights (S, C, P) with the bias as the last column, or a list of S tensors (C, P) if the networks' widths differ."""
@@ -61,14 +61,14 @@ class WeightSamples(NamedTuple):
 class MoLA(Mixture):
     """A mixture of last-layer Laplace approximations, made by `mola.fit`, `mola.ensemble` or `mola.load`.
 
-    Calling the mixture returns probabilities (n, C), or means (n, D) of a regression. `predict` returns a `Prediction`.
+    Calling the mixture returns probabilities (n, C), or means (n, D) for a regression. `predict` returns a `Prediction`.
 
     Args:
         components: networks with their Laplace approximations.
         link: the link, which maps logits to probabilities.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         tuning: result of the rule that chose the prior precision, or None.
-        scaling: temperature, pooling and distance exponent.
+        scaling: temperature, pooling coefficient and distance exponent.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MoLA(Mixture):
 
     @property
     def pooling(self) -> float:
-        """Pooling c, which contracts the networks' logits towards their mean: 1 mixes probabilities, and 0 averages logits."""
+        """Pooling coefficient c, which contracts the networks' logits to their mean: 1 mixes probabilities, 0 averages logits."""
         return self.scaling.pooling
 
     @property
@@ -142,7 +142,7 @@ class MoLA(Mixture):
 
     @property
     def noise(self) -> Tensor:
-        """Standard deviation (K, D) of a regression's noise in the targets' units, or its factor for heteroscedastic networks."""
+        """Standard deviation (K, D) of the noise in the targets' units, or the noise factor for heteroscedastic networks."""
         rows = []
         for component in self.components:
             likelihood = component.likelihood
@@ -190,7 +190,7 @@ class MoLA(Mixture):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Return probabilities (n, C) of one batch, or means (n, D) of a regression.
+        """Return probabilities (n, C) for one batch, or means (n, D) for a regression.
 
         Args:
             inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
@@ -236,7 +236,7 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """Return the divisors of each network's logits, for the settings of this posterior or for candidates."""
+        """Return the divisors of each network's logits for the settings of this posterior or for candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
@@ -245,7 +245,7 @@ class MoLA(Mixture):
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
         """Return the members of the mixture at given rows, for the settings of this posterior or for candidates.
 
-        `mola.scaling` has the formulas.
+        The formulas are in `mola.scaling`.
         """
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
@@ -337,13 +337,14 @@ class MoLA(Mixture):
         return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
-        """Return the mutual information (n,) between label and weights, or (n, C) for multi-label data."""
+        """Return the mutual information (n,) between the label and the weights, or (n, C) for multi-label data."""
         likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
         assert isinstance(likelihood, ClassificationLikelihood)
         return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
-        # Return the aleatoric entropy without distance. The entropy that distance adds is epistemic: nearby data would remove it.
+        # Return the aleatoric entropy without the effect of distance. The entropy that distance adds is epistemic: nearby data would
+        # remove it.
         near = copy(self)  # the constructor checks values, which is impossible in a trace
         near.scaling = replace(self.scaling, exponent=0.0)
         return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
@@ -360,7 +361,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score of predictions, which is the best score available."""
+        """Name of the outlier score in predictions: the best score available."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -377,7 +378,7 @@ class MoLA(Mixture):
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
     def _outlier_terms(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # Return far field, mean energy and log distance (3, n), and the energy of each network (K, n).
+        # Return the far-field score, the mean energy and the log distance (3, n), and the energy (K, n) of each network.
         means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
         log_distance, log_norm = self.log_distances(rows)
         own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
@@ -426,7 +427,7 @@ class MoLA(Mixture):
         return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
-        """Return the mixture with a different pooling: 1 mixes the networks' probabilities, and 0 averages their logits."""
+        """Return the mixture with a different pooling coefficient: 1 mixes the networks' probabilities, 0 averages their logits."""
         return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
@@ -434,7 +435,7 @@ class MoLA(Mixture):
 
         Args:
             exponent: distance exponent gamma; at 0, distance has no effect.
-            onset: distance, relative to the median of the validation data, beyond which logits shrink; None keeps it.
+            onset: distance, relative to the median of the validation data, beyond which logits shrink; None keeps the current onset.
         """
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
@@ -448,7 +449,7 @@ class MoLA(Mixture):
         return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """Return the regression with a different noise, which rules then leave unchanged.
+        """Return the regression with a different noise level, which rules then leave unchanged.
 
         Args:
             noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. For
@@ -503,11 +504,11 @@ class MoLA(Mixture):
         progress: bool = True,
         team: Team | None = None,
     ) -> Self:
-        """Choose the prior precision. Some rules also choose temperature, pooling and distance exponent, and other rules reset them.
+        """Choose the prior precision. Some rules also choose the temperature, pooling and distance exponent; others reset them.
 
         Args:
             val_loader: validation data, which are read once; None for `mola.rules.Evidence`.
-            rule: a name, or an object from `mola.rules`; None is the likelihood's default rule.
+            rule: a name, or an object from `mola.rules`; None means the likelihood's default rule.
             progress: show a progress bar if stderr is a terminal.
             team: processes that tune together. Each process reads its own shard.
 
@@ -568,7 +569,7 @@ class MoLA(Mixture):
 
         With pooling or a distance exponent, the components' predictions depend on the weights, and the log-likelihood is not concave
         in the weights. Predictions and weights are then updated alternately, starting from the current weights and from uniform
-        weights. The result is no worse than either start.
+        weights. The result is no worse than either starting point.
 
         Args:
             val_loader: validation data with labels, which are read once.
@@ -624,7 +625,7 @@ class MoLA(Mixture):
     # --- samples and bounds -----------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
-        """Draw last-layer weights from the mixture: first a component by its weight, then weights from its posterior.
+        """Draw last-layer weights from the mixture: first a component according to its weight, then weights from its posterior.
 
         Args:
             n: number of draws.
@@ -690,7 +691,8 @@ class MoLA(Mixture):
         """Save everything except the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
-            directory: folder to write to. A posterior that it already holds stays readable until everything is written.
+            directory: folder to write to. If it already contains a posterior, that posterior stays readable until everything is
+                written.
 
         Returns:
             The folder, for `mola.load(directory, networks)`.

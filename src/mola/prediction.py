@@ -170,7 +170,7 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities of n inputs over C classes, or of "yes" for C labels, with a decomposition of their uncertainty.
+    """Probabilities for n inputs, of C classes or of "yes" for C labels, with a decomposition of their uncertainty.
 
     For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
@@ -206,7 +206,7 @@ class Prediction(_Fields):
 
     @property
     def mutual_information(self) -> Tensor:
-        """Mutual information (n,) between label and weights, in nats."""
+        """Mutual information (n,) between the label and the weights, in nats."""
         return self._read("mutual_information")
 
     @property
@@ -217,7 +217,7 @@ class Prediction(_Fields):
 
     @property
     def aleatoric(self) -> Tensor:
-        """The rest of the entropy (n,) in nats, which comes from overlapping classes and which more data would not remove."""
+        """Uncertainty (n,) in nats that more data would not remove: the rest of the entropy, which comes from overlapping classes."""
         known = self._read("aleatoric")
         return self.entropy - self.mutual_information if known is None else known
 
@@ -228,7 +228,7 @@ class Prediction(_Fields):
 
     @property
     def far_field(self) -> Tensor | None:
-        """The far-field score (n,) alone, or None without features."""
+        """The far-field score (n,) alone, or None if there are no features."""
         return self._read("far_field")
 
     @property
@@ -324,7 +324,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
-        """Return a prediction from the means (K, n, D) of members that return means alone, with the likelihood's noise."""
+        """Return a prediction from the means (K, n, D) of members that return only means, with the likelihood's noise."""
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
         noise = variance.expand_as(means).contiguous()
         fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
@@ -474,7 +474,7 @@ class RegressionPrediction(_Fields):
         return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper ends (n, D) of the central prediction interval, which contains targets with this probability."""
+        """Return the lower and upper ends (n, D) of the central interval that contains targets with the given probability."""
         if not (is_real(probability) and 0 < probability < 1):
             raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
@@ -501,7 +501,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of a regression's members relative to the noise, which is the outlier score without features.
+    """Return the disagreement (n,) of a regression's members relative to the noise: the outlier score if there are no features.
 
     Args:
         weights: mixture weights (K,).

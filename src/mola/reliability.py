@@ -1,4 +1,4 @@
-"""The reliability diagram, a plot of accuracy over confidence on any matplotlib axes."""
+"""The reliability diagram, a plot of accuracy against confidence on any matplotlib axes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""Minimum count, and minimum share of all predictions, of a bin in the diagram; the accuracy of smaller bins is noise. The calibration
-error includes all bins."""
+"""Minimum count of a bin in the diagram, and its minimum share of all predictions; the accuracy of smaller bins is mostly noise. The
+calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Sums over bins (bins, 3) of count, confidence and correct predictions, and matplotlib's options for the line."""
+"""Sums (bins, 3) of predictions, confidences and correct predictions in each bin, and matplotlib's options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:
-    """Draw accuracy over confidence. The area of a dot shows the share of the predictions in its bin.
+    """Plot accuracy against confidence. The area of each dot shows the share of predictions in its bin.
 
     Args:
         panel: axes to draw on.

@@ -9,8 +9,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
-T is the temperature, c is the pooling and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give exactly the
-paper's MoLA.** Pooling moves the means of the logits; their covariances are divided but not pooled.
+T is the temperature, c is the pooling coefficient and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give
+exactly the paper's MoLA.** Pooling moves the means of the logits; their covariances are divided but not pooled.
 
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median
 on validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
@@ -36,10 +36,10 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest divisor due to distance. Every logit already vanishes at this divisor."""
+"""Logarithm of the largest divisor due to distance. This divisor already makes every logit vanish."""
 
 LOG_LARGEST = 600.0
-"""Logarithm of the largest total divisor, which is within the range of float64."""
+"""Logarithm of the largest total divisor, chosen within the range of float64."""
 
 
 class FeatureScale(NamedTuple):
@@ -51,12 +51,12 @@ class FeatureScale(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of validation data: typical distances, norms and OOD scores. Before tuning, estimates from the training data."""
+    """Typical distances, norms and outlier scores of the validation data or, before tuning, estimates from the training data."""
 
     scales: tuple[FeatureScale, ...]
     """Median distance and 99 % quantile of the norms for each network."""
     score: tuple[tuple[float, float], ...] | None = None
-    """Mean and standard deviation of each term of the outlier score, or None without validation data."""
+    """Mean and standard deviation of each term of the outlier score, or None if there are no validation data."""
     energies: tuple[float, ...] | None = None
     """Mean energy of each network, which determines the mean of the energy term for any weights."""
 
@@ -89,14 +89,14 @@ NO_COVARIANCE = 1e12
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of a search: L settings of a mixture of K networks, in float64."""
+    """Candidates in a search: L settings of a mixture of K networks, in float64."""
 
     precision: Tensor
     """Prior precisions (L, K)."""
     temperature: Tensor
     """Temperatures (L,)."""
     pooling: Tensor
-    """Poolings (L,)."""
+    """Pooling coefficients (L,)."""
     exponent: Tensor
     """Distance exponents (L,)."""
     onset: Tensor
@@ -115,12 +115,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """Temperature, pooling and distance exponent of a mixture, and the reference for its distances."""
+    """Temperature, pooling coefficient and distance exponent of a mixture, and the reference for its distances."""
 
     temperature: float = 1.0
     """Temperature T. Values below 1 sharpen."""
     pooling: float = 1.0
-    """Pooling c: 1 mixes probabilities, and 0 averages logits."""
+    """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
     exponent: float = 0.0
     """Distance exponent gamma. Larger values shrink logits more with distance."""
     onset: float = 1.0
@@ -161,13 +161,13 @@ class LogitScaling:
         norms: bool,
         candidates: Candidates | None = None,
     ) -> Tensor:
-        """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) without distance.
+        """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) if distance is not used.
 
         Args:
-            logs: logarithms of the distances (K, n) and of the norms (K, n) of the networks' features; None without distance.
+            logs: logarithms of the distances (K, n) and of the norms (K, n) of the networks' features; None if distance is not used.
             weights: mixture weights (K,).
             norms: use feature norms, as for logits. A regression does not need them, because its variance grows with the features.
-            candidates: settings of a search, which replace the settings of this object.
+            candidates: candidate settings in a search, which replace the settings of this object.
         """
         at = self if candidates is None else candidates
         temperature, gamma, onset = (

@@ -1,4 +1,4 @@
-"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, standardised inputs and tuning.
+"""A scikit-learn classifier and regressor for tabular data: small, tuned ensembles with Laplace approximations.
 
 `mola.MolaClassifier` and `mola.MolaRegressor` are imported from this module on first use, because scikit-learn is an extra.
 """
@@ -147,18 +147,19 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """Return the OOD score (n,) of each row, higher for outliers. The score does not depend on the prior precision."""
+        """Return the OOD score (n,) of each row, which is higher for outliers. The score does not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
 
 
 class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
-    """A mixture of Laplace approximations of multilayer perceptrons, for classification of tables.
+    """A mixture of Laplace approximations of multilayer perceptrons, for the classification of tabular data.
 
     `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
     fits their posterior. By default, it chooses the prior precision by the evidence, which needs no validation data. Other rules need
-    held-out data: `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes them on this share. Networks
-    trained on all data then use the tuned prior precision and scaling of the logits. Everything is computed in float64, and the same
-    `random_state` gives identical results. Sample weights are not supported, because the curvature cannot represent them.
+    held-out data: `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes them on this share.
+    Finally, it retrains the networks on all rows and applies the tuned prior precision and scaling of the logits. Everything is
+    computed in float64, and the same `random_state` gives identical results. Sample weights are not supported, because the curvature
+    cannot represent them.
 
     Labels y have shape (n,), with one of several classes for each row, or (n, L) with values 0 and 1 for multi-label data. For
     multi-label data, the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` are the column
@@ -168,7 +169,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows in a training step; None uses about a sixteenth of the data, between 32 and 1024.
+        batch_size: number of rows per training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from
@@ -177,14 +178,14 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         rule: rule that chooses the prior precision: "evidence"; "calibrated", "nll", "brier", "ece", "threshold" or "distance" on
             held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
-        validation_fraction: share of each class set aside for the rule, at least one row of each class with two or more rows. With
-            "evidence" or None, nothing is set aside.
+        validation_fraction: share of each class set aside for the rule, with at least one row from each class that has two or more
+            rows. With "evidence" or None, nothing is set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
         classes_: the sorted class labels.
         posterior_: the `mola.MoLA` over standardised features.
-        tuning_: record of the choice of the prior precision, with notes; None without tuning.
+        tuning_: record of how the prior precision was chosen, with notes; None without tuning.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -221,7 +222,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
         Args:
             X: feature values (n, features), without missing values.
-            y: class labels (n,) of any kind, of at least two classes; or (n, L), 0 or 1 for each of L labels.
+            y: class labels (n,) of any kind, with at least two classes; or labels (n, L), each 0 or 1.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
@@ -265,25 +266,25 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
 
 class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
-    """A mixture of Laplace approximations of multilayer perceptrons, for regression on tables.
+    """A mixture of Laplace approximations of multilayer perceptrons, for regression on tabular data.
 
-    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest by the squared
-    error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the prior
-    precision and the noise on the held-out rows. Networks trained on all rows use the same prior precision and noise. With
-    `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too small if the networks
-    overfit. Everything is computed in float64, and the same `random_state` gives identical results.
+    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest with the
+    squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the
+    prior precision and the noise on the held-out rows. Finally, it retrains the networks on all rows and applies this prior
+    precision and noise. With `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too
+    small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical results.
 
     Args:
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows in a training step; None uses about a sixteenth of the data, between 32 and 1024.
+        batch_size: number of rows per training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an
             object from `mola.structures`.
-        rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", with which the
-            standard deviation also grows with the distance from the training data; "evidence"; an object from `mola.rules`; or None to
+        rule: rule that chooses the prior precision and the noise: "nll" or "crps" on held-out rows; "distance", which also makes the
+            standard deviation grow with the distance from the training data; "evidence"; an object from `mola.rules`; or None to
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.
@@ -292,7 +293,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
     Attributes:
         posterior_: the `mola.MoLA` over standardised features, in the targets' units.
-        tuning_: record of the choice of prior precision and noise, with notes; None without tuning.
+        tuning_: record of how the prior precision and noise were chosen, with notes; None without tuning.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -351,7 +352,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._fit(X, targets, targets.shape[1], likelihood, rule, squared_error)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """Predict the mean of each row and, with `return_std`, the standard deviation, like scikit-learn's Gaussian processes.
+        """Predict the mean for each row and, with `return_std`, the standard deviation, like scikit-learn's Gaussian processes.
 
         Args:
             X: feature values (n, features).

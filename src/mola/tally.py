@@ -1,7 +1,7 @@
 """Tables of predictions, collected over batches and processes, with a row for each input, label or position.
 
-Memory grows with the number of rows, but not with the number of features or classes. Rows of one input are not independent, so each
-row of multi-label data and of dense outputs has the index of its input.
+Memory grows with the number of rows, but not with the number of features or classes. The rows of one input are not independent, so
+each row of multi-label data and of dense outputs has the index of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Name of the column with the index of each row's input, used if inputs have several rows."""
+"""Name of the column with the index of each row's input, used if an input can have several rows."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Tally:
     parts: list[Tensor] = field(default_factory=list)
     """Rows (n, columns) of each batch, in float64."""
     inputs: int = 0
-    """Number of inputs, counted only if rows have the index of their input."""
+    """Number of inputs, counted only if each row has the index of its input."""
 
     @classmethod
     def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
@@ -102,7 +102,7 @@ def rows_of(
     positions: str | int = "all",
     first: int = 0,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Return dense predictions and labels with one row for each position that is not ignored, and each row's input (m,).
+    """Return dense predictions and labels with one row for each position that is not ignored, and the index (m,) of each row's input.
 
     Predictions that are not dense are returned unchanged, with None for the inputs.
 

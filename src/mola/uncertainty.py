@@ -1,11 +1,11 @@
-r"""Total, aleatoric and epistemic uncertainty of a classification.
+r"""Total, aleatoric and epistemic uncertainty in classification.
 
 Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the mixture's members, which more data
-would not remove. The rest is epistemic: the mutual information between label and weights.
+would not remove. The rest is epistemic: the mutual information between the label and the weights.
 
-A distance exponent adds entropy but no mutual information. With H the entropy of the prediction, and :math:`H_0` and :math:`I_0` the
-entropy and the mutual information at distance exponent 0, the aleatoric part is :math:`\min(H, H_0 - I_0)`. All other entropy is
-epistemic, because data from nearby would remove it.
+A distance exponent adds entropy but no mutual information. Let H be the entropy of the prediction, and let :math:`H_0` and
+:math:`I_0` be the entropy and the mutual information at distance exponent 0. The aleatoric part is then :math:`\min(H, H_0 - I_0)`.
+All other entropy is epistemic, because nearby data would remove it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOWEST_GAIN = 0.75
 larger if each draw is certain of a different class."""
 
 NODES = 96
-"""Number of nodes of the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles are pi from the real line."""
+"""Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles are pi from the real line."""
 
 WIDE, FLAT = 9.0, 33.0
 """Number of standard deviations, and absolute logit, beyond which an integrand vanishes in float64."""
@@ -42,8 +42,8 @@ def entropy(probs: Tensor) -> Tensor:
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
-    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the rest. Above
-    # one half, no second probability can be as large.
+    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the rest. If a
+    # probability exceeds one half, no other probability can be as large.
     largest = top[..., 0]
     return torch.where(largest > 0.5, plain + largest * (largest.log() - _log1p(-rest)), plain)
 
@@ -59,7 +59,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     below = logits - logits.amax(-1, keepdim=True)
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
-    # The largest term is 1. Without integer parts, the other terms are summed with all their digits. If the total is at least 2,
+    # The largest term is 1. Removing integer parts leaves the sum of the other terms with all its digits. If the total is at least 2,
     # several terms may be 1, and subtracting 1 loses no digits.
     rest = torch.where(total < 2, (raised - raised.floor()).sum(-1, keepdim=True), total - 1)
     entropies = _log1p(rest) - (raised * below).sum(-1, keepdim=True) / total
@@ -86,7 +86,7 @@ def epistemic_share(
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
-    """Return the share (n,) of a mixture's entropy that is mutual information between label and weights.
+    """Return the share (n,) of a mixture's entropy that is mutual information between the label and the weights.
 
     The shape is (n, C) for multi-label data. For classes, the mutual information within a component has no closed form, so it is
     estimated from Sobol draws. As a share of the draws' entropy, it lies between 0 and 1 for every link, and it is exact if the
@@ -95,7 +95,7 @@ def epistemic_share(
     Args:
         likelihood: likelihood of the mixture.
         means: logits (n, C) of each component.
-        spreads: spread of each component's logits; None without covariance.
+        spreads: spread of each component's logits; None if there is no covariance.
         weights: mixture weights (K,).
         seed: seed of the draws, which every component shares.
     """
@@ -123,8 +123,8 @@ def _share(total: Tensor, within: Tensor) -> Tensor:
 
 def _entropy_limit(quarters: Tensor) -> Tensor:
     # Return the entropy of the mean over infinitely many draws, from the means (n, 4, C) over four quarters of the draws. The
-    # entropy of a mean of S draws is too small by an amount that falls as S grows. It is computed for the quarters, the halves and
-    # the whole, and the gains of these two doublings are extrapolated as a geometric series.
+    # entropy of a mean of S draws is too small by an amount that falls as S grows. It is therefore computed for the quarters, the
+    # halves and the whole, and the gains of the two doublings are extrapolated as a geometric series.
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
     whole = entropy(halves.mean(1))
     half, quarter = entropy(halves).mean(1), entropy(quarters).mean(1)

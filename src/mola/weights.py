@@ -1,4 +1,4 @@
-"""Mixture weights: uniform weights, weights by evidence, weights by stacking on validation data, and given weights."""
+"""Mixture weights: uniform, proportional to the evidence, stacked on validation data, or given by the user."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Return weights (K,) in proportion to the components' evidences. A difference of a few nats makes the weights one-hot."""
+    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes the weights one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 
@@ -87,8 +87,8 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
     """Return stacking weights for components whose predictions depend on the weights, by updating predictions and weights alternately.
 
-    An update does not follow the gradient of the log-likelihood and may lower it, so updates from each start stop when the
-    log-likelihood no longer rises. The result is at least as good as every start.
+    An update does not follow the gradient of the log-likelihood and may lower it, so updates from each starting point stop when the
+    log-likelihood no longer rises. The result is at least as good as every starting point.
 
     Args:
         evaluate: function from weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.

@@ -1,1 +1,1 @@
-"""The command line, its jobs on the user's networks and data, and the explorer."""
+"""The command line, the jobs that it runs on the user's networks and data, and the explorer."""

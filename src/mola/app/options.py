@@ -1,11 +1,11 @@
-"""Options of commands, each declared once as a field of a dataclass: its flag, its help, its key in the run file and its check.
+"""Options for commands. A dataclass field declares an option once: its flag, its help, its key in the run file and its check.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         seed: int = option(0, "Random seed", minimum=0)
 
 `mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file that
-repeats a run. Values declared with `is_path=True` are stored relative to the file, so that a folder can be moved together with the
+repeats a run. Paths declared with `is_path=True` are stored relative to the file, so that a folder can be moved together with the
 files that it names.
 """
 
@@ -37,7 +37,7 @@ KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     Path: ("a path", lambda value: isinstance(value, str)),
     tuple: ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
-"""Expected value in a run file for each type of a field."""
+"""Description and check of the value expected in a run file, for each field type."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +49,30 @@ class Option:
     """`MISSING` for a required option."""
     kind: type
     help: str
-    """One or two short lines without a full stop. An option without help shares the line of the previous option."""
+    """Help text: one or two short lines without a full stop. An option without help shares the previous option's line."""
     flags: tuple[str, ...] = ()
-    """Flags of the option; by default, the name of the field with hyphens. Arguments have no default flag. A flag with two values is
-    written "--check/--no-check"."""
+    """Flags for the option; by default, the name of the field, written with hyphens. Arguments have no default flag.
+
+    A flag that can be switched on and off is written "--check/--no-check".
+    """
     panel: str = ""
-    """Heading of the option in the help. Common options have no heading and come first."""
+    """Heading under which the help lists the option. Common options have no heading and come first."""
     metavar: str = ""
-    """Placeholder of the value in the help."""
+    """Placeholder for the value in the help."""
     shown: str | None = None
-    """Text of the default in the help."""
+    """Text shown in the help for the default value."""
     parse: Callable[[Any], Any] | None = None
-    """Function that converts a text or a value of a run file. Its `ValueError` names the expected value."""
+    """Function that converts a string or a value from a run file. Its `ValueError` names the expected value."""
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
-    """Environment variable with the value."""
+    """Environment variable that may contain the value."""
     argument: bool = False
     """True if the value can be given without a flag. An argument may also have flags."""
     is_path: bool = False
     """True if a value that looks like a path names a file or folder."""
     names: Collection[str] = ()
-    """Values that are not paths."""
+    """Values that are never treated as paths."""
     kept: bool = True
     """True if the option is stored in the run file."""
 
@@ -85,7 +87,7 @@ class Option:
         return self.default is MISSING
 
     def check(self, value: Any, where: str) -> Any:
-        """Convert a value of a run file to the field's type; the message of an `OptionError` begins with `where`."""
+        """Convert a value from a run file to the field's type; the message of an `OptionError` begins with `where`."""
         if self.parse is not None:
             return parsed(self.parse, value, where)
         expected, holds = KINDS[self.kind]
@@ -133,7 +135,7 @@ def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
 
 
 def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Return names from a list or from a text with commas."""
+    """Return names from a list or a comma-separated string."""
     return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 
@@ -164,11 +166,11 @@ FLAGS: tuple[tuple[str, Any], ...] = (
     (r"\bval_loader\b", "--val"),
     (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
 )
-"""Patterns of the Python interface and their replacements for the command line."""
+"""Patterns from the Python interface and their replacements for the command line."""
 
 
 def in_flags(message: str) -> str:
-    """Rewrite a message of the library for the command line, such as `rule='nll'` to `--rule nll`."""
+    """Rewrite a message from the library for the command line; for example, `rule='nll'` becomes `--rule nll`."""
     for python, command_line in FLAGS:
         message = re.sub(python, command_line, message)
     return message
@@ -197,7 +199,7 @@ def as_document(options: Any, command: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(document: Mapping[str, Any], kind: type, command: str, path: Path) -> dict[str, Any]:
-    """Return the checked options of a run file, with paths relative to the current folder."""
+    """Return the checked options from a run file, with paths relative to the current folder."""
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(
@@ -262,7 +264,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
-    """Format nested tables as TOML, which `tomllib` reads back to the same values. Entries that are None are omitted."""
+    """Format nested tables as TOML that `tomllib` reads back as the same values. Entries that are None are omitted."""
     return "\n".join(_table(document, "")).lstrip("\n") + "\n"
 
 

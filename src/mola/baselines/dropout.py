@@ -1,4 +1,4 @@
-"""Monte Carlo dropout (Gal and Ghahramani, 2016): the average prediction of a network whose dropout stays on.
+"""Monte Carlo dropout (Gal and Ghahramani, 2016): the average prediction of a network whose dropout stays active.
 
 All data share the masks of a draw, so a prediction does not depend on the rest of its batch, except for the length to which sequences
 are padded. For each input, the average has the same distribution as if every datum had its own mask.
@@ -24,9 +24,9 @@ from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-MASKS = 0  # purpose of the seeds from which masks are drawn
+MASKS = 0  # label that separates the seeds for masks from other seeds
 
-_lock = threading.RLock()  # masks are hooks on the user's layers during a pass
+_lock = threading.RLock()  # during a pass, masks are hooks on the user's layers
 
 
 class McDropout(Mixture):
@@ -68,7 +68,7 @@ class McDropout(Mixture):
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return a copy with the same draws and another likelihood, for example with a different noise."""
+        """Return a copy with the same draws and another likelihood, for example one with different noise."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:

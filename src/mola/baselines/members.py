@@ -1,4 +1,4 @@
-"""Functions shared by baselines that average several members: seeds, outputs of one pass, and parts of saved files."""
+"""Functions shared by the baselines that average several members: for seeds, outputs of one pass, and parts of saved files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
 
 
 def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
-    """Return the likelihood; raise `OptionError` if it is heteroscedastic, since a mixture of means would drop predicted variances."""
+    """Return the likelihood; raise `OptionError` if it is heteroscedastic, since a mixture of means would lose predicted variances."""
     meaning = as_likelihood(likelihood)
     if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
         raise OptionError(

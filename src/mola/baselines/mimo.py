@@ -1,12 +1,13 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
-In training, each head classifies its own input, and each head gets the batch in its own order (`mola.lab.training.train_mimo`). At
-test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k
-\mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of Laplace approximations of all heads.
+In training, the K inputs are the same batch in different orders, and each head classifies its own input
+(`mola.lab.training.train_mimo`). At test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an
+ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of Laplace approximations of all
+heads.
 
-The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's old weights, which
-preserves the scale of the initialisation. Each head has as many weights as the old head. The first layer has K times as many weights,
-divided by the square root of K, so that the sum over K independent inputs has the same variance as before.
+The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's old weights to
+preserve the scale of the initialisation. Each head has as many weights as the old head. The first layer has K times as many weights,
+and they are divided by the square root of K so that the sum over K independent inputs has the same variance as before.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Mimo(Mixture):
 
 
 class MimoMoLA(MoLA):
-    """A posterior over the heads of one MIMO network. A prediction takes one pass of the shared trunk."""
+    """A posterior over the heads of one MIMO network. A prediction takes one pass through the shared trunk."""
 
     def capture(self, inputs: Inputs) -> list[Captured]:
         """Run the trunk once, then all heads on its features."""
@@ -96,13 +97,14 @@ class MimoMoLA(MoLA):
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
     """Fit MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", as the default.
 
-    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes of the trunk; a prediction takes one pass.
+    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes through the trunk per batch; a prediction
+    takes one.
 
     Args:
         mimo: the trained network; it is not modified.
         train_loader: training data.
         val_loader: validation data; if given, the posterior is tuned on these data.
-        **options: options of `mola.fit`.
+        **options: options for `mola.fit`.
 
     Returns:
         The posterior; load it with `mola.load(directory, mimo.networks)`.
@@ -141,7 +143,7 @@ class HeadNetwork(nn.Module):
 
 
 def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
-    """Join K batches (n, channels, ...) side by side along the channels."""
+    """Join K batches (n, channels, ...) along the channel axis."""
     if any(batch.dim() < 2 for batch in inputs):
         raise DataError(
             f"expected inputs (n, channels, ...), got shape {tuple(inputs[0].shape)}. For a single input, pass a batch of one: "

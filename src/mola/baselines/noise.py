@@ -23,13 +23,13 @@ from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
 from mola.tuning.search import maximise
 
-RANGE = 100.0  # largest ratio, in either direction, between the noise and the root mean squared error
+RANGE = 100.0  # largest factor by which the noise and the root mean squared error may differ, in either direction
 
 Scaled = TypeVar("Scaled", bound=Mixture)
 
 
 def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
-    """Return the predictor with the noise of each output that maximises the likelihood of validation targets.
+    """Return the predictor with the noise, for each output, that maximises the likelihood of the validation targets.
 
     Args:
         predictor: a regression predictor: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or an `McDropout`.
@@ -90,7 +90,7 @@ def _with(predictor: Any, likelihood: Gaussian) -> Any:
 
 
 def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
-    """Find the factors (D,) for the noise that maximise the likelihood of targets (n, D)."""
+    """Find the noise factors (D,) that maximise the likelihood of targets (n, D)."""
     means, variances, noises = (one.double() for one in (means, variances, noises))
     rest, error = variances - noises, (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()

@@ -1,11 +1,11 @@
-r"""SWAG (Maddox et al., 2019): average predictions of networks drawn from a Gaussian that is fitted to snapshots of SGD.
+r"""SWAG (Maddox et al., 2019): the average prediction of networks drawn from a Gaussian that is fitted to SGD snapshots.
 
 From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the variance of each weight, and the last K deviations
 :math:`d_t = \theta_t - \bar\theta_t` from the mean of the snapshots so far. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
-A `Swag` holds a copy of the network whose parameters are the mean. For every pass, weights are drawn again from the moments and a
+A `Swag` holds a copy of the network whose parameters are the mean. For every pass, the weights are drawn afresh from the moments and a
 seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of several SWAGs,
 each from its own trained network. `mola.lab.training` fits both methods.
 """
@@ -44,10 +44,10 @@ from mola.saving.posterior import describe, rebuild
 
 OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
 SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
-SMALLEST_VARIANCE = 1e-30  # variance of a weight that did not change
-DRAWS = 1  # purpose of the seeds from which weights are drawn
+SMALLEST_VARIANCE = 1e-30  # variance assigned to a weight that did not change
+DRAWS = 1  # label that separates the seeds for weights from other seeds
 
-_lock = threading.RLock()  # the network holds the weights of one draw during a pass
+_lock = threading.RLock()  # during a pass, the network holds the weights of one draw
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Moments:
         return drawn
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, to be saved."""
+        """Return all tensors by name, for saving."""
         parts = {"mean": self.mean, "squares": self.squares, "columns": self.columns}
         return {f"{kind}.{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
 
@@ -112,7 +112,7 @@ class Moments:
 
 
 class Swag(Mixture):
-    """The average prediction of networks drawn around a path of SGD. `mola.lab.training.fit_swag` and `Swag.load` return it.
+    """The average prediction of networks drawn around the path of SGD. `mola.lab.training.fit_swag` and `Swag.load` return it.
 
     `seed` determines the draws, so a prediction depends neither on its batch nor on earlier predictions.
 
@@ -152,7 +152,7 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return a copy with the same draws and another likelihood, for example with a different noise."""
+        """Return a copy with the same draws and another likelihood, for example one with different noise."""
         options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
@@ -283,7 +283,7 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return a copy with the same draws and another likelihood, for example with a different noise."""
+        """Return a copy with the same draws and another likelihood, for example one with different noise."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:

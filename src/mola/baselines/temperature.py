@@ -1,6 +1,6 @@
 r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits validation data.
 
-For K members with weights w, the loss of a temperature T is the mixture's log loss,
+For K members with weights w, the loss at a temperature T is the mixture's log loss,
 
 .. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
 
@@ -28,8 +28,8 @@ from mola.posterior import MoLA
 from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
-RANGE = 1e4  # the search covers 1/RANGE to RANGE times the logits' mean range; outside, nothing changes
-GRID = 129  # grid points that separate several minima: seven per factor of e
+RANGE = 1e4  # search from 1/RANGE to RANGE times the logits' mean range; beyond, the loss barely changes
+GRID = 129  # number of grid points, enough to separate several minima: seven per factor of e
 CHUNK = 2**22  # number of logits processed at a time
 
 

@@ -1,1 +1,1 @@
-"""Comparison of methods on the same data: tallies of predictions, results with standard errors, records, and reports."""
+"""Comparisons of methods on the same data: tallies of predictions, results with standard errors, records and reports."""

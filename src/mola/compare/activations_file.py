@@ -1,6 +1,6 @@
-"""Stored features and logits of K networks on a set of data, read in slices because a large set does not fit in memory.
+"""Stored features and logits of K networks on a data set, read in slices because a large set does not fit in memory.
 
-Each network has one or more safetensors files for each set; a large set has one file for each slice of its data.
+Each network has one safetensors file per set or, if the set is large, one file per slice of the set.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.saving.files import partial_file
 
 BATCH = 1024
-"""Number of rows in a batch for fitting and prediction."""
+"""Number of rows per batch in fitting and prediction."""
 
 NUMBERS_AT_ONCE = 2**23
-"""Maximum number of feature values of one network in a slice."""
+"""Maximum number of feature values per network in a slice."""
 
 WHOLE = ("weight", "bias")
-"""Names of the head's tensors, which are stored whole and not in rows."""
+"""Names of the head's tensors, which are stored whole rather than in rows."""
 
 
 def write_rows(
@@ -38,7 +38,7 @@ def write_rows(
     whole: Mapping[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
-    """Write batches with `count` rows in total, and whole tensors, to one safetensors file; create its folder if it is missing."""
+    """Write batches (`count` rows in total) and whole tensors to one safetensors file, whose folder is created if necessary."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
     found = len(next(iter(rows.values())))
     if found != count:
@@ -50,7 +50,7 @@ def write_rows(
 
 
 class TensorFile:
-    """One set in one or more safetensors files, given in the order of their rows; `content` names the data in error messages."""
+    """A data set in one or more safetensors files, given in row order; `content` describes the data in error messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -71,7 +71,7 @@ class TensorFile:
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the rows from `start` to `stop` of a tensor, or the whole tensor if its name is in `WHOLE`."""
+        """Return rows `start` to `stop` of a tensor, or the whole tensor if its name is in `WHOLE`."""
         if name in WHOLE:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
@@ -98,7 +98,7 @@ class TensorFile:
 class HeadOnly(nn.Module):
     """The last layer of one network, applied to the stored features (n, K, P) of all networks.
 
-    P is the number of features of the widest network. The features of a narrower network come first, followed by zeros.
+    P is the number of features of the widest network. The features of narrower networks are padded with zeros.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
@@ -123,7 +123,7 @@ class Seen:
     """Features and logits of K networks for some data."""
 
     features: Tensor
-    """Features, shape (n, K, P), with zeros after the features of networks narrower than the widest."""
+    """Features, shape (n, K, P); the features of narrower networks are padded with zeros."""
     logits: Tensor
     """Logits, shape (n, K, C)."""
     labels: Tensor
@@ -135,13 +135,13 @@ class Seen:
         return [self.features[:, index, :width] for index, width in enumerate(self.widths)]
 
     def batches(self) -> list[Tensor]:
-        """Return the features in batches, as inputs of `HeadOnly`."""
+        """Return the features in batches, as inputs for `HeadOnly`."""
         return list(torch.split(self.features, BATCH))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored features and logits of K networks for one set, and a loader of (features, labels) for `HeadOnly`."""
+    """Stored features and logits of K networks for one set; iteration yields batches (features, labels) for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
     places: Sequence[int]
@@ -149,7 +149,7 @@ class Stored:
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """Open one file for each network, or several files in the order of their rows; all files must hold the same set."""
+        """Open the file (or the files, in row order) of each network; all networks must have activations of the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
@@ -163,12 +163,12 @@ class Stored:
         return Stored(self.files[networks], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
-        """Return the data at `places`, in this order."""
+        """Return the activations of the data at `places`, in the given order."""
         return Stored(self.files, tuple(places))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
-        """The last layers of the K networks, as networks that take features."""
+        """The last layers of the K networks, as networks whose inputs are features."""
         return tuple(
             HeadOnly(file.read("weight"), file.read("bias") if "bias" in file else None, index).eval()
             for index, file in enumerate(self.files)
@@ -181,7 +181,7 @@ class Stored:
 
     @property
     def count(self) -> int:
-        """Number of data."""
+        """Number of examples."""
         return len(self.places)
 
     def slices(self) -> Iterator[Seen]:
@@ -200,5 +200,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """Return the logits (K, n, C) of all data; use it only for small sets, such as validation data."""
+        """Return the logits (K, n, C) of all data at once; use this only for small sets, such as the validation data."""
         return torch.stack([file.rows("logits", self.places) for file in self.files])

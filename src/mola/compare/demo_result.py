@@ -1,6 +1,6 @@
 """Results of the demo: a comparison on digits, confidence far from the digits, and confidence maps around two moons.
 
-The report reads nothing else. Dictionaries by method have the keys of `METHODS` in the same order, unless stated otherwise.
+The report reads nothing else. Unless stated otherwise, dictionaries by method have the names in `METHODS` as keys, in this order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT = "MoLA (calibrated)"
 """Name of MoLA tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
-"""Names of the methods: one network, an ensemble, the ensemble with a temperature, and MoLA by the paper's and by the default rule."""
+"""Names of the methods: one network, an ensemble without and with temperature, and MoLA with the paper's and with the default rule."""
 
 Array = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class DemoSettings:
     """Number of inputs in each out-of-distribution set."""
     moons_epochs: int = 150
     map_size: int = 181
-    """Number of points along each side of a confidence map."""
+    """Number of grid points along each side of a confidence map."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class DistanceResult:
     curves: dict[str, dict[str, Array]]
     """Mean confidence at each scale, by kind of input and method."""
     limits: dict[str, dict[str, float]]
-    """Mean exact far-field limit by kind of input and method, for methods with a Laplace approximation."""
+    """Mean of the exact far-field limit, by kind of input and method, for methods with a Laplace approximation."""
     bounds: dict[str, dict[str, float]]
-    """Mean of the Theorem's bound by kind of input and method, for methods without a distance exponent."""
+    """Mean of the theorem's bound, by kind of input and method, for methods without a distance exponent."""
     precisions: Array
-    """Prior precisions at which the next three curves of MoLA are computed."""
+    """Prior precisions at which MoLA's next three curves are computed."""
     test_confidence: Array
-    """Mean confidence for the test digits."""
+    """Mean confidence on the test digits, at each prior precision."""
     limit: Array
-    """Mean exact far-field limit in the directions of noise inputs."""
+    """Mean of the exact far-field limit in the directions of noise inputs, at each prior precision."""
     bound: Array
-    """Mean of the Theorem's bound in the directions of noise inputs."""
+    """Mean of the theorem's bound in the directions of noise inputs, at each prior precision."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class MoonsResult:
     """Training data, shape (n, 2)."""
     labels: NDArray[np.int64]
     reach: float
-    """Half-width of the square that the maps cover, from -reach to reach."""
+    """Half the side length of the square that the maps cover: both axes run from -reach to reach."""
     maps: dict[str, Array]
     """Confidence maps (size, size) by method; the first axis is y, from bottom to top."""
 
@@ -80,7 +80,7 @@ class DemoResult:
 
     settings: DemoSettings
     comparison: Comparison
-    """Comparison on test digits, rotated digits, and inputs that are not digits."""
+    """Comparison of the methods on test digits, rotated digits, and inputs that are not digits."""
     distance: DistanceResult
     moons: MoonsResult
     seconds: float
@@ -88,7 +88,7 @@ class DemoResult:
     """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return settings and results as plain JSON values for `numbers.json`, without curves and maps."""
+        """Return the settings and results, without curves and maps, as plain JSON values for `numbers.json`."""
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,

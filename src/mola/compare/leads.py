@@ -1,4 +1,4 @@
-"""The best method by a metric, and a test of whether its lead over every other method is more than chance."""
+"""The best method by a metric, and a test of whether its lead over every other method is due to more than chance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal
 from mola.measurement import Measurement
 
 CLEAR = 2.0
-"""Number of standard errors by which a method must lead every other method to be marked as best: about 95 % confidence."""
+"""Number of standard errors by which a method must lead every other method to be marked as best (about 95 % confidence)."""
 
 SAME = 1e-6
-"""Two metrics count as equal if their difference and its standard error are both below this tolerance, because rounding may swap two
-nearly tied inputs."""
+"""Tolerance for ties: two values count as equal if both their difference and its standard error are below it, because rounding may
+swap two inputs whose scores are almost equal."""
 
 Name = tuple[str, ...]
 """Name of an entry: `(method,)` or `(method, score)`."""
@@ -22,16 +22,16 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Lead:
-    """The best method by a metric, and the evidence that its lead is more than chance."""
+    """The best method by a metric, and the evidence that its lead is due to more than chance."""
 
     best: Name
     value: float
     level: tuple[Name, ...]
-    """Other methods whose metric equals the best value, such as scores computed from identical logits."""
+    """Entries of other methods whose value equals the best, for example because their scores come from identical logits."""
     rival: Name | None
-    """The second-best method, or, if the lead is not clear, the best of the methods that are not clearly behind."""
+    """The second-best entry if the lead is clear, and otherwise the best of the entries that are not clearly behind."""
     ahead: float | None
-    """Difference between the best and the rival."""
+    """Difference between the best entry and the rival."""
     error: float | None
     """Standard error of the difference."""
     clear: tuple[Name, ...]
@@ -42,11 +42,11 @@ Better = Literal["low", "high"]
 
 
 def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
-    """Compare methods by a metric on the same data; several entries of one method are not compared with each other."""
+    """Compare methods by a metric on the same data; entries of the same method are not compared with each other."""
     sign = 1 if better == "high" else -1
 
     def rivals(name: Name) -> dict[Name, tuple[float, float, float | None]]:
-        # The lead over each other method in standard errors, the difference and its error. Equal methods are left out.
+        # Return, for each rival, the lead in standard errors, the difference and its error. Rivals with an equal value are left out.
         behind: dict[Name, tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)
@@ -62,7 +62,7 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(
         name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
     )
-    # The second-best method; if the lead is not clear, the best of the methods that are not clearly behind.
+    # If the lead is clear, the rival is the second best; otherwise, it is the best of those that are not clearly behind.
     near = {name: one for name, one in others.items() if best in clear or one[0] <= CLEAR}
     rival = min(near, key=lambda name: near[name][1], default=None)
     _, ahead, error = (0.0, None, None) if rival is None else others[rival]

@@ -1,7 +1,7 @@
-"""Methods of a comparison, declared as values, then fitted and used for prediction.
+"""Methods of a comparison, which are declared as values and then fitted and used for prediction.
 
-`LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public `mola.fit` and `tune` to
-stored features.
+`LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
+`mola.fit` and `tune` to stored features.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Material:
     """Data and settings of one run."""
 
     read: Callable[[str], Stored]
-    """Function that returns the stored features and logits of a set from its name."""
+    """Function that returns the stored features and logits of the set with a given name."""
     threshold: float | None
-    """Target confidence of the paper's rule."""
+    """Target confidence in the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
-    """Function that returns outlier scores from the activations of the training set and of the validation set."""
+    """Function that creates outlier scores from the activations of the training set and the validation set."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Function that returns a posterior from a structure, heads and stored sums; used if training activations are not stored."""
+    """Function that returns a posterior for a structure and heads from stored sums; used if training activations are not stored."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fitted:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
-    """Function that returns the batches of a set, with labels, from its name."""
+    """Function that returns the batches and labels of the set with a given name."""
     answer: Callable[[Any, bool], Answer]
     """Function that returns predictions for a batch, with or without outlier scores."""
     chosen: dict[str, Any]
@@ -76,10 +76,10 @@ class Method(Protocol[MaterialT]):
 
     @property
     def components(self) -> int | None:
-        """Number of networks, or None for all networks of the run."""
+        """Number of networks to use, or None for all networks of the run."""
 
     def settings(self) -> dict[str, Any]:
-        """Return settings as plain JSON values."""
+        """Return the settings as plain JSON values."""
 
     def fit(self, material: MaterialT, /) -> Fitted:
         """Fit and tune the method."""
@@ -109,14 +109,14 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions that return a rule, by name; their argument is the target confidence of the paper's rule."""
+"""Functions that return a rule, by name; their argument is the target confidence in the paper's rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
 
 @dataclass(frozen=True)
 class LastLayer:
-    """MAP, a deep ensemble, LLLA or MoLA, with or without a temperature."""
+    """MAP, a deep ensemble, LLLA or MoLA, optionally with a temperature."""
 
     name: str
     group: str = "main"
@@ -127,18 +127,18 @@ class LastLayer:
     rule: str = "threshold"
     weights: str = "uniform"
     temperature: bool = False
-    """Switch for dividing all logits by one temperature, tuned by validation NLL."""
+    """If True, all logits are divided by one temperature, which is tuned by validation NLL."""
     mean: Literal["probabilities", "logits"] = "probabilities"
-    """Quantity that an ensemble averages."""
+    """Quantity that the ensemble averages."""
     detectors: bool = False
-    """Switch for comparing outlier scores, including scores of features and logits."""
+    """If True, outlier scores are compared, including scores computed from features and logits."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")
         one_of(self.weights, WEIGHTS, "weights")
 
     def settings(self) -> dict[str, Any]:
-        """Return settings as plain JSON values."""
+        """Return the settings as plain JSON values."""
         settings: dict[str, Any] = {"weights": self.weights}
         if self.structure is not None:
             settings |= {"structure": self.structure, "link": self.link, "rule": self.rule}
@@ -149,7 +149,7 @@ class LastLayer:
         return settings
 
     def fit(self, material: Material) -> Fitted:
-        """Fit on stored training activations, or on sums, and tune on stored validation activations."""
+        """Fit on stored training activations or stored sums, and tune on stored validation activations."""
         validation = self._read(material, "validation")
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:

@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
-Suites store records as JSON (`mola-bench`, version 1). Only comparisons of a single run have results by class and standard errors
-over the data. A suite computes its errors over runs, and its files omit these entries.
+Suites store records as JSON (`mola-bench`, version 1). Only comparisons of a single run have per-class results and standard errors
+over data. A suite computes its standard errors over runs, and its files omit these entries.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ class SetInfo:
     role: Role
     count: int
     level: float = 0.0
-    """Shift of the data (degrees, severity); 0 for the test set."""
+    """Level of shift, such as an angle in degrees or a severity; 0 for the test set."""
     parts: str = ""
-    """Unit of `count` if it does not count inputs: "label" or "position"."""
+    """Unit of `count`, "label" or "position"; empty if `count` is the number of inputs."""
     inputs: int | None = None
-    """Number of inputs if `count` counts labels or positions."""
+    """Number of inputs, if `count` is a number of labels or positions."""
 
 
 @dataclass(frozen=True)
 class OutputResult:
-    """Results of a method on one output of a regression."""
+    """Results of a method for one output of a regression."""
 
     metrics: dict[str, float]
-    """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
+    """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets inside the 90 % intervals."""
     errors: dict[str, float | None]
     """Standard errors of the metrics over data."""
 
 
 @dataclass(frozen=True)
 class RegressionDetail:
-    """Details of a regression, in addition to its metrics."""
+    """Detailed results of a regression, in addition to its metrics."""
 
     coverage: list[list[float | None]]
-    """Triples of the probability of a central interval, the share of targets inside it, and the standard error of that share."""
+    """For each central interval: its probability, the share of targets inside it, and the standard error of that share."""
     spread: dict[str, list[list[float]]]
-    """Calibration of each output's standard deviation. Each group of data has a count, the root mean square of the predicted standard
-    deviation, and the root mean squared error."""
+    """Calibration of each output's standard deviation. Each group of data points has three entries: its size, the root mean square of
+    the predicted standard deviations, and the root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """Example data of each output: target, mean, and both ends of the 90 % interval."""
+    """Examples for each output: the target, the predicted mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
-    """Results of the first outputs, by name."""
+    """Results for the first few outputs, by name."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class LabelledResult:
     """Results of a method on labelled data: the test set or a shifted set."""
 
     level: float
-    """Shift of the data (degrees, severity); 0 for the test set."""
+    """Level of shift, such as an angle in degrees or a severity; 0 for the test set."""
     count: int
     metrics: dict[str, float]
     """Metrics by name, listed in `mola.compare.results.METRICS`."""
     reliability: list[list[float]]
-    """Count, sum of confidences and number of correct predictions in each of 15 confidence bins. The list is empty in ablations."""
+    """Count, sum of confidences and number of correct predictions in each of 15 confidence bins; empty in ablations."""
     histogram: list[int]
-    """Number of predictions in each of `CONFIDENCE_BINS` confidence bins. The list is empty in ablations."""
+    """Number of predictions in each of the `CONFIDENCE_BINS` confidence bins; empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
-    """Standard errors over data of accuracy, nll, brier, ece and confidence. An error is None for a single datum."""
+    """Standard errors of accuracy, nll, brier, ece and confidence over data; all are None if there is only one datum."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Results of each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
-    "average_precision" and "ece" (of the probability of yes), and dense outputs have "iou"."""
+    """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
+    "average_precision" and the "ece" of the predicted probability of the label. Dense outputs also have "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Results of each type of shift, if the data have several types: "accuracy", "nll" and "ece", rounded to six digits."""
+    """Results for each type of shift: "accuracy", "nll" and "ece", rounded to six digits; empty unless there are several types."""
     regression: RegressionDetail | None = None
 
 
@@ -96,24 +96,24 @@ class OutlierResult:
 
     count: int
     confidence: float | None
-    """Mean of the largest probability (MMC), or None for regression."""
+    """Mean confidence (MMC), where confidence is the largest probability; None for regression."""
     scores: dict[str, dict[str, float]]
-    """Metrics of each outlier score against the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers are positive) and
-    "fpr95_out" (outliers are positive). Some stored records lack "fpr95_out"."""
+    """Metrics of how well each outlier score separates outliers from the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers
+    are the positive class) and "fpr95_out" (outliers are the positive class). Some stored records lack "fpr95_out"."""
     histogram: list[int]
     confidence_error: float | None = None
-    """Standard error of `confidence` over data, or None for a single datum and in suites."""
+    """Standard error of `confidence` over data; None in suites and if there is only one datum."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """Standard errors over data of each outlier score's "auroc" and "fpr95"."""
+    """Standard errors of the "auroc" and "fpr95" of each outlier score, over data."""
     std: float | None = None
-    """Mean predicted standard deviation over inputs and outputs, for regression."""
+    """Predicted standard deviation of a regression, averaged over inputs and outputs."""
     std_error: float | None = None
     """Standard error of `std` over data."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Predictions of a method for the first few inputs of one set, in order."""
+    """Predictions of a method for the first few inputs of a set, in order."""
 
     confidence: list[float]
     label: list[int]
@@ -135,25 +135,25 @@ class Record:
     networks: list[str] = field(default_factory=list)
     """Checksums of the networks used."""
     data: dict[str, str] = field(default_factory=dict)
-    """Checksums of the sets used, by name."""
+    """Checksums of the data sets used, by name."""
     chosen: dict[str, Any]
     """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (a description) and "notes".
-    "ood_score" is the name of the posterior's outlier score."""
+    The entry "ood_score" is the name of the posterior's outlier score."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds to "fit" (including tuning) and to "predict". Suites measure both from stored activations."""
+    """Time in seconds to "fit" (including tuning) and to "predict". In suites, both start from stored activations."""
     labelled: dict[str, LabelledResult]
-    """Results on labelled sets by name, starting with the test set."""
+    """Results on the labelled sets by name, starting with the test set."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further measures of a suite, by name. Files omit this entry if it is empty."""
+    """Additional measures of a suite, by name. Files omit this entry if it is empty."""
     overlap: float = 0.0
-    """Ratio of test data to the data used for fitting or tuning, if the runs of a cross-fit share data, or 0 if every run has separate
-    networks. Files omit it because the suite's document determines it."""
+    """For a cross-fit, whose runs share data, the ratio of the number of test examples to the number of examples for fitting and
+    tuning; 0 if every run has its own networks. Files omit this entry because it follows from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a suite's record as plain JSON values, without the entries of comparisons of one run (errors over data, classes)."""
+        """Return a suite's record as plain JSON values, without the entries that only single-run comparisons have."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("labelled", "outliers"):
             document[name] = {
@@ -167,7 +167,7 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Return the record from the JSON values that `to_json` returned."""
+        """Create a record from the JSON values that `to_json` returned."""
         check(document, SCHEMA, "")
         for name, known in ENTRIES.items():
             if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
@@ -215,68 +215,68 @@ SCHEMA: dict[str, Any] = {
 
 ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
 ENTRIES["labelled"].add("types")
-"""Allowed entries of each result in a suite's record."""
+"""Entries that each result in a suite's record may have."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The first images of a set."""
+    """The first few images of a set."""
 
     pixels: NDArray[np.uint8]
-    """Pixels, shape (n, height, width, channels) with 1 or 3 channels."""
+    """Pixels, shape (n, height, width, channels), with 1 or 3 channels."""
     labels: tuple[int, ...] | None = None
     """Classes of the images, or None for outliers."""
 
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """A guaranteed error rate, and the error rate on the test data."""
+    """A guaranteed error rate, and the error rate observed on the test data."""
 
     promised: float
     certainty: float
     threshold: float | None
-    """Confidence above which an input without an alarm is answered, or None if no threshold guarantees the rate."""
+    """Confidence above which inputs that raise no alarm are answered, or None if no threshold guarantees the rate."""
     answered: float | None = None
-    """Share of the test data that is answered."""
+    """Answered share of the test data."""
     realised: float | None = None
     """Error rate of the answers."""
     why: str = ""
-    """Reason why there is no threshold."""
+    """Reason why there is no threshold; empty if a threshold exists."""
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """A guaranteed coverage of prediction sets, and the coverage on the test data."""
+    """The guaranteed coverage of prediction sets, and their coverage on the test data."""
 
     promised: float
     realised: float
     size: float
-    """Mean number of classes in a set."""
+    """Mean number of classes per prediction set."""
     classes: dict[str, float]
-    """Coverage of each class in the test data."""
+    """Coverage for each class in the test data."""
 
 
 @dataclass(frozen=True)
 class IntervalResult:
-    """A guaranteed coverage of prediction intervals, and the coverage on the test data."""
+    """The guaranteed coverage of prediction intervals, and their coverage on the test data."""
 
     promised: float
     realised: float
     realised_error: float | None
     """Standard error of `realised` over data."""
     width: float
-    """Mean width of the intervals over inputs and outputs."""
+    """Width of the intervals, averaged over inputs and outputs."""
 
 
 @dataclass(frozen=True)
 class DecisionResult:
-    """Decisions about the test data with thresholds calibrated on validation data."""
+    """Decisions on the test data, made with thresholds calibrated on the validation data."""
 
     false_alarm_rate: float
     alarms: float
-    """Share of the test data that raises the alarm."""
+    """Share of the test data that raise an alarm."""
     curves: dict[str, list[list[float]]]
-    """Pairs of coverage and error rate for each method, starting with the most confident predictions."""
+    """Risk-coverage curve of each method: pairs of coverage and error rate, starting with the most confident predictions."""
     answers: list[AnswerResult]
     sets: SetResult | None
     intervals: list[IntervalResult] = field(default_factory=list)
@@ -289,31 +289,31 @@ class Comparison:
 
     title: str
     sets: dict[str, SetInfo]
-    """Sets by name: first the test set, then shifted sets by level, then outliers."""
+    """Data sets by name: first the test set, then the shifted sets in order of level, then the outliers."""
     records: tuple[Record, ...]
-    """Records in the order of the methods; the runs of a method follow one another."""
+    """Records in the order of the methods; all runs of a method are adjacent."""
     classes: tuple[str, ...] = ()
     """Names of the classes, or of a regression's outputs, in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """Best method on each set by each metric, for comparisons of one run. Labelled data have "accuracy", "nll", "brier" and "ece" with
-    keys `(method,)`. Outliers have "confidence" and "max probability" (the AUROC of this score) with keys `(method,)`, and "auroc" and
-    "fpr95" with keys `(method, score)`."""
+    """Best method by each metric on each set, in single-run comparisons. Labelled sets have the metrics "accuracy", "nll", "brier" and
+    "ece", whose entries are named `(method,)`. Outlier sets have "confidence" and "max probability" (the AUROC of this score), named
+    `(method,)`, and "auroc" and "fpr95", named `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
-    """The first images of sets that contain images, by name of the set."""
+    """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()
-    """Notes from tuning, and caveats."""
+    """Notes from tuning, and other caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Inputs of each set that could not be used, with the reason."""
+    """Inputs of each set that could not be used, and the reasons."""
     made: Mapping[str, Any] = field(default_factory=dict)
-    """Provenance of the comparison: versions, seconds and files."""
+    """Provenance of the comparison: versions, computing time and files."""
     decisions: DecisionResult | None = None
     """Decisions on the test data, if the posterior's folder has validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """Differences of each other method's metrics from the metrics of `own`, with standard errors, for regression."""
+    """For regression, the difference between the metrics of each other method and those of `own`, with standard errors."""
 
     def document(self) -> dict[str, Any]:
-        """Return sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
+        """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
         document = asdict(self)
         kept = ("sets", "leads", "differences", "decisions", "notes", "left_out", "made")
         methods = {
@@ -349,7 +349,7 @@ class Comparison:
 
     @property
     def own(self) -> str:
-        """Name of the last method: MoLA, or LLLA for one network."""
+        """Name of the last method: MoLA, or LLLA if there is only one network."""
         return self.records[-1].method
 
     @property

@@ -1,10 +1,10 @@
-"""Regression in a comparison: predictions as columns of a tally, and the metrics and intervals computed from these columns.
+"""Regression in comparisons: predictions as columns of a tally, and the metrics and intervals computed from these columns.
 
-Let u be the predicted distribution function at a target. A central interval of probability p covers the target exactly if
-|2 u - 1| <= p. One number for each target, the smallest such p, therefore gives the coverage of intervals of every probability.
+Let u be the predicted distribution function evaluated at a target. A central interval of probability p covers the target if and only
+if |2 u - 1| <= p. A single number per target, the smallest such p, therefore determines the coverage of intervals of any probability.
 
-The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is a mean over outputs, and is also stored for each
-of the first `MOST_OUTPUTS` outputs.
+The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is a mean over outputs. Results are also stored
+separately for each of the first `MOST_OUTPUTS` outputs.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ INTERVAL = 0.9
 """Probability of the intervals shown for examples."""
 
 MOST_OUTPUTS = 16
-"""Maximum number of outputs that are also shown separately."""
+"""Maximum number of outputs with separate results."""
 
 EXAMPLES = 300
-"""Maximum number of targets in a figure, evenly spaced in the data."""
+"""Maximum number of targets in a figure; they are evenly spaced in the data set."""
 
 SPREAD_BINS = 10
-"""Number of equal-sized groups of inputs, sorted by predicted standard deviation."""
+"""Number of equal-sized groups into which inputs are split by their predicted standard deviation."""
 
 
 @dataclass(frozen=True)
 class RegressionAnswer:
-    """Predictions of a regression for a batch."""
+    """Predictions of a regression model for a batch."""
 
     prediction: RegressionPrediction
-    """Prediction with n rows and D outputs, in the targets' units."""
+    """Prediction with n rows and D outputs, in the units of the targets."""
     ood_score: Tensor | None = None
     """Outlier scores (n,), or None if the method has no outlier score."""
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
-    """Lower and upper ends (n, D) of calibrated intervals, by coverage."""
+    """Lower and upper ends (n, D) of the calibrated intervals, by coverage."""
     inputs: Tensor | None = None
     """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; targets are (n, D), (n,) if D is 1, or None if unlabelled.
+        """Return the columns of a tally; the targets have shape (n, D), or (n,) if D = 1, or are None if the data are unlabelled.
 
-        A column "name[d]" belongs to output d, and a column "name[p]" to intervals of probability p.
+        Column "name[d]" belongs to output d, and column "name[p]" to the intervals of probability p.
         """
         prediction = self.prediction
         row: dict[str, Tensor] = {} if self.inputs is None else {INPUT: self.inputs}
         row["std[all]"] = prediction.std.mean(1)
         if labels is not None:
             row |= self._measured(labels[:, None] if labels.dim() == 1 else labels)
-        # Outputs may have different units. The ranking by the mean of logarithms does not depend on units.
+        # Outputs may have different units. A ranking by the mean logarithm does not depend on these units.
         row["variance"] = prediction.variance.log().mean(1)
         if self.ood_score is not None:
             row["ood score"] = self.ood_score
@@ -106,7 +106,7 @@ class RegressionAnswer:
 
 
 def regression_metrics(tally: Tally) -> dict[str, Measurement]:
-    """Return rmse, nll, crps and std, and the coverage and width at each of `LEVELS`, named in percent (coverage_90, width_90)."""
+    """Return rmse, nll, crps and std, and the coverage and width at each of the `LEVELS`, named by percentage, such as coverage_90."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),
@@ -123,7 +123,7 @@ def _scores(tally: Tally, place: int | str) -> dict[str, Measurement]:
 
 
 def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
-    """Return the coverage at every probability, and the metrics, spread and examples of each output."""
+    """Return the coverage at each probability, and the metrics, spread and examples for each output."""
     shown = dict(enumerate(outputs[:MOST_OUTPUTS]))
     curve = [(level, tally.mean(f"held[{level}]")) for level in NOMINAL]
     by_output = {
@@ -144,9 +144,9 @@ def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
 
 
 def _spread(tally: Tally, place: int) -> list[list[float]]:
-    # For each group of rows: count, root mean square of the predicted standard deviation, root mean squared error.
+    # Return the size, the root mean square of the predicted standard deviations and the root mean squared error of each group.
     std, squares = tally[f"std[{place}]"], tally[f"square[{place}]"]
-    # If all standard deviations are equal, use one group, because several groups would differ only by chance.
+    # If all standard deviations are equal, use one group, because the errors of several groups would differ only by chance.
     bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
     return [
         [len(part), math.sqrt(float(std[part].square().mean())), math.sqrt(float(squares[part].mean()))]
@@ -155,7 +155,7 @@ def _spread(tally: Tally, place: int) -> list[list[float]]:
 
 
 def _examples(tally: Tally, place: int) -> list[list[float]]:
-    # Target, mean, and both ends of the 90 % interval of each example.
+    # Return the target, the mean, and both ends of the 90 % interval for each example.
     count = tally.count
     chosen = torch.linspace(0, count - 1, min(count, EXAMPLES), dtype=torch.float64).round().long()
     columns = [tally[f"{name}[{place}]"][chosen] for name in ("target", "mean", "lower", "upper")]

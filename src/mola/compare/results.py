@@ -1,4 +1,4 @@
-"""Results computed from tallies: metrics of each method on each set, standard errors over data, and the best method."""
+"""Results computed from tallies: each method's metrics on each set, standard errors over data, and the best methods."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ METRICS = (
     "confidence",
     "aurc",
 )
-"""Names of the metrics of labelled data, defined in `mola.metrics`."""
+"""Names of the metrics on labelled data, defined in `mola.metrics`."""
 
 LABEL_METRICS = ("auroc", "average_precision", "miou")
-"""Names of further metrics: two means over labels for multi-label data, and the mean intersection over union for dense outputs."""
+"""Names of additional metrics: two means over labels for multi-label data, and mean intersection over union for dense outputs."""
 
 EXAMPLES = 8
-"""Number of inputs of each set that a report shows."""
+"""Number of inputs that a report shows from each set."""
 
 CURVE_POINTS = 100
-"""Maximum number of points of a risk-coverage curve."""
+"""Maximum number of points in a risk-coverage curve."""
 
 BETTER: dict[str, Better] = {
     "accuracy": "high",
@@ -55,11 +55,11 @@ BETTER: dict[str, Better] = {
     "ece": "low",
     "auroc": "high",
 }
-"""Metrics by which methods are compared, and the better direction of each metric."""
+"""Metrics by which methods are compared, and whether low or high values are better."""
 
 
 def measured(tally: Tally) -> dict[str, Measurement]:
-    """Return the metrics of labelled data that have standard errors."""
+    """Return the metrics on labelled data that have standard errors."""
     if "square[all]" in tally.columns:
         return regression_metrics(tally)
     found, area = tally.classified(), None
@@ -76,10 +76,10 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Return every metric of a method that is defined for the labelled data.
+    """Return all metrics of a method that are defined for the labelled data.
 
-    `detail` keeps the bins for figures. `classes` (for regression, the names of the outputs) adds results of each class, and `types`
-    adds results of each type of shift. Datum i has type i modulo the number of types.
+    If `detail` is True, the result includes the bins for figures. `classes` (for regression, the names of the outputs) adds results
+    for each class, and `types` adds results for each type of shift. The type of datum i is i modulo the number of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -100,7 +100,7 @@ def labelled_result(
 
 def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[str]) -> dict[str, float]:
     confidence, correct = tally["confidence"], tally["correct"]
-    # For multi-label data, use the uncertainty of each label, not of its input.
+    # For multi-label data, use the uncertainty of each label rather than of the whole input.
     uncertainty = 1 - confidence if "question" in tally.columns else tally["max probability"]
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     found = {
@@ -140,7 +140,7 @@ def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, dict[str, float
 
 
 def _by_label(tally: Tally) -> dict[str, Tensor]:
-    # Metrics of each label that occurs in multi-label data; NaN if a metric is not defined.
+    # Return the metrics for each label in multi-label data, with NaN where a metric is undefined.
     yes, truth = tally["yes"][:, None], tally["label"][:, None]
     rows = [tally["question"] == label for label in torch.unique(tally["question"])]
     measures = {
@@ -152,7 +152,7 @@ def _by_label(tally: Tally) -> dict[str, Tensor]:
 
 
 def _overlaps(tally: Tally, classes: int) -> Tensor:
-    # Intersection over union of each class; NaN if the class is neither a label nor a prediction.
+    # Return the intersection over union for each class, or NaN if the class occurs neither as a label nor as a prediction.
     truth, predicted = tally["label"].long(), tally["predicted"].long()
     both = torch.bincount(truth[truth == predicted], minlength=classes)
     either = torch.bincount(truth, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
@@ -164,13 +164,13 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     for place, name in enumerate(types[: tally.count]):
         part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
         numbers = {metric: one.value for metric, one in part.classified().items()}
-        # Six digits exceed the precision of a few hundred data and keep files small.
+        # Six digits exceed the precision of metrics on a few hundred examples and keep files small.
         found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return found
 
 
 def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> OutlierResult:
-    """Return metrics of how a method's scores separate outliers from the test data (`inside`); `detail` keeps the histogram."""
+    """Measure how well a method's scores separate outliers from the test data (`inside`); `detail` adds the histogram."""
     confidence, std = (outside.mean(name) if name in outside.columns else None for name in ("confidence", "std[all]"))
     separated = _separation(inside, outside)
     scores = {}
@@ -196,7 +196,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> Out
 
 
 def risk_curve(tally: Tally) -> list[list[float]]:
-    """Return at most `CURVE_POINTS` pairs of coverage and error rate, from the most confident predictions to all data."""
+    """Return at most `CURVE_POINTS` pairs of coverage and error rate, from the most confident predictions to all predictions."""
     coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
     places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
     return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
@@ -222,7 +222,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on labelled data by each metric of `BETTER` that all methods have."""
+    """Return the best method on labelled data by each metric in `BETTER` that all methods have."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     return {
         name: lead({(method,): one[name] for method, one in found.items()}, end)
@@ -232,7 +232,7 @@ def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
 
 
 def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return the differences of each method's rmse, nll and crps from the metrics of method `own`, with standard errors over data."""
+    """Return the rmse, nll and crps of each other method minus those of method `own`, with standard errors over data."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     mine = found.pop(own)
     return {
@@ -250,7 +250,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on outliers by any score, and for classifiers also by confidence; see `Comparison.leads`."""
+    """Return the best method on outliers over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

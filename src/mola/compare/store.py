@@ -1,4 +1,4 @@
-"""Storage of results in a folder, with one JSON file for each suite, method and run, written atomically.
+"""Storage of results in a folder, with one atomically written JSON file per suite, method and run.
 
 results/<suite>/suite.json            description and example images of the suite
 results/<suite>/<method>/run-0.json   one record
@@ -23,7 +23,7 @@ AGAIN = "Delete it and run the suite again. The other records are kept."
 
 
 class Store:
-    """Results of all suites in one folder."""
+    """A folder with the results of all suites."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -42,7 +42,7 @@ class Store:
         return self.directory / suite / _slug(method) / f"run-{run}.json"
 
     def write(self, record: Record) -> Path:
-        """Write a record and replace any older record of the same suite, method and run."""
+        """Write a record, replacing any existing record of the same suite, method and run."""
         path = self.path(record.suite, record.method, record.run)
         _write(path, record.to_json())
         return path
@@ -61,7 +61,7 @@ class Store:
         return [read_record(path) for path in self.paths(suite)]
 
     def forget(self, suite: str) -> None:
-        """Remove the records and documents of a suite, and keep all other files."""
+        """Remove the records and documents of a suite, but keep all other files."""
         for path in (*self.paths(suite), *(self.directory / suite / name for name in (SUITE, COST))):
             path.unlink(missing_ok=True)
 
@@ -83,13 +83,13 @@ def _slug(method: str) -> str:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One line for each entry keeps files small and diffs readable.
+    # One line per entry keeps files small and diffs readable.
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read_record(path: Path) -> Record:
-    """Return the record in a file, or raise a `StorageError` that names the file."""
+    """Read a record from a file, or raise a `StorageError` that names the file."""
     document = _read(path)
     try:
         return Record.from_json(document)

@@ -1,35 +1,35 @@
-r"""Selective prediction: answer as often as possible while the error rate of the answers is, with high probability, low enough.
+r"""Selective prediction: answer as often as possible while keeping the error rate of the answers low with high probability.
 
-Let s be a score, higher for more certain predictions, and :math:`R(\tau) = P(\text{wrong} \mid s > \tau)` the error rate of the
-answers above a threshold. From n labelled data, the procedure chooses :math:`\hat\tau` such that
+Let s be a score that is higher for more certain predictions, and let :math:`R(\tau) = P(\text{wrong} \mid s > \tau)` be the error rate
+of the answers above a threshold. From n labelled examples, the procedure chooses :math:`\hat\tau` such that
 
 .. math:: P\left(R(\hat\tau) \le \varepsilon\right) \ge 1 - \delta
 
 over draws of these data. The procedure tests one threshold after another, from few answers to many (Learn then Test, Angelopoulos et
 al., 2021).
 
-*One threshold.* Given the number m of data above a fixed :math:`\tau`, the number of errors among them is Binomial(m, R). So :math:`p
-= P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value of :math:`R(\tau) > \varepsilon`, for every m. This also holds
-if :math:`\tau` is the (m + 1)-th largest of the n scores: given :math:`\tau`, the m larger scores are independent draws from the
-distribution above :math:`\tau`.
+*One threshold.* Given the number m of examples above a fixed :math:`\tau`, the number of errors among them is Binomial(m, R). So
+:math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value for the null hypothesis :math:`R(\tau) > \varepsilon`,
+for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given :math:`\tau`, the m larger scores are
+independent draws from the distribution above :math:`\tau`.
 
-*Many thresholds.* The order of the tests is fixed in advance: all real numbers, from high to low. Along this order, a significance
-level is passed on while tests succeed, and is lost when a test fails. The level is spent in J equal parts of :math:`\delta / J`, at
-n/2, n/4, n/8, ... answers, as long as this number of answers without an error would pass (the fallback procedure: Wiens, 2003; with J
-= 1, fixed-sequence testing). A confident mistake at the top therefore costs only a part of the level. If no test fails, the last tests
-use the full :math:`\delta`. The number of thresholds costs nothing, so every score of the data is a threshold, and ties need no
-special treatment.
+*Many thresholds.* The order of the tests is fixed in advance: all real numbers, from high to low. In this order, a significance level
+is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of :math:`\delta / J`, at
+n/2, n/4, n/8, ... answers, as long as that many answers without an error would pass the test (the fallback procedure: Wiens, 2003;
+with J = 1, fixed-sequence testing). A confident mistake at the top therefore costs only a part of the level. If no test fails, the
+last tests use the full :math:`\delta`. The number of thresholds costs nothing, so every score of the data is a threshold, and ties
+need no special treatment.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
 is a test passed below :math:`\tau^*`. There are two cases. In the first case, the level was passed on from above, and the test at
-:math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of data above :math:`\tau^*`, the probability of
-this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which it was spent,
-the test succeeds with at most the probability of this part. The sum over both cases is at most :math:`\delta`. A score whose most
-certain predictions are wrong more often than less certain predictions violates the assumption. Each further crossing then adds at most
-:math:`\delta` to the probability of failure.
+:math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of examples above :math:`\tau^*`, the probability
+of this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which it was
+spent, the test succeeds with a probability of at most this part. The probabilities of both cases add up to at most :math:`\delta`. The
+assumption is violated if the most certain predictions are wrong more often than less certain ones. Each additional crossing then adds
+at most :math:`\delta` to the probability of failure.
 
-The guarantee bounds the long-run error rate of answers given these calibration data. Conformal coverage, in contrast, is a mean over
-calibration data. The guarantee does not extend to shifted data.
+The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
+over draws of the calibration data. The guarantee does not extend to shifted data.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class AnswerThreshold(float):
     certainty: float
     """Probability, over draws of the calibration data, that the bound holds."""
     count: int
-    """Number of calibration data."""
+    """Number of calibration examples."""
     answered: int
-    """Number of answered calibration data."""
+    """Number of calibration examples that are answered."""
     errors: int
-    """Number of wrong answers among the answered calibration data."""
+    """Number of wrong answers among the calibration examples that are answered."""
 
     def __new__(cls, value: float, **guarantee: Any) -> Self:
         """Create a number with the guarantee attached."""
@@ -111,9 +111,9 @@ def abstain_threshold(
 ) -> AnswerThreshold:
     """Find the lowest confidence above which the error rate of answers is provably at most the given rate (selective prediction).
 
-    The bound is exact for every number of data and every predictor. `mola.decisions.abstain` describes the procedure and its one
-    assumption. The networks must not have been trained on the data. Tuning the prior precision on the same data is a small violation,
-    which docs/decisions.md measures.
+    The bound is exact for any sample size and any predictor. `mola.decisions.abstain` describes the procedure and its one assumption.
+    The networks must not have been trained on the data. Tuning the prior precision on the same data violates this condition slightly;
+    docs/decisions.md measures the effect.
 
     Args:
         prediction: prediction for labelled data that resemble future data: a `mola.Prediction`, probabilities (n, C), or a
@@ -126,7 +126,7 @@ def abstain_threshold(
 
     Returns:
         The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold has the guarantee, a
-        `DataError` reports the number of data that would be enough.
+        `DataError` explains why.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
@@ -165,7 +165,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
         + errors * math.log(rate)
         + (count - errors) * math.log1p(-rate)
     )
-    # Going backwards, the terms decrease by ever smaller factors.
+    # From the last term backwards, the ratio of successive terms decreases.
     total = term = 1.0
     for place in range(errors, 0, -1):
         term *= place * (1 - rate) / ((count - place + 1) * rate)
@@ -176,12 +176,12 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
 
 
 def _fewest(rate: float, delta: float) -> int:
-    # Number of answers without an error that pass a test at level delta.
+    # Return the smallest number of answers, all correct, that passes a test at level delta.
     return math.ceil(math.log(delta) / math.log1p(-rate))
 
 
 def _starts(count: int, rate: float, delta: float) -> list[int]:
-    # Numbers of answers at which the parts of the level are spent.
+    # Return the numbers of answers at which the parts of the level are spent.
     least, parts = _fewest(rate, delta), 0
     while count >> (parts + 1) >= _fewest(rate, delta / (parts + 1)):
         parts += 1
@@ -199,7 +199,7 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
     ordered, order = scores.sort(descending=True, stable=True)
     errors = torch.cat([torch.zeros(1, dtype=torch.int64), wrong[order].long().cumsum(0)]).tolist()
     values = [*ordered.tolist(), -math.inf]
-    # Number of answers above each threshold, which is the number of scores before the first score equal to it.
+    # Number of answers above each threshold, that is, of scores before the first score equal to the threshold.
     places = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]
     if values[count - 1] > -math.inf:
         places.append(count)
@@ -208,7 +208,7 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
         # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores are above it.
         place = places[bisect_right(places, start) - 1]
         spent[place] = spent.get(place, 0.0) + delta / len(starts)
-    # Without a further error, more answers only lower the p-value, so test only after a new error or a new part of the level.
+    # Without another error, more answers only lower the p-value, so test only after a new error or a new part of the level.
     counts = [errors[place] for place in places]
     tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in spent), len(places)]
     level, best = 0.0, None

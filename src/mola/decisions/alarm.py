@@ -1,8 +1,8 @@
-"""Alarms for outliers: a threshold that the OOD scores of in-distribution inputs exceed at most at a given rate.
+"""Alarms for outliers: a threshold that the OOD scores of in-distribution inputs exceed at no more than a given rate.
 
-This is the split-conformal rank of `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels nor outliers
-are needed. A low rate of false alarms does not determine how many outliers are detected, which depends on the outliers (Bates et al.,
-2023).
+The threshold is the split-conformal quantile of `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels
+nor outliers are needed. The rate of false alarms says nothing about the share of outliers that are detected, which depends on the
+outliers (Bates et al., 2023).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from mola.prediction import Prediction, RegressionPrediction
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     """Find the OOD score above which to raise an alarm, so that the rate of false alarms is at most the given rate.
 
-    The guarantee holds for every number of validation data and every distribution of the scores, as a mean over draws of the
-    validation data. Given the data, the rate has a standard deviation of about sqrt(alpha (1 - alpha) / n). The plain quantile of the
-    scores has no guarantee: for example, one in 20 further data exceeds the largest of n = 19 scores.
+    The guarantee holds on average over draws of the validation data, for any number n of scores and any distribution of the scores.
+    From one validation set to another, the rate of false alarms varies with a standard deviation of about sqrt(alpha (1 - alpha) / n),
+    where alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, one in 20 new scores exceeds the
+    largest of n = 19 scores.
 
     Validation data must not have been used in training or for early stopping. Tuning a `mola.MoLA` on the same data has a negligible
     effect on `Prediction.ood_score`. The score does not depend on the prior precision, and uses only the mean and the standard

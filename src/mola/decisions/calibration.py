@@ -1,4 +1,4 @@
-"""Calibration data for decisions: a few numbers per labelled datum, for any number of classes.
+"""Calibration data for decisions: a few numbers per labelled example, whatever the number of classes.
 
 A `Calibration` is made from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
 computed from it without running a network again. Calibration data must be exchangeable with future data, and the predictor must not
@@ -53,7 +53,7 @@ def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Columns of n labelled data, each of shape (n,) on the CPU."""
+    """Calibration data for n labelled examples, as columns of shape (n,) on the CPU."""
 
     confidence: Tensor
     """Largest probability, in float64."""
@@ -70,7 +70,7 @@ class Calibration:
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Return calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C). A `Calibration` is kept."""
+        """Make calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C); return a `Calibration` as is."""
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)
@@ -96,7 +96,7 @@ class Calibration:
 
     @property
     def correct(self) -> Tensor:
-        """Mask (n,) of the data whose most probable class is the true class."""
+        """Mask (n,) of the examples whose most probable class is the true class."""
         return self.true_rank == 1
 
     def __len__(self) -> int:
@@ -107,12 +107,12 @@ class Calibration:
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the columns by name, to be saved."""
+        """Return the columns by name, for saving."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], classes: int) -> Calibration:
-        """Rebuild calibration data from `columns`, and check the values, which may come from a file."""
+        """Rebuild calibration data from `columns`, checking the values because they may come from a file."""
         names = [one.name for one in fields(cls) if one.name != "classes"]
         kinds = {name: torch.int64 if name in ("label", "true_rank") else torch.float64 for name in names}
         known = all(

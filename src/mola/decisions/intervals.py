@@ -1,8 +1,8 @@
 r"""Prediction intervals for regression with a guaranteed coverage, for each of D outputs or for all outputs at once.
 
-Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled data, and the
-interval of a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with at
-least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter intervals.
+Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled examples, and the
+interval for a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with
+at least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter intervals.
 
 - "quantile": the score of a target y is :math:`\max(l(x) - y,\; y - u(x))`, and the interval is :math:`[l(x) - q,\; u(x) + q]`.
 - "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, and the interval is :math:`m(x) \pm q\, \sigma(x)`.
@@ -11,7 +11,7 @@ Here, l and u are the ends of the mixture's central interval at the same coverag
 standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and several modes,
 and add the same length everywhere. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
 (Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow intervals stay narrow. With `joint`,
-the score of a datum is its largest score over the D outputs, and the intervals contain all its targets at once.
+the score of a datum is its largest score over the D outputs, and the guarantee is that the intervals contain all its targets at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METHODS = ("quantile", "normalised")
 
 @dataclass(frozen=True)
 class PredictionIntervals:
-    """A callable from a prediction to the lower and upper ends of intervals, (n, D) each. `mola.prediction_intervals` returns it."""
+    """A callable, made by `mola.prediction_intervals`, that maps a prediction to the lower and upper ends (n, D) of intervals."""
 
     coverage: float
     """Probability that an interval contains the target."""
@@ -41,7 +41,7 @@ class PredictionIntervals:
     threshold: Tensor
     """Conformal quantile q of each output, shape (D,), in float64. Joint intervals have the same q for all outputs."""
     count: int
-    """Number of calibration data."""
+    """Number of calibration examples."""
     joint: bool = False
     """True if the coverage holds for all outputs of a datum at once."""
 
@@ -49,7 +49,7 @@ class PredictionIntervals:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty becomes its midpoint.
 
         Args:
-            prediction: prediction of the calibrated predictor.
+            prediction: prediction from the same predictor that was calibrated.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
@@ -70,7 +70,7 @@ def prediction_intervals(
     *,
     joint: bool = False,
 ) -> PredictionIntervals:
-    """Calibrate intervals that contain the target with a given probability, on labelled data.
+    """Calibrate intervals, on labelled data, that contain the target with a given probability.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
     `mola.decisions.intervals` describes the methods and the proof.
@@ -83,7 +83,7 @@ def prediction_intervals(
         joint: guarantee the coverage for all D targets of a datum at once; only for "normalised", whose scores have no unit.
 
     Returns:
-        A callable from predictions to lower and upper ends. `DataError` is raised if there are too few data for the coverage.
+        A callable that maps predictions to lower and upper ends. `DataError` is raised if there are too few data for the coverage.
     """
     share = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")

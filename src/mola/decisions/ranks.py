@@ -1,13 +1,13 @@
-r"""Split-conformal ranks: the rank k such that a further score exceeds the k-th of n sorted scores with at most a given probability.
+r"""Split-conformal ranks: how to choose k so that a new score exceeds the k-th smallest of n scores with probability at most alpha.
 
 Let :math:`s_1, \dots, s_{n+1}` be exchangeable scores, possibly with ties, and let :math:`s_{(1)} \le \dots \le s_{(n)}` be the first
-n scores in sorted order. The last score is equally likely to have each of the n + 1 ranks, so
+n scores in sorted order. The last score is equally likely to have any of the n + 1 ranks, so
 
 .. math:: P\left(s_{n+1} > s_{(k)}\right) \le 1 - \frac{k}{n + 1} \le \alpha \quad\text{for}\quad k = \lceil (n + 1)(1 - \alpha) \rceil
 
 for every n and every distribution (Vovk et al., 2005; Lei et al., 2018). The first inequality is an equality if there are no ties. If
-k is n + 1, no score is large enough, and the threshold is infinite. The probability is a mean over draws of the n scores. Given the n
-scores, the rate for a continuous score follows Beta(n + 1 - k, k) (Vovk, 2012).
+k is n + 1, no score is large enough, and the threshold is infinite. The probability is an average over draws of the n scores. The rate
+at which new scores exceed the threshold varies between draws; for continuous scores, it follows Beta(n + 1 - k, k) (Vovk, 2012).
 """
 
 from __future__ import annotations

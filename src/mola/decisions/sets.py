@@ -1,24 +1,27 @@
 r"""Prediction sets: sets of classes that contain the true class with a given probability.
 
-Let :math:`s(x, c)` be a score, lower for classes that fit better, and q the split-conformal quantile (`mola.decisions.ranks`) of the
-scores :math:`s(x_i, y_i)` of n labelled data at :math:`\alpha = 1 - \text{coverage}`. The set of a new input is :math:`\{c : s(x, c)
-\le q\}`. It contains the true class y whenever :math:`s(x, y) \le q`, which for exchangeable data has probability at least :math:`1 -
-\alpha`, and without ties at most :math:`1 - \alpha + 1/(n + 1)`, for every predictor and every score. A better predictor has smaller
-sets. Let p be the predicted probabilities, and let U be uniform between 0 and 1 (or 1 without randomisation). The scores are
+Let :math:`s(x, c)` be a score that is lower for classes that fit better, and let q be the split-conformal quantile
+(`mola.decisions.ranks`) of the scores :math:`s(x_i, y_i)` of n labelled examples at :math:`\alpha = 1 - \text{coverage}`. The set for
+a new input is :math:`\{c : s(x, c) \le q\}`. It contains the true class y whenever :math:`s(x, y) \le q`. For exchangeable data, the
+probability of this event is at least :math:`1 - \alpha` and, if there are no ties, at most :math:`1 - \alpha + 1/(n + 1)`, for every
+predictor and every score. A better predictor gives smaller sets. Let p be the predicted probabilities, and let U be uniform between 0
+and 1 (or 1 without randomisation). The scores are
 
-- "lac": :math:`-p_c`. A set contains all classes above one probability. These sets are the smallest on average (Sadinle et al., 2019).
+- "lac": :math:`-p_c`. A set contains all classes whose probability reaches a fixed threshold. These sets are the smallest on average
+    (Sadinle et al., 2019).
 - "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, with classes in order of probability. Sets are larger for hard inputs
     (Romano et al., 2020).
-- "raps": the score of "aps" plus :math:`\lambda \max(0, \text{rank}_c - k)`. There are fewer very large sets (Angelopoulos et al.,
-    2021).
+- "raps": the score of "aps" plus :math:`\lambda \max(0, \text{rank}_c - k)`. The penalty makes very large sets rarer (Angelopoulos et
+    al., 2021).
 
-*By class*, each class has its own q, computed from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`. The
+*By class*: each class has its own q, computed from the data of that class, and c is in the set if :math:`s(x, c) \le q_c`. The
 coverage then holds for every class, not only on average (Mondrian prediction: Vovk et al., 2005; Löfström et al., 2015). Each q is
 computed from fewer data, so sets are larger and vary more.
 
 *Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the coverage is below the
 accuracy, so some misses are allowed. An empty set misses the true class; `at_least_one` adds the most probable class. *Full sets* mean
-that no class can be excluded. A class with fewer than :math:`\lceil 1/\alpha \rceil - 1` data is in every set.
+that no class can be excluded. If sets are by class, a class with fewer than :math:`\lceil 1/\alpha \rceil - 1` examples is in every
+set.
 """
 
 from __future__ import annotations
@@ -41,18 +44,18 @@ METHODS = ("lac", "aps", "raps")
 
 @dataclass(frozen=True)
 class PredictionSets:
-    """A callable from a prediction to a mask (n, C) of the classes in each set. `mola.prediction_sets` returns it."""
+    """A callable, made by `mola.prediction_sets`, that maps a prediction to a mask (n, C) of the classes in each set."""
 
     coverage: float
     """Probability that a set contains the true class."""
     method: str
     """Conformal method, "lac", "aps" or "raps"."""
     threshold: Tensor
-    """Largest score of a class in a set, in float64. Its shape is (), or (C,) if sets are by class."""
+    """Largest score of a class in a set, in float64. Its shape is (), or (C,) if each class has its own threshold."""
     classes: int
     """Number of classes C."""
     count: int
-    """Number of calibration data."""
+    """Number of calibration examples."""
     randomised: bool = False
     penalty: float = 0.0
     """Penalty for each rank above `free` in "raps"."""
@@ -69,7 +72,7 @@ class PredictionSets:
         return max(0.0, -float(self.threshold))
 
     def __call__(self, prediction: Prediction | Any, *, generator: torch.Generator | None = None) -> Tensor:
-        """Return a mask (n, C) of the classes in the set of each input, on the CPU.
+        """Return a mask (n, C), on the CPU, of the classes in the set for each input.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
@@ -103,7 +106,7 @@ def prediction_sets(
     at_least_one: bool = False,
     generator: torch.Generator | None = None,
 ) -> PredictionSets:
-    """Calibrate sets of classes that contain the true class with a given probability, on labelled data.
+    """Calibrate sets of classes, on labelled data, that contain the true class with a given probability.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
     `mola.decisions.sets` describes the methods and the proof.
@@ -115,14 +118,14 @@ def prediction_sets(
         coverage: probability that a set contains the true class, such as 0.9.
         method: conformal method, "lac", "aps" or "raps".
         by: "class" guarantees the coverage for each class; None guarantees it on average over classes.
-        randomised: "aps" and "raps" drop the last class at random, which lowers the coverage to the given value.
+        randomised: let "aps" and "raps" drop the last class at random, so that the coverage is not higher than requested.
         penalty: penalty lambda of "raps", added for each rank above `free`.
         free: number k of ranks without penalty in "raps".
         at_least_one: add the most probable class to empty sets.
         generator: random generator for randomised scores; None uses torch's default generator.
 
     Returns:
-        A callable from predictions to masks (n, C). `DataError` is raised if there are too few data for the coverage.
+        A callable that maps predictions to masks (n, C). `DataError` is raised if there are too few data for the coverage.
     """
     calibration = Calibration.of(prediction, labels)
     share = check_share(coverage, "coverage", "90 % is 0.9.")
@@ -168,7 +171,7 @@ def prediction_sets(
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    # Return scores in the shape of `probability`; `draws` is broadcast to it.
+    # Return scores in the shape of `probability`, to which `draws` is broadcast.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability

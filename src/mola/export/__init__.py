@@ -1,4 +1,4 @@
-"""Export of posteriors as ONNX or torch.export files that run without this library.
+"""Export posteriors as ONNX or torch.export files that run without this library.
 
 A file contains the networks and, as constants, everything that the Bayesian head needs. Its graph is a trace of `posterior.predict`.
 """

@@ -16,7 +16,7 @@ from mola.options import did_you_mean
 from mola.posterior import MoLA
 
 OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.Prediction` that a file outputs by default; "distance" only if the posterior has distances."""
+"""Fields of `mola.Prediction` that a file outputs by default; "distance" is included only if the posterior has distances."""
 
 REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
 """Fields of `mola.RegressionPrediction` that a file outputs by default."""
@@ -40,7 +40,7 @@ class Signature:
 
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
-        """Return the signature of a batch; positional arguments are named as in the network's `forward`."""
+        """Return the signature of a batch, with positional arguments named as in the network's `forward`."""
         kind, tensors = "tensor", {"input": example}
         if isinstance(example, Mapping):
             kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
@@ -64,7 +64,7 @@ class Signature:
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """Return the tensors of a batch that has the structure of the example, in order; NumPy arrays are converted."""
+        """Return, in order, the tensors of a batch with the same structure as the example; NumPy arrays are converted."""
         try:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
@@ -84,10 +84,10 @@ class Signature:
 
 
 class Pixels(nn.Module):
-    """A module that normalises bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file accepts raw images.
+    """A module that maps bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file accepts raw images.
 
     Args:
-        mean: means of pixels that are scaled to between 0 and 1. Pass one mean for each channel, or one mean for all channels.
+        mean: means of the pixels after scaling to the range from 0 to 1, one for each channel or one for all channels.
         std: standard deviations of the scaled pixels, one for each channel or one for all channels.
     """
 
@@ -130,10 +130,10 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 
 
 class PosteriorGraph(nn.Module):
-    """A module that maps the tensors of a batch to the fields of `posterior.predict`, with the posterior's code.
+    """A module that maps the tensors of a batch to the fields of `posterior.predict`, using the posterior's own code.
 
-    If `float16`, floating-point inputs are converted to half precision for the networks. `preparation` is a module that is applied to
-    the single input first.
+    If `float16`, floating-point inputs are converted to half precision for the networks. `preparation` is a module that is first
+    applied to the single input.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PosteriorGraph(nn.Module):
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
-        # The posterior is not registered as a module, so that only the tensors in use become constants of a trace.
+        # The posterior is not registered as a module, so that only the tensors in use become constants of the trace.
         self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:

@@ -1,7 +1,7 @@
 """Load an exported file and run it.
 
 PyTorch's reader of `.pt2` files can run code. It unpickles constants and old weight formats, evaluates size expressions, and compiles
-guards and names as Python. So a `.pt2` file is read only if the user trusts its author.
+guards and names as Python. Therefore, a `.pt2` file is read only if the user trusts its author.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROPERTIES = "mola.json"
 """Name of the entry with the properties in the archive of a `.pt2` file."""
 
 THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
-"""Thresholds of decisions. They are not part of the graph, so they can be changed later."""
+"""Thresholds for decisions. They are not part of the graph, so they can be changed later."""
 
 SCHEMA: dict[str, Any] = {
     "format_version": int,
@@ -52,7 +52,7 @@ DECISIONS = (
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""Each decision with the name of its threshold and the output that is compared with the threshold."""
+"""Each decision, with the name of its threshold and of the output that is compared with it."""
 
 
 class LoadedExport:
@@ -75,7 +75,7 @@ class LoadedExport:
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Return the outputs of a batch by name, on the CPU, in the shapes of a prediction's fields.
+        """Return the outputs for a batch by name, on the CPU, with the shapes of a prediction's fields.
 
         Args:
             inputs: a tensor, tuple or mapping with the structure of the example that was exported; NumPy arrays are accepted.
@@ -94,7 +94,7 @@ class LoadedExport:
         """Apply the thresholds in `document`, which may be changed.
 
         Args:
-            outputs: outputs of a call, including "ood_score", "confidence" or "probs" for each threshold that the file has.
+            outputs: outputs of a call, including the output that each threshold needs: "ood_score", "confidence" or "probs".
 
         Returns:
             Booleans by name for each threshold that the file has: "outlying" (n,), "answer" (n,) and "set" (n, C). "answer" is false

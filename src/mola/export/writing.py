@@ -35,23 +35,24 @@ from mola.posterior import MoLA
 from mola.saving.files import write_atomically
 
 TOLERANCE = 1e-4
-"""Largest accepted difference between a file's outputs and PyTorch. The difference is relative for values above 1 (in regression,
+"""Largest accepted difference between a file's outputs and PyTorch's. The difference is relative for values above 1 (in regression,
 above the standard deviation) and absolute below. Measured differences are below 1e-5 (tests/library/test_export.py)."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""Largest accepted difference for networks in half precision, which has three digits and is rounded differently by each runtime."""
+"""Largest accepted difference for networks in half precision, which has only three digits and which each runtime rounds
+differently."""
 
 BATCHES = (1, 3, 8)
-"""Sizes of the batches on which the file is compared with PyTorch."""
+"""Sizes of the batches on which the file's outputs are compared with PyTorch's."""
 
 OPSET = 18
-"""Version of the ONNX operator set, the newest version that PyTorch writes without conversion."""
+"""Version of the ONNX operator set: the newest that PyTorch writes without conversion."""
 
 LARGEST = 2**31 - 1
-"""Largest size of one ONNX file in bytes, a limit of protobuf."""
+"""Largest size of one ONNX file in bytes, which is limited by protobuf."""
 
 Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
-"""A function that maps a trace, the traced module and the file's properties to the content of the file."""
+"""A function that turns a trace, the traced module and the file's properties into the content of the file."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class Written:
-    """Description of a file that was exported."""
+    """Description of an exported file."""
 
     path: Path
     bytes: int
     inputs: tuple[NamedTensor, ...]
     outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
-    """Largest difference of each output from PyTorch, relative for values above 1; None if the file was not checked."""
+    """Largest difference of each output from PyTorch's, relative for values above 1; None if the file was not checked."""
     document: dict[str, Any]
     """Description that the file contains."""
 
@@ -99,20 +100,20 @@ def onnx(
     """Write a posterior as one ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
     Outputs have the names and values of the fields of `posterior.predict`, including random draws. The batch may have any size.
-    Inputs with NaN give outputs with NaN. The file contains classes, inputs, prior precisions, weights, link, structure and rule as
-    JSON properties, whose names begin with "mola.".
+    Inputs that contain NaN give outputs that contain NaN. The file contains classes, inputs, prior precisions, weights, link,
+    structure and rule as JSON properties, whose names begin with "mola.".
 
     Args:
-        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
+        posterior: posterior from `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
         path: file to write. An existing file is replaced only when the new file is complete.
         example: one batch of inputs. A single tensor becomes the input "input". The tensors of a tuple are named like the parameters
             of the networks' `forward`, and the tensors of a mapping are named by their keys.
         classes: class names, in the order of the networks' outputs.
         outputs: fields of the prediction; None means `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression.
-            Further fields are "logit_mean" and "logit_variance"; for regression, they are "within", "between", "component_mean",
-            "component_variance" and "component_noise". "epistemic" and "aleatoric" are the most expensive fields.
+            Other available fields are "logit_mean" and "logit_variance"; for regression, they are "within", "between",
+            "component_mean", "component_variance" and "component_noise". "epistemic" and "aleatoric" are the most expensive fields.
         float16: run the networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
-        preparation: a module that is applied to the single input first, such as `mola.export.Pixels`.
+        preparation: a module that is first applied to the single input, such as `mola.export.Pixels`.
         ood_threshold: OOD score above which an input is an outlier.
         answer_threshold: confidence above which an input is answered, from `mola.abstain_threshold`.
         set_threshold: lowest probability of the classes in a prediction set, from `mola.prediction_sets`.
@@ -132,7 +133,7 @@ def onnx(
 def torch_export(posterior: MoLA, path: str | Path, example: Inputs, **options: Any) -> Written:
     """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.export.load(path, trust=True)`.
 
-    Options, result and errors are the same as in `mola.export.onnx`.
+    Options, result and errors are the same as for `mola.export.onnx`.
     """
     return _write(posterior, path, example, _as_program, read_program, **options)
 
@@ -226,7 +227,7 @@ def trace(
 
 
 def _in_half_precision(posterior: MoLA) -> MoLA:
-    # Convert only the networks. The head computes in float64 for any precision of the networks.
+    # Convert only the networks. The head computes in float64 whatever the precision of the networks.
     components = []
     for one in posterior.components:
         network, head = copy.deepcopy(one.network).half(), one.head
@@ -338,7 +339,7 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # removes source lines and paths of the machine that exported the file
+        node.metadata_props.clear()  # remove source lines and paths that refer to the machine on which the file was exported
         node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:

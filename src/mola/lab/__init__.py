@@ -1,1 +1,1 @@
-"""The paper's experiments: data sets, corruptions, networks by name, suites of methods, and the cost of methods."""
+"""The paper's experiments: data sets, corruptions, named networks, benchmark suites, and the cost of each method."""

@@ -1,7 +1,7 @@
 """The networks of a suite and their activations, which are computed once and stored on disk for all methods and ablations.
 
-Each network and set has one file, named by their checksums. Outdated files are therefore never read, and an interrupted run loses only
-the files in progress. A large set is stored in several files, which the processes of a team compute in parallel.
+Each pair of a network and a set has one file, named after their checksums. Outdated files are therefore never read, and an interrupted
+run loses only the files in progress. A large set is stored in several files, which the processes of a team compute in parallel.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mola.saving.weights import load_weights
 Progress = Callable[[str, float], None]
 
 SLICE = 1024
-"""Number of data in each file of a large set, which is also the most that an interrupted run loses."""
+"""Number of examples in each file of a large set; an interrupted run loses at most this many."""
 
 LOADED = 8
-"""Number of networks in memory at once."""
+"""Maximum number of networks in memory at once."""
 
 CHECKPOINT = 200
 """Number of batches between two checkpoints of the sums."""
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
-    """Return images in the fastest memory layout."""
+    """Return the images in the fastest memory layout."""
     return inputs.contiguous(memory_format=torch.channels_last) if _has_colours(inputs) else inputs
 
 
@@ -58,7 +58,7 @@ def _has_colours(inputs: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network, built on demand."""
+    """A trained network that is built on demand."""
 
     path: Path | None
     """File with the weights; None if `build` returns a trained network."""
@@ -69,7 +69,7 @@ class Network:
 
     @property
     def label(self) -> str:
-        """Label for messages and progress."""
+        """Label shown in messages and progress bars."""
         return self.name or (self.path.name if self.path is not None else self.checksum)
 
     def load(self) -> nn.Module:
@@ -81,7 +81,7 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Open networks of one architecture, which `build` creates, from their weight files."""
+    """Open networks from their weight files; `build` creates their common architecture."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
@@ -101,13 +101,13 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations, and of sums over training data whose activations are not stored. Both are computed on demand."""
+    """A folder of activations, and of sums over training data whose activations are not stored; both are computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
     def paths(self, network: Network, source: Source) -> list[Path]:
-        """Return the files of a set: a single file, or a file for each slice."""
+        """Return the files of a set: a single file, or one file per slice."""
         folder = self.directory / network.checksum
         if len(parts := _parts(source)) == 1:
             return [folder / f"{source.checksum}.safetensors"]
@@ -118,13 +118,13 @@ class Activations:
     ) -> None:
         """Compute missing activations. Networks, sets and slices of large sets are divided among the processes."""
         team = team or Team.single()
-        # A task contains the indices of networks, a set and a slice. Rank 0 lists the tasks, because other ranks may check later.
+        # A task consists of the indices of networks, a set and a slice. Rank 0 lists the tasks, because other ranks may check later.
         tasks: list[tuple[list[int], int, int]] = []
         for place, source in enumerate(sources):
             paths = [self.paths(network, source) for network in networks]
             for part in range(len(paths[0]) if paths else 0):
                 missing = [index for index, files in enumerate(paths) if not files[part].exists()]
-                # The data of a task are prepared (decoded, corrupted, rotated) once for all its networks.
+                # The data for a task are prepared (decoded, corrupted, rotated) once for all of its networks.
                 size = min(LOADED, -(-len(missing) // team.size)) or 1
                 tasks += [(missing[first : first + size], place, part) for first in range(0, len(missing), size)]
         tasks = team.share(tasks)
@@ -168,7 +168,7 @@ class Activations:
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
-                    dtype = head.layer.weight.dtype  # the networks' precision, because float64 would add no digits
+                    dtype = head.layer.weight.dtype  # the networks' precision: float64 would add no digits
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
                     kept.append({name: values.detach().cpu() for name, values in row.items()})
@@ -189,7 +189,7 @@ class Activations:
     def compute_sums(
         self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
     ) -> None:
-        """Fit all networks in one pass over a training set, divided among the processes. Checkpoints are saved during the pass."""
+        """Fit all networks in one pass over a training set, which the processes divide up. Checkpoints are saved during the pass."""
         path = self._sums(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides, because other ranks may check later
             return
@@ -220,7 +220,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Shard:
-    # The slices of a training set for this process, read again in each pass.
+    # The slices of a training set assigned to this process, which are read again in each pass.
     source: Source
     team: Team
     progress: Progress

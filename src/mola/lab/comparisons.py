@@ -1,4 +1,4 @@
-"""Declarations of a suite's comparisons: the paper's main comparison and its ablations."""
+"""Definitions of a suite's comparisons: the paper's main comparison and its ablations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mola.lab.suite import Budget
 SuiteMethod = Method[Context]
 
 SWEEP = 10
-"""Number of components of the largest mixture in the comparison of numbers of components."""
+"""Size of the largest mixture in the comparison of mixture sizes."""
 
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
@@ -20,12 +20,12 @@ LONG = ("beyond", "whole")
 the tables of "main"."""
 
 NAMED = (*LONG, "tempered", "many-classes")
-"""Comparisons not included in "all". Tempered: Laplace approximations after temperature scaling, for underconfident networks.
-Many classes: structures and links that are feasible with a thousand classes."""
+"""Comparisons not included in "all". "tempered" applies Laplace approximations after temperature scaling, for underconfident networks.
+"many-classes" covers the structures and links that are feasible with a thousand classes."""
 
 COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *NAMED)
-"""The paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; rules for the
-prior precision; mixture weights; and the comparisons of `NAMED`."""
+"""The comparisons: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
+rules for the prior precision; mixture weights; and those in `NAMED`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
@@ -86,7 +86,7 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
-        # Mean-field is excluded, because its C x C pairs for each datum and candidate take half an hour per method with 1000 classes.
+        # Mean-field is excluded, because with 1000 classes its C x C pairs per input and candidate take half an hour per method.
         "many-classes": [
             LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")

@@ -1,4 +1,4 @@
-"""Context of a method in one run: stored activations, whole networks, training data, and predictions stored on disk."""
+"""The context in which a method runs: stored activations, whole networks, training data, and predictions stored on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Predictor = Callable[[Tensor], Tensor]
 """Function from a batch of inputs to the probabilities (n, C) of one draw or one member."""
 
 CHUNK = 64 * BATCH
-"""Number of data whose predictions are read at once."""
+"""Number of examples whose predictions are read at once."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StoredPrediction:
 
     @staticmethod
     def mean(predictions: Iterable[StoredPrediction]) -> StoredPrediction:
-        """Return the mean of several predictions, with equal weights."""
+        """Return the equally weighted mean of several predictions."""
         every = list(predictions)
         return StoredPrediction(
             torch.stack([one.probs for one in every]).mean(0), torch.stack([one.own_entropy for one in every]).mean(0)
@@ -68,7 +68,7 @@ class Context(Material):
 
     @property
     def device(self) -> str:
-        """Device to run and train networks on."""
+        """Device on which networks are run and trained."""
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
@@ -80,10 +80,10 @@ class Context(Material):
     def predictions(
         self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-        """Yield mean predictions for a set with the labels, chunk by chunk. Predictions are computed once and stored on disk.
+        """Yield mean predictions for a set together with its labels, chunk by chunk. Predictions are computed once and stored on disk.
 
-        `predictors` contains functions that create predictors one after the other, by keys that identify them. The predictors of each
-        function give one mean prediction.
+        `predictors` maps identifying keys to functions, each of which creates predictors one after another. The predictors from each
+        function are averaged into one mean prediction.
         """
         source, files = self.sources[name], []
         for key, make in predictors.items():

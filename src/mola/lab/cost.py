@@ -30,7 +30,7 @@ FEWER = 16
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
-"""One part of a fit: a function of a loader, the loader, and the number of calls."""
+"""One part of a fit: a function that takes a loader, the loader, and the number of calls."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Measure the time and memory of all methods on real networks, including forward passes; return the document for `cost.json`.
 
-    Repeats are interleaved, so that the load of the machine affects all methods equally. The results are medians of CPU time with one
-    thread. Methods are fitted on the first `images` training images and on half of these images, and the time is extrapolated linearly
+    Repeats are interleaved, so that the load on the machine affects all methods equally. The results are medians of single-threaded
+    CPU time. Methods are fitted on the first `images` training images and again on half of them, and the time is extrapolated linearly
     to all images. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
     with a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
-    Denormal numbers are flushed to zero during the measurement. Denormal numbers make a processor many times slower. Weight decay
-    leaves thousands of denormal weights in some networks, but SWAG's draws contain none.
+    Denormal numbers, which slow a processor down many times over, are flushed to zero during the measurement: weight decay leaves
+    thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
@@ -78,7 +78,7 @@ def measure_cost(
                 times[method.name, "predict", 0].append(_seconds(partial(_predict, method.predictor, method.test)))
     finally:
         torch.set_flush_denormal(False)
-    # Take medians before the extrapolation, which multiplies the noise of a measurement.
+    # Take medians before extrapolating, because extrapolation amplifies measurement noise.
     median = {key: statistics.median(values) for key, values in times.items()}
 
     def extended(name: str, part: int, loader: Loader) -> float:
@@ -139,7 +139,7 @@ def _methods(
     if budget is None:
         return methods
     count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training costs more than predicting
-    # SWAGs of full size after a few tiny steps: their predictions take the usual time, and activations stay finite.
+    # Full-size SWAGs after a few tiny steps: their predictions take the usual time, and their activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
     work = _swag_work(models[0], part, budget.swag)
@@ -185,7 +185,7 @@ def _half(batches: Loader) -> Loader:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    # With one thread, CPU time excludes other processes on a busy machine.
+    # With one thread, CPU time excludes the time taken by other processes on a busy machine.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     work()
@@ -202,7 +202,7 @@ def _bytes(method: _Method) -> int:
     # Heads may share a trunk, which must be counted only once.
     tensors = {id(one): one for network in method.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if method.name in ("MAP", "DE", "MIMO"):  # only the networks
+    if method.name in ("MAP", "DE", "MIMO"):  # count only the networks
         return networks
     with tempfile.TemporaryDirectory() as folder:
         path = method.predictor.save(folder)

@@ -1,4 +1,4 @@
-"""The demo: train, fit, tune and compare on scikit-learn's handwritten digits, scale inputs far away, and map two moons."""
+"""The demo: train, fit, tune and compare methods on scikit-learn's digits, scale inputs far from the data, and map two moons."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mola.posterior import MoLA
 from mola.tally import Tally
 
 FAR = 1000.0
-"""Factor by which inputs of far-away sets are scaled."""
+"""Factor by which the inputs in far-away sets are scaled."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 SHOWN = (0, 45, 90)
-"""Rotation angles of the example digits, in degrees."""
+"""Rotation angles, in degrees, of the example digits."""
 
 NEAR = ("natural patches", "noise")
-"""Outlier sets whose values are in the range of the digits."""
+"""Outlier sets with the same range of values as the digits."""
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return one network, the ensemble, the ensemble with a temperature, and MoLA by the paper's rule and by the default rule."""
+    """Return one network, the ensemble, the ensemble with a temperature, and MoLA tuned by the paper's rule and the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {
@@ -113,7 +113,7 @@ PRECISIONS = np.logspace(-16, 4, 41)
 
 
 def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
-    """Scale noise and test digits by up to a million, and compare their confidence with the exact limit and the Theorem's bound."""
+    """Scale noise and test digits by up to a million, and compare the confidence with the exact limit and the bound in the Theorem."""
 
     def limit(method: MoLA, inputs: Tensor) -> float:
         return mean_confidence(method.far_field_limit(inputs))
@@ -142,7 +142,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
 
 POINTS = 200
 REACH = 12.0
-"""Half the side length of the maps; the data are within a distance of 2 from the origin."""
+"""Half the side length of the maps; the data lie within a distance of 2 of the origin."""
 
 
 def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
@@ -172,7 +172,7 @@ Progress = Callable[[str, float], None]
 """Function that is called with the current step and the completed share of the work, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Measured share of the time that has passed after each part."""
+"""Measured share of the total time that has passed after each part."""
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
@@ -205,7 +205,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, since small networks lose more time to synchronisation than they gain from parallel work."""
+    """Compute with one thread, because small networks lose more time to synchronisation than they gain from parallelism."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,10 @@
 r"""Outlier detectors for the features of a trained network, for comparison with the scores of a posterior.
 
 Each function fits a detector on training features and returns a function from features (n, d) to scores (n,), higher for outliers.
-Training features are read in chunks of rows, to bound the memory.
+Training features are read in chunks of rows to limit memory use.
 
-Each network of an ensemble has its own features, and distances in its own units. In a plain mean, the network with the most widely
-spread scores would dominate. Before averaging, `feature_scores` therefore standardises each network's scores by their mean and
+Each network in an ensemble has its own features, so its distances have their own scale. In a plain mean, the network with the most
+widely spread scores would dominate. Before averaging, `feature_scores` therefore standardises each network's scores by their mean and
 standard deviation on held-out in-distribution data.
 """
 
@@ -26,16 +26,16 @@ Detector = Callable[[Tensor], Tensor]
 """Function from features (n, d) to scores (n,), higher for outliers."""
 
 Parts = Callable[[], Iterable[Tensor]]
-"""Function that returns features in chunks of rows, from the first row in every call."""
+"""Function that returns features in chunks of rows; every call starts again at the first row."""
 
 PAIRS_AT_ONCE = 2**23
-"""Number of distances to training points in memory at once."""
+"""Number of distances to training points that are in memory at once."""
 
 NEIGHBOUR = 50
-"""Rank k of the neighbour whose distance is the score: the authors' choice for CIFAR-10."""
+"""The score is the distance to the k-th nearest neighbour; this k is the authors' choice for CIFAR-10."""
 
 BANK = 10_000
-"""Number of training points for nearest neighbours, evenly spaced. More points would cost much and change little."""
+"""Number of evenly spaced training points in which nearest neighbours are sought. More points would cost much and change little."""
 
 
 def _directions(features: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _directions(features: Tensor) -> Tensor:
 
 
 def _whitening(covariance: Tensor) -> Tensor:
-    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, without directions in which training data never vary
+    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, excluding directions in which training data never vary
     # (dead ReLUs).
     values, vectors = torch.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
@@ -79,7 +79,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
         means.index_add_(0, owner, values / counts[owner, None])
         total += values.T @ values / len(labels)
     for values, owner in centred():
-        # Not computed as total minus between-class covariance: if classes are far apart, the difference would be rounding error.
+        # This is not computed as total minus between-class covariance: for classes far apart, the difference would be rounding error.
         residuals = values - means[owner]
         within += residuals.T @ residuals / len(labels)
     whitening, background = _whitening(within), _whitening(total)
@@ -99,8 +99,8 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
     """Return the distance to the k-th nearest training point after scaling features to length 1 (Sun et al., 2022).
 
-    Distances are computed in the features' precision. In float32, the distances of close neighbours have about 4 correct digits. A
-    feature vector of length 0 stays 0, and its distance to all other points is 1.
+    Distances are computed in the features' precision. In float32, distances to close neighbours have about 4 correct digits. A feature
+    vector of length 0 stays 0, and its distance to all other points is 1.
     """
     bank = _directions(features.detach())
     sizes = bank.square().sum(1)
@@ -116,7 +116,7 @@ def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
 
 
 def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimension: int | None = None) -> Detector:
-    r"""Fit virtual-logit matching (ViM; Wang et al., 2022): the distance from the training data's subspace against the logits.
+    r"""Fit virtual-logit matching (ViM; Wang et al., 2022): compare the distance from the training subspace with the logits.
 
     .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
         \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}
@@ -177,9 +177,9 @@ def standardised(
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
-    """Return the OOD scores that use only logits or features, by name, averaged over networks.
+    """Return, by name, the OOD scores that use only logits or features, averaged over networks.
 
-    Energy and largest logit are in nats for every network. The other scores are first standardised on the validation data.
+    The energy and the largest logit are in nats for every network. The other scores are first standardised on the validation data.
     """
     stride = max(1, train.count // BANK)
 

@@ -1,4 +1,4 @@
-"""Functions in the user's code, named as `package.module:function`."""
+"""Import of functions from the user's code, which are named as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_path(name: str) -> bool:
 
 def split_name(name: str) -> tuple[str, str]:
     """Split `package.module:function` into module and function; raise `OptionError` for any other form."""
-    # Split at the last colon, since a Windows path has a colon after the drive.
+    # Split at the last colon, because a Windows path has a colon after the drive letter.
     module, _, function = name.rpartition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         hint = (
@@ -35,14 +35,14 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def import_function(name: str) -> Any:
-    """Import `package.module:function`, also from the current folder. Exceptions in the user's code are not caught."""
+    """Import `package.module:function`, which may be in the current folder. Exceptions in the user's code are not caught."""
     module_name, attribute = split_name(name)
     with _here_first() as here:
         module = importlib.import_module(module_name)
         function = getattr(module, attribute)
         is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
-    # The user's code may import more modules when it runs. The current folder is last in the path, so that no folder here hides an
-    # installed package.
+    # The user's code may import more modules when it runs. The current folder comes last in the path, so that none of its subfolders
+    # hides an installed package.
     if is_here and here not in sys.path:
         sys.path.append(here)
     return function

@@ -1,4 +1,4 @@
-"""Slow methods that can be resumed: SWAG, MultiSWAG, Laplace approximations of whole networks, MIMO and MIMO-MoLA."""
+"""Slow methods that can be resumed: SWAG, MultiSWAG, Laplace approximations for whole networks, MIMO and MIMO-MoLA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _example(training: TrainingData) -> Tensor:
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """Fit SWAG from a trained network, or resume. The network determines the seed, so that all runs share the result."""
+    """Fit SWAG to a trained network, or resume an interrupted fit. The network determines the seed, so all runs share the result."""
     model = fast_network(network.load().to(device), _example(training))
     if folder is not None and (folder / "swag" / DOCUMENT).exists():
         return Swag.load(folder / "swag", model)
@@ -68,7 +68,7 @@ def fit_mimo(
     folder: Path | None,
     device: str = "cpu",
 ) -> Mimo:
-    """Train the MIMO form of an architecture by the suite's recipe, or resume from a checkpoint."""
+    """Train the MIMO form of an architecture with the suite's recipe, or resume from a checkpoint."""
     example = _example(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -101,7 +101,7 @@ class SwagMixture:
         return {"weights": "uniform", "swag": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit SWAG for every network, or resume."""
+        """Fit SWAG for every network, or resume an interrupted fit."""
         start, swags = time.perf_counter(), dict[str, Swag]()
         for network in context.networks[: self.components]:
             folder = context.folder("swag", network.checksum, asdict(self.budget))
@@ -117,12 +117,12 @@ class SwagMixture:
 
 @dataclass(frozen=True)
 class MimoHeads:
-    """MIMO, or MIMO-MoLA, a last-layer method for the heads of a MIMO network. The network is trained for this method."""
+    """MIMO, or MIMO-MoLA, which applies a last-layer method to the heads of a MIMO network. The network is trained for this method."""
 
     method: LastLayer
     budget: MimoBudget
     components: int | None = 0
-    """Number of the suite's networks used: always 0, because a MIMO network is trained for this method."""
+    """Number of the suite's networks that the method uses: always 0, because a MIMO network is trained for it."""
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ class MimoHeads:
         return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Train the network, or resume; then fit the method to its heads."""
+        """Train the network, or resume its training; then fit the method to its heads."""
         start, recipe, activations = time.perf_counter(), context.suite.recipe, context.activations
         seed = member_seeds(context.run + 1, 0)[context.run]
         identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), seed)

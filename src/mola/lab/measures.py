@@ -1,4 +1,4 @@
-"""Measures of a suite in addition to the common metrics: agreement with human labels, and rejection at a threshold."""
+"""Measures that a suite adds to the common metrics: agreement with human labels, and rejection at a threshold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Measure = Callable[[Answers], dict[str, float]]
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Return Spearman's rank correlation of two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
+    """Return Spearman's rank correlation between two tensors (n,); ties share their mean rank, and a constant tensor gives 0."""
     ranks = [_ranks(one.double().numpy()) for one in (first, second)]
     centred = [one - one.mean() for one in ranks]
     size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
@@ -36,7 +36,7 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
-    """Return the agreement with human labels of the test data, given as counts (n, C) in the order of the test set.
+    """Return the agreement with human labels for the test data, given as counts (n, C) in the order of the test set.
 
     The result contains the `cross-entropy` of the probabilities relative to the shares of human labels, and the `divergence`, which is
     the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation with this entropy.
@@ -58,7 +58,7 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
 
 
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
-    """Return the smallest rejection threshold with the most correct decisions; inputs with scores above it are rejected.
+    """Return the smallest rejection threshold that gives the most correct decisions; inputs with scores above it are rejected.
 
     `inside` contains scores (n,) of in-distribution data, `right` is True if their class is predicted correctly, and `outside`
     contains scores (m,) of outliers.
@@ -73,7 +73,7 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 
 
 def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
-    """Return in-scope accuracy and out-of-scope recall with one threshold on each score, as in Larson et al. (2019).
+    """Return the in-scope accuracy and the out-of-scope recall with one threshold for each score, as in Larson et al. (2019).
 
     The threshold maximises the accuracy on validation inputs, with an additional out-of-scope class ("oos-threshold" in the paper).
     `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The `in-scope accuracy` is

@@ -1,15 +1,15 @@
-"""The trained networks of a suite, from a folder or named one by one, and `mola train`, which writes a folder of networks.
+"""The trained networks of a suite, from a folder or named individually, and `mola train`, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's functions, and
-architectures of timm and torchvision, are named one by one:
+A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's functions, and architectures
+from timm and torchvision, are named individually:
 
 | name | network | |---|---| | `package.module:function` | the function's return value, with its weights | |
 `package.module:function=FILE` | the function's return value, with weights from a file | | `timm:NAME=FILE` | an architecture of timm |
 | `torchvision:NAME=FILE` | an architecture of torchvision |
 
-Nothing is downloaded. The networks of a mixture may differ in the size of their images. All networks get the same images, with pixels
-from 0 to 1. Networks of timm and torchvision resize and normalise images as their library does. A function must return a network that
-resizes and normalises its images, such as a `mola.network.Resized`.
+Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with
+pixels from 0 to 1. Networks from timm and torchvision resize and normalise images as their library does. A function must return a
+network that resizes and normalises its images, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
 @dataclass(frozen=True)
 class Training:
-    """Options of `mola train`."""
+    """Options for `mola train`."""
 
     suite: Suite
     count: int
@@ -47,7 +47,7 @@ class Training:
     network: str | None = None
     """Architecture of the networks; None uses the suite's default."""
     seed: int = 0
-    """Seed from which the networks' seeds are drawn; a larger number of networks begins with the same networks."""
+    """Seed from which the networks' seeds are drawn; training more networks leaves the first ones unchanged."""
     options: DataOptions = field(default_factory=DataOptions)
     device: str = "cpu"
 
@@ -109,7 +109,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # Return the options of `mola train` in a file; None if another program wrote the file.
+    # Return the `mola train` options stored in a file; None if another program wrote the file.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None
@@ -144,7 +144,7 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
 
 
 def find_networks(directory: Path) -> list[Path]:
-    """List the weight files in a folder, sorted by name, without unfinished networks."""
+    """List the weight files in a folder, sorted by name and excluding unfinished networks."""
     found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
@@ -160,12 +160,12 @@ TIMM, TORCHVISION = "timm:", "torchvision:"
 
 
 def are_names(text: str) -> bool:
-    """Return True if a text names networks one by one, and False if it is a folder."""
+    """Return True if the text names individual networks, and False if it is a folder."""
     return ":" in text and not Path(text).expanduser().is_dir()
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open networks by their names in the table above, separated by commas; networks of libraries get `classes` outputs."""
+    """Open networks by their names in the table above, separated by commas; library networks get `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
@@ -183,7 +183,7 @@ def open_named(text: str, classes: int) -> list[Network]:
 
 
 def timm_builder(name: str) -> Callable[[int], nn.Module]:
-    """Return a function from the number of classes to an untrained network of timm."""
+    """Return a function from the number of classes to an untrained network from timm."""
     if ":" in name:
         raise OptionError(
             f"timm:{name} would be downloaded. Expected the plain name of an architecture, such as resnet18."

@@ -1,4 +1,4 @@
-"""Execution of a suite: activations are computed once, then every method of every run. Each record is written when it is complete."""
+"""Execution of a suite: compute the activations once, then apply every method in every run. Each record is written once complete."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from mola.lab.training import Labelled
 from mola.tally import Tally
 
 PROTOCOL = 1
-"""Version of the protocol. Increase it when fitting, links, tuning or metrics change so that older records would differ."""
+"""Version of the protocol. Increase it when a change to fitting, links, tuning or metrics would make older records differ."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Share of the time that activations take, measured on images."""
+"""Share of the total time spent on activations, measured on images."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Plan:
     groups: tuple[str, ...] = ("main",)
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
-    """Budget of methods that train networks; None uses the suite's budget."""
+    """Budget for methods that train networks; None uses the suite's budget."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """Measures for every method of the main comparison in addition to the common metrics, by their key in records."""
+    """Measures, keyed as in the records, that are computed for every method of the main comparison besides the common metrics."""
     stream: bool = False
     """True to sum training data as they are read instead of storing their activations."""
 
@@ -124,7 +124,7 @@ class Plan:
 
 
 def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
-    # Return the suite's document in the results folder, empty if there is none. Reject another experiment, or delete it if `fresh`.
+    # Return the suite's document from the results folder, or an empty one. Reject another experiment, or delete it if `fresh`.
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}
@@ -198,7 +198,7 @@ def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Job(NamedTuple):
-    # A method to run, with its group and the index of the run.
+    # A method to run, its group, and the index of the run.
     group: str
     run: int
     method: SuiteMethod
@@ -235,7 +235,7 @@ def run_suite(
         [*members.values()], [*needed.values()], lambda doing, done: progress(doing, ACTIVATIONS_SHARE * done), team
     )
     if plan.stream:
-        # One pass over the training data for each structure and run.
+        # Make one pass over the training data for each structure and run.
         fits = {(job.group, job.run, job.method.settings().get("structure")): None for job in jobs}
         for group, run, structure in fits:
             if structure is not None:
@@ -290,8 +290,8 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
 
 
 def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
-    # Return the methods and runs without a valid record, which has the same settings, networks and data. Outlier sets may be missing
-    # or additional.
+    # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match the plan's,
+    # except that outlier sets may be missing or added.
     sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
     jobs = [
         _Job(group, run, method)
@@ -366,7 +366,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds=dict(seconds),  # excluding the measures
+        seconds=dict(seconds),  # the time for the measures is excluded
         labelled=labelled,
         outliers=outliers,
         examples=examples,
@@ -376,7 +376,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 
 
 def _finite(value: Any) -> Any:
-    # Replace values that are not finite by None, because JSON has no infinity.
+    # Replace values that are not finite with None, because JSON has no infinity.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

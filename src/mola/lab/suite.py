@@ -1,4 +1,4 @@
-"""Declaration of a suite: data sets and their roles, networks, a training recipe, and training budgets."""
+"""Definition of a suite: data sets and their roles, networks, a training recipe, and training budgets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mola.options import one_of
 
 @dataclass(frozen=True)
 class SwagBudget:
-    """Training budget of SWAG and MultiSWAG for each network."""
+    """Training budget for each network in SWAG and MultiSWAG."""
 
     learning_rate: float
     snapshots: int = 40
     images: int | None = None
-    """Number of training images between two snapshots, and in the pass that computes the BatchNorm statistics of a draw; None uses all
+    """Number of training images between two snapshots, and in the pass that computes a draw's BatchNorm statistics; None uses all
     images, which gives one snapshot per epoch."""
     batch_size: int = 512
     samples: int = 30
@@ -36,7 +36,7 @@ class SwagBudget:
 
 @dataclass(frozen=True)
 class MimoBudget:
-    """Training budget of a MIMO network."""
+    """Training budget for a MIMO network."""
 
     epochs: int = 100
     members: int = 3
@@ -45,7 +45,7 @@ class MimoBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Training budgets of all methods that train networks."""
+    """Training budgets for all methods that train networks."""
 
     swag: SwagBudget
     mimo: MimoBudget = field(default_factory=MimoBudget)
@@ -55,7 +55,7 @@ Part = TypeVar("Part", SwagBudget, MimoBudget)
 
 
 def changed(part: Part, text: str) -> Part:
-    """Return a budget with some numbers changed, from text such as "snapshots=12, images=12500"."""
+    """Return a budget with some numbers changed as specified in text such as "snapshots=12, images=12500"."""
     names = [one.name for one in fields(part)]
     values: dict[str, Any] = {}
     for pair in filter(None, (piece.strip() for piece in text.split(","))):
@@ -86,26 +86,26 @@ class Source:
     checksum: str
     """Checksum of the data and their processing. Two sources with the same checksum yield the same batches."""
     read: Callable[[Sequence[int]], Batches]
-    """Function from indices to batches of (inputs, labels) in this order."""
+    """Function from indices to batches of (inputs, labels) in the order of the indices."""
     show: Callable[[Sequence[int]], Images] | None
-    """Function from indices to images without normalisation; None if the data are not images."""
+    """Function from indices to unnormalised images; None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
     types: tuple[str, ...] = ()
-    """Types of shift; datum i has the type with index i modulo the number of types."""
+    """Types of shift; example i has the type with index i modulo the number of types."""
     large: bool = False
     """True if the data do not fit into memory; activations are then computed in slices."""
     whole: Source | None = None
-    """The larger set that contains this set and provides its activations; None if this set has separate activations."""
+    """The larger set that contains this set and provides its activations; None if this set has activations of its own."""
     places: tuple[int, ...] = ()
-    """Indices of this set's data in the larger set, in this order."""
+    """Indices, in order, of this set's data in the larger set."""
 
     def open(self) -> Batches:
         """Return all batches."""
         return self.read(range(self.count))
 
     def part(self, places: Sequence[int], **changes: Any) -> Source:
-        """Return the data at some indices, with changed attributes such as the name. The activations of the whole set are used."""
+        """Return the data at these indices, with changed attributes such as the name. The activations of the whole set are reused."""
         show = self.show
         return replace(
             self,
@@ -128,11 +128,11 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """Maximum number of training images, which are evenly spaced; None uses all images."""
+    """Maximum number of training images, chosen at even spacing; None uses all images."""
     outliers: int | None = None
     """Maximum number of images in each outlier set; None uses all images."""
     test: int | None = None
-    """Maximum number of test images, shifted or not; None uses all images."""
+    """Maximum number of test images, whether shifted or not; None uses all images."""
     download: bool = False
     normalisation: str | None = None
     """Name of the normalisation of all inputs, including outliers; None uses the suite's normalisation."""
@@ -157,7 +157,8 @@ class DataOptions:
         always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # Outliers are normalised like the training data. Options with default values are omitted, because most records lack them.
+        # Outliers are normalised like the training data. Options with default values are omitted, because most records do not contain
+        # them.
         return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 
@@ -172,7 +173,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Suite:
-    """Declaration of an experiment."""
+    """Definition of an experiment."""
 
     name: str
     title: str
@@ -180,15 +181,15 @@ class Suite:
     """Functions that build networks, by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
-    """Training recipe of `mola train`."""
+    """Training recipe for `mola train`."""
     threshold: float | None
-    """Minimum mean validation confidence for the paper's rule; None uses the networks' accuracy minus 0.01."""
+    """Minimum mean confidence on validation data for the paper's rule; None uses the networks' accuracy minus 0.01."""
     shift: Mapping[str, str] | None
-    """Title of the shifted sets and label of their axis in reports; None if no set is shifted."""
+    """Title for the shifted sets and label for their axis in reports; None if no set is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """Function that returns all sets by name, including "train", "validation" and "test"."""
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
-    """Function that returns the sets of each fold of a cross-fit, by the same names; None if the suite has training data."""
+    """Function that returns the sets for each fold of a cross-fit, under the same names; None if the suite has training data."""
     components: int = 5
     class_count: int = 0
     """Number of classes, if `classes` is empty."""
@@ -196,11 +197,11 @@ class Suite:
     fold_notes: tuple[str, ...] = ()
     """Notes on a cross-fit for reports."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
-    """Function that returns the training data of `mola train`; None if the suite does not train networks."""
+    """Function that returns the training data for `mola train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}
-    """Function that returns the measures to compute in addition to the common metrics, by their key in records."""
+    """Function that returns the measures to compute in addition to the common metrics, keyed as in the records."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
-    """Default budget of methods that train networks."""
+    """Default budget for methods that train networks."""
     cost_images: int = 2000
     """Number of images on which the cost of methods is measured; the cost is extrapolated to all images."""
     cost_of_training: bool = True

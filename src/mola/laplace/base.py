@@ -4,12 +4,11 @@ A `Structure` turns batches into sums and solves the eigenproblem of the sums on
 Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value or for many
 values at once.
 
-In all shapes, n is the number of data, P is the number of features (including the constant 1), and C is the number of outputs. For
-one datum, the curvature of the negative log-likelihood
-with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d,
-as for a softmax, a shift common to all outputs has no effect, and its direction is *hidden*. The hidden direction is treated exactly,
-without relying on an eigenvalue that should be zero. *Centred* variances and covariances exclude the hidden direction: they
-describe the logits minus their mean.
+In all tensor shapes, n is the number of data points, P is the number of features (including the constant 1), and C is the number of
+outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda =
+\mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d, as for a softmax, a shift common to all outputs
+has no effect, and its direction is *hidden*. The hidden direction is treated exactly, without relying on an eigenvalue that should
+be zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Smallest and largest allowed prior precision."""
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. Directions that the training data span are
-almost unchanged, and lengths in other directions are very large instead of infinite."""
+"""Ridge added to the feature covariance in `mahalanobis`, relative to its largest eigenvalue. Lengths are almost unchanged in
+directions that the training data span, and very large instead of infinite in other directions."""
 
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or a tensor (L,) of L prior precisions, for which results have a leading dimension of size L."""
 
 
 def check_precision(value: float) -> float:
-    """Return a prior precision as a float, or raise `OptionError` unless it is a number within the allowed range."""
+    """Return a prior precision as a float, or raise `OptionError` if it is not a number in the allowed range."""
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -69,7 +68,7 @@ class Structure(ABC):
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the sums in float64 over one batch of features (n, P), including the constant 1, and their output curvature.
+        """Return the float64 sums over one batch, from its features (n, P), including the constant 1, and its output curvature.
 
         The names of the sums are arbitrary, except for "separate". This tensor holds the sums over the outputs' separate curvature
         (`OutputCurvature`), with the outputs as the first axis. It is present only if the likelihood has separate curvature. Without
@@ -88,7 +87,7 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the peak memory, in bytes, of fitting one network."""
+        """Return the peak memory, in bytes, needed to fit one network."""
 
     def settings(self) -> dict[str, Any]:
         """Return the constructor arguments of the structure, as a dictionary for JSON."""
@@ -179,7 +178,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class Spread:
-    """Covariance of the logits `phi' w / s` of n data, which links use together with the mean."""
+    """Covariance of the logits `phi' w / s` of n data points; links use it together with the mean."""
 
     curvature: Curvature
     phi: Tensor

@@ -25,12 +25,12 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Diag(Structure):
-    """The diagonal of the Hessian, which is the smallest structure, with memory O(C P)."""
+    """The diagonal of the Hessian. This is the smallest structure; it needs O(C P) memory."""
 
     name = "diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the Hessian's diagonals (C, P) for coupled and for separate curvature, and the squared features (P,)."""
+        """Return the diagonals (C, P) of the Hessian for coupled and separate curvature, and the squared features (P,)."""
         squares = phi.square()
         sums = {"squares": squares.sum(0)}
         if curvature.coupling is not None:
@@ -51,7 +51,7 @@ class Diag(Structure):
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, of the sums and of one more table (C, P)."""
+        """Return the memory, in bytes, needed for the sums and another table (C, P)."""
         return 8 * 3 * features * outputs
 
 

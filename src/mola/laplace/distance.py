@@ -1,8 +1,8 @@
 r"""Distances of features from the training classes, computed from additive sums.
 
 Features h, without the constant 1, are normalised to :math:`g = h / |h|`. With class means :math:`\mu_c` and the covariance S within
-classes, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Directions do not
-change when an input is scaled up, so the norm :math:`|h|` is computed as well.
+classes, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. The direction of
+the features does not change when an input is scaled up, so the norm :math:`|h|` is computed as well.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch import Tensor
 from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
-"""Ridge of the covariance within classes, relative to its Frobenius norm. For networks on MNIST and CIFAR-10, every ridge from 1e-10
-to 1e-3 gives the same ranking. With few data or few features (two moons, two images per class), smaller ridges are too small."""
+"""Ridge added to the covariance within classes, relative to its Frobenius norm. For networks on MNIST and CIFAR-10, every ridge from
+1e-10 to 1e-3 gives the same ranking. With few data points or few features (two moons, two images per class), any smaller ridge is
+too small."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
-"""Rounding error of a sum of unit vectors, divided by the square root of the number of data."""
+"""Rounding error of a sum of unit vectors, divided by the square root of the number of data points."""
 
 NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
 
 COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction_gram", "feature_norms"
 """Names of the sums, whose shapes are (G,), (G, P), (P, P) and (3,). The last tensor contains the sums of norms and of squared
-norms, and the number of data whose class was predicted."""
+norms, and the number of data points whose class was predicted."""
 
 
 def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicted: bool) -> dict[str, Tensor]:
-    """Return the sums in float64 over one batch of features (n, P), without the constant 1.
+    """Return the float64 sums over one batch of features (n, P), without the constant 1.
 
     Args:
         features: features of the data.
@@ -66,11 +67,11 @@ class ClassDistance:
     known: bool
     """False if features do not vary within classes, so that all distances are set to 1."""
     training_distance: float
-    """Root mean square of the distances of training data from the means of their classes."""
+    """Root mean square distance of the training data from their class means."""
     training_norm: float
     """Norm that about 99 % of the training features do not exceed."""
     num_predicted: int
-    """Number of training data whose class was predicted because they had no label."""
+    """Number of training examples whose class was predicted because they had no label."""
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:

@@ -31,7 +31,7 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Full(Structure):
-    """The exact Hessian, which is the best structure if C P is at most a few thousand."""
+    """The exact Hessian, the best structure if C P is at most a few thousand."""
 
     name = "full"
     smaller = "kron"
@@ -70,7 +70,7 @@ class Full(Structure):
         return FullCurvature(outputs, width, values, rotated, unseen, *eigensystem(gram / sums.count))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, of the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
+        """Return the memory, in bytes, needed for the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
         return 8 * 6 * (features * outputs) ** 2
 
 

@@ -85,7 +85,7 @@ class Kron(Structure):
         return KronCurvature(**kron_eigensystem(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, of the sums, eigenvectors and workspace of both factors."""
+        """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of both factors."""
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:

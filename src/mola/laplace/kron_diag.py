@@ -1,9 +1,9 @@
-r"""Algorithm 1 for very many classes, with a class factor that is determined by its diagonal and never stored as a C x C matrix.
+r"""Algorithm 1 for a very large number of classes: only the diagonal of the class factor is stored, not a C x C matrix.
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are
 the classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-holds the degrees of the nodes, which are C numbers that add up over data. Among all graphs with these degrees, we choose the graph in
-which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
+contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we choose the
+graph in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
 :math:`\sum_c q_c = 1`, and the degrees determine q and T:
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
@@ -16,9 +16,9 @@ if there is only one datum, or if the outputs' curvature is the same for all dat
 .. math:: \nu_2 (1 - q_{\max})\, A_d \preceq A \preceq \nu_{\max}\, A_d ,
    \qquad \frac{U_d}{\nu_{\max}} \preceq U \preceq \frac{U_d}{\nu_2 (1 - q_{\max})},
 
-so a logit's variance under `kron` is at least half of its variance under this structure. It is larger only to the extent that the
-classes form groups that are confused among themselves. The second pair of bounds follows from the first because
-:math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
+so a logit's variance under `kron` is at least half of its variance under this structure. It exceeds the variance under this
+structure only to the extent that the classes form groups that are confused among themselves. The second pair of bounds follows from
+the first because :math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
 
 The inverse has a closed form. With :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lambda)`, the centring matrix :math:`\Pi` and
 :math:`\kappa = \sqrt\lambda / \sum_c (1 - \sqrt\lambda \gamma_c)`,
@@ -30,7 +30,7 @@ All terms are positive, and the only subtraction removes the mean of :math:`\gam
 :math:`\gamma_c` are near :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that no
 digits are lost.
 
-Likelihoods with separate curvature s of the outputs add s to the diagonal and have no hidden direction. For them,
+If the outputs have separate curvature s, it is added to the diagonal, and there is no hidden direction. In this case,
 :math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
 :math:`\gamma_c = 1 / (\sqrt N (s_c + T q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 """
@@ -58,12 +58,12 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator, standard_normals
 
 HALVINGS = 80
-"""Number of steps of the bisection for T, which is enough for float64."""
+"""Number of bisection steps for T, which is enough for float64."""
 
 
 @dataclass(frozen=True)
 class KronDiag(Structure):
-    """Algorithm 1 with only the diagonal of the class factor. Its memory is O(C + P^2), which suits large vocabularies."""
+    """Algorithm 1 with only the diagonal of the class factor. It needs O(C + P^2) memory, so it suits large vocabularies."""
 
     name = "kron-diag"
 
@@ -71,8 +71,8 @@ class KronDiag(Structure):
         """Return the diagonals (C,) of the coupled and of the separate curvature, and the outer products (P, P) of the features."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
-            # This difference of two sums loses no more digits than u_c (sum(u) - u_c), and is faster. It makes no squares (n, C),
-            # which would take three times as long with 32,000 classes.
+            # This difference of two sums loses no more digits than u_c (sum(u) - u_c), and is faster. It avoids a table of squares
+            # (n, C), which would take three times as long with 32,000 classes.
             coupling = curvature.coupling
             sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
         if curvature.separate is not None:
@@ -90,7 +90,7 @@ class KronDiag(Structure):
         return KronDiagCurvature(len(given), len(values), sums.count, values, vectors, total, nodes, separate)
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, of the sums, eigenvectors and workspace of the feature factor."""
+        """Return the memory, in bytes, needed for the sums, eigenvectors and workspace of the feature factor."""
         return 8 * (4 * features**2 + 8 * outputs)
 
 
@@ -102,7 +102,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     infinite, and a very large T is returned.
 
     Returns:
-        The total T, and the nodes q (C,).
+        The total T and the node weights q (C,).
     """
     degrees = degrees.clamp_min(0)
     largest = int(degrees.argmax())
@@ -135,12 +135,12 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True)
 class KronDiagCurvature(FactoredCurvature):
-    """A factored curvature whose U, from the graph of A's degrees, is a diagonal matrix plus a matrix of rank one."""
+    """A factored curvature whose U, computed from the graph of A's degrees, is a diagonal matrix plus a matrix of rank one."""
 
     total: float
     """Total T of the graph."""
     nodes: Tensor
-    """Nodes q (C,) of the graph."""
+    """Node weights q (C,) of the graph."""
     separate: Tensor | None
     """Mean separate curvature (C,), or None if a shift common to all outputs has no effect."""
 
@@ -200,7 +200,7 @@ class KronDiagCurvature(FactoredCurvature):
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals for each class and a common normal, and multiply them by a root of V."""
+        """Draw an independent normal for each class and one that all classes share, and multiply them by a root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
         drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over data. A missing tensor is zero, so `Sums({})` is the neutral element of `+`."""
+    """Sums over the data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
 
     tensors: dict[str, Tensor]
     count: int = 0
-    """Number of data N."""
+    """Number of data points N."""
     log_likelihood: float | None = 0.0
     """Log-likelihood of the labels, or None if there were no labels."""
 
@@ -44,7 +44,7 @@ class Sums:
         return Sums(tensors, self.count + other.count, log_likelihood)
 
     def scaled(self, share: float, count: int) -> Sums:
-        """Return the sums multiplied by `share`, with `count` as the number of data."""
+        """Return the sums multiplied by `share`, with `count` as the number of data points."""
         tensors = {name: share * tensor for name, tensor in self.tensors.items()}
         return Sums(tensors, count, None if self.log_likelihood is None else share * self.log_likelihood)
 

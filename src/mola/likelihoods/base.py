@@ -37,7 +37,7 @@ Ran = Sequence[tuple[str, torch.Size]]
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Curvature of n data with respect to their C outputs, `diag(separate) + L(coupling coupling')` for each datum."""
+    """Curvature of n data points with respect to their C outputs, `diag(separate) + L(coupling coupling')` for each datum."""
 
     separate: Tensor | None = None
     """Separate curvature (n, C) of each output, or None if the outputs are only coupled."""
@@ -47,9 +47,9 @@ class OutputCurvature:
 
 @dataclass(frozen=True)
 class Members:
-    """K members of a mixture at n data, which determine the predictive distribution.
+    """K members of a mixture at n data points. They determine the predictive distribution.
 
-    The leading dimensions (...) are candidates of a search.
+    The leading dimensions (...) are candidates in a search.
     """
 
     outputs: Sequence[Tensor]
@@ -61,7 +61,7 @@ class Members:
     divisors: Sequence[Tensor]
     """Divisors s_k (..., n, 1) or (..., 1, 1), which divide logits and multiply the standard deviations of a regression."""
     pooling: float | Tensor
-    """Pooling c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
+    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
     likelihoods: Sequence[Likelihood]
     """Likelihood of each member. The noise of a regression may differ between members."""
 
@@ -74,13 +74,13 @@ class Members:
 
 
 class Predictive(Protocol):
-    """The predictive distribution of n data. The leading dimensions may be candidates of a search."""
+    """The predictive distribution for n data points. The leading dimensions may be candidates in a search."""
 
     def point(self) -> Tensor:
         """Return probabilities (..., n, C) or means (..., n, D), which are the result of calling a posterior."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return scores (..., m) of each datum, or of each known label of multi-label data."""
+        """Return scores (..., m) for each datum, or for each known label of multi-label data."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Likelihood(ABC):
     mutually_exclusive: bool = False
     """True if the outputs are C exclusive classes, False if they are C binary labels."""
     classification: bool = True
-    """True if labels are choices (classes, or yes and no), False for a regression."""
+    """True if labels are choices (classes, or yes and no), False for regression."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
 
@@ -174,7 +174,7 @@ class Likelihood(ABC):
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return the Fisher information of outputs (n, C): the expected second derivative of the negative log-likelihood.
 
-        It does not depend on the values of labels; an output without a label has no curvature. Like `label_sums` and
+        It does not depend on the values of the labels; an output without a label has no curvature. Like `label_sums` and
         `Structure.sums`, the function also runs on the meta device, from which `mola.load` takes the shapes of the sums.
         """
 
@@ -189,7 +189,7 @@ class Likelihood(ABC):
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the group (n,) of each datum in int64, given by its label, or by the predicted class if it has no label."""
+        """Return the group (n,) of each datum as int64, given by its label, or by the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Methods that a regression overrides, because its noise is chosen after the sums are computed.
@@ -211,7 +211,7 @@ class Likelihood(ABC):
         return self
 
     def sums_at_noise(self, sums: Sums) -> Sums:
-        """Return the sums with their curvature at the likelihood's noise. The fit sums the curvature at unit noise."""
+        """Return the sums with their curvature at the likelihood's noise level. The fit sums the curvature at unit noise."""
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
@@ -220,10 +220,10 @@ class Likelihood(ABC):
 
 
 class ClassificationLikelihood(Likelihood):
-    """The likelihood of a classification: one of C classes, or C binary labels."""
+    """The likelihood for classification: one of C classes, or C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
-        """Return probabilities (..., n, C) of each member, after scaling and pooling."""
+        """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
         means, spreads = members.scaled()
         return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
 
@@ -237,7 +237,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return probabilities (..., C) of logits (..., C)."""
+        """Return probabilities (..., C) for logits (..., C)."""
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
@@ -249,7 +249,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the true choices (n,) or (n, C) in int64, with -1 for missing labels."""
+        """Return the true choices (n,) or (n, C) as int64, with -1 for missing labels."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the most probable choices (n,) or (n, C) at outputs (n, C)."""
@@ -257,7 +257,7 @@ class ClassificationLikelihood(Likelihood):
 
 
 class RegressionLikelihood(Likelihood):
-    """The likelihood of a regression, with an independent distribution for each of D outputs."""
+    """The likelihood for regression, with an independent distribution for each of D outputs."""
 
     classification = False
     mixture_type: type[RegressionPredictive]

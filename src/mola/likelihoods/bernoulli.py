@@ -36,7 +36,7 @@ class BernoulliPredictive:
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., m) of each known label."""
+        """Return the log loss, Brier score, confidence and correctness (..., m) for each known label."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
         # In floating point, 1 - p rounds to 0 long before p does. Both are bounded in the same way, so that the loss does not depend
@@ -52,7 +52,7 @@ class BernoulliPredictive:
 
 @dataclass(frozen=True)
 class Bernoulli(ClassificationLikelihood):
-    """Yes or no for each of C labels, with the sigmoid of one logit for each label."""
+    """Yes or no for each of C labels, where the probability of yes is the sigmoid of one logit."""
 
     name = "bernoulli"
     default_rule = "calibrated"
@@ -70,7 +70,7 @@ class Bernoulli(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels (n, C) in float64: 0, 1, or NaN if a label is missing. Labels (n,) are accepted for one logit."""
+        """Return labels (n, C) as float64: 0, 1, or NaN if a label is missing. Labels (n,) are accepted for one logit."""
         count, width = outputs.shape
         if labels.dim() == 1 and width == 1:
             labels = labels[:, None]
@@ -129,7 +129,7 @@ class Bernoulli(ClassificationLikelihood):
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the label of each datum, or the predicted label if it is missing. With several labels, return 0."""
+        """Return the label of each datum, or its predicted label if the label is missing. For several labels, return 0."""
         if outputs.shape[1] > 1:
             return super().group(outputs, labels)
         yes = outputs[:, 0] > 0
@@ -146,7 +146,7 @@ class Bernoulli(ClassificationLikelihood):
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return labels (n, C) in int64: 0, 1, or -1 if a label is missing."""
+        """Return labels (n, C) as int64: 0, 1, or -1 if a label is missing."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
 
 

@@ -27,7 +27,7 @@ class CategoricalPredictive:
         return self.probs
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the log loss, Brier score, confidence and correctness (..., n) of each datum."""
+        """Return the log loss, Brier score, confidence and correctness (..., n) for each datum."""
         index = labels.expand(self.probs.shape[:-1])[..., None]
         right = self.probs.gather(-1, index).squeeze(-1)
         confidence, predicted = self.probs.max(-1)
@@ -62,7 +62,7 @@ class Categorical(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return class indices (n,) in int64, or raise `DataError`."""
+        """Return class indices (n,) as int64, or raise `DataError`."""
         count, classes = outputs.shape
         if labels.shape != (count,):
             remedy = ""
@@ -117,7 +117,7 @@ class Categorical(ClassificationLikelihood):
         return outputs
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the label of each datum, or the predicted class without labels."""
+        """Return the label of each datum, or its predicted class if `labels` is None."""
         return outputs.argmax(1) if labels is None else labels
 
     def num_choices(self, outputs: int) -> int:

@@ -7,7 +7,8 @@ are computed at unit noise, so the noise can be chosen after the pass. The curva
 its noise, and the log-likelihood follows from a few sums over the targets.
 
 A heteroscedastic network has two outputs for each target: a mean, and a value that determines the variance :math:`v_d(x)`. The noise
-:math:`\sigma_d` is then a factor of the standard deviation, and it is 1 for the network as trained. Only the means are uncertain.
+:math:`\sigma_d` is then a factor that multiplies the standard deviation; it is 1 for the network as trained. Only the means are
+uncertain.
 
 Targets may have been standardised in training. With `location` and `scale`, all targets and results are in the user's units. Sums,
 weights and curvature are in the network's units.
@@ -82,7 +83,7 @@ class Gaussian(RegressionLikelihood):
     Args:
         noise: standard deviation of the targets around the mean, in the targets' units: one number, or one for each output. None
             estimates the noise from the residuals of the training data, and tuning may change it. For heteroscedastic networks, the
-            noise is a factor of the predicted standard deviation, and None is 1.
+            noise is a factor of the predicted standard deviation, and None means 1.
         shared: True if all outputs share one estimated noise.
         location: mean that was subtracted from the targets in training: one number, or D numbers.
         scale: standard deviation by which the targets were divided in training: one number, or D numbers.
@@ -176,7 +177,7 @@ class Gaussian(RegressionLikelihood):
         return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
 
     def deviation(self, width: int) -> Tensor:
-        """Return the noise (D,) in the network's units, or its factor for heteroscedastic networks."""
+        """Return the noise (D,) in the network's units, or the noise factor for heteroscedastic networks."""
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
@@ -203,7 +204,7 @@ class Gaussian(RegressionLikelihood):
     # Labels, log-likelihood and curvature.
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return targets (n, D) in float64, in the user's units. Targets (n,) are accepted for D = 1."""
+        """Return targets (n, D) as float64, in the user's units. Targets (n,) are accepted for D = 1."""
         count, width = len(outputs), self.num_uncertain(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
@@ -234,11 +235,11 @@ class Gaussian(RegressionLikelihood):
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the curvature at unit noise, so that the noise can be chosen later: 1, or one over the predicted variance."""
+        """Return the curvature at unit noise, which is 1 or one over the predicted variance. The noise can then be chosen later."""
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums (4, D) that determine the noise, and the log-likelihood at any noise.
+        """Return sums (4, D) that determine the noise and the log-likelihood at any noise level.
 
         The sums are over squared residuals at unit noise, logarithms of predicted variances, targets, and squared targets, all in the
         network's units.

@@ -1,4 +1,4 @@
-r"""Links from Gaussian logits to probabilities, which approximate :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
+r"""Links, which map Gaussian logits to probabilities by approximating :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
 
 The softmax ignores a shift common to all logits, but the paper's link `Probit` does not. It uses the full variance of each logit,
 including the part in the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to the integral

@@ -30,7 +30,7 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Return the probabilities (..., n, C) for logits with a mean (..., n, C) and a spread, which is None without covariance."""
+        """Return the probabilities (..., n, C) for logits with a mean (..., n, C) and a spread (None if they have no covariance)."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True if the link is defined for a likelihood."""

@@ -25,8 +25,8 @@ class Bridge(Link):
     remain.
 
     Args:
-        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). The scaling undoes any division
-            of the logits, so neither the temperature nor the distance changes the probabilities.
+        normalised: scale the mean and the variance to a common spread first (laplace-torch's `bridge_norm`). The scaling undoes any
+            division of the logits, so neither the temperature nor the distance changes the probabilities.
     """
 
     normalised: bool = False

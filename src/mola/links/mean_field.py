@@ -15,7 +15,7 @@ from mola.links.base import Link
 from mola.links.probit import Probit
 
 MOST_CLASSES = 2**13
-"""Largest number of classes, at which each table of all pairs takes half a gigabyte per datum."""
+"""Largest number of classes. At this number, each table of all pairs takes half a gigabyte per datum."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ class MonteCarlo(Link):
     Args:
         samples: number of draws.
         over: "logits" draws logits, and "weights" draws weights of the last layer. The logits of each datum have the same
-            distribution.
-        seed: seed of the draws, unless a generator is passed with the call.
+            distribution in both cases.
+        seed: seed of the draws, used unless a generator is passed to the call.
     """
 
     samples: int = 100

@@ -1,7 +1,7 @@
 """Call any network on any batch.
 
 A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A loader yields batches. A batch
-is `(inputs, labels)`, only inputs, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
+is `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
 or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels, so a tuple always contains
 positional arguments.
 """
@@ -30,14 +30,14 @@ LABELS = "labels"
 
 
 class Batch(NamedTuple):
-    """Inputs of a network, and labels if the loader yields them."""
+    """Inputs for a network, with labels if the loader yields them."""
 
     inputs: Inputs
     labels: Tensor | None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast, which is intended for the networks, during the posterior's computations."""
+    """Disable autocast during the posterior's computations, because it is meant only for the networks."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -78,7 +78,7 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs passed without a loader, which may be empty; raise `DataError` for a list, which is an iterable of batches."""
+    """Return inputs passed without a loader, possibly empty; raise `DataError` for a list, which is an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
             "expected one batch, got a list, which is an iterable of batches. Pass it to predict. One batch is a tensor, a tuple of "
@@ -100,7 +100,7 @@ def check_loader(loader: Any, where: str) -> None:
 
 
 def batch_count(loader: Any) -> int | None:
-    """Return the number of batches of a loader, or None if the loader has no length."""
+    """Return the number of batches in a loader, or None if the loader has no length."""
     try:
         return len(loader)
     except TypeError:
@@ -108,7 +108,7 @@ def batch_count(loader: Any) -> int | None:
 
 
 def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
-    """Return the first batch unchanged, and an iterator over all batches including the first."""
+    """Return the first batch unchanged, and an iterator over all batches, including the first."""
     check_loader(loader, where)
     remaining = iter(loader)
     for first in remaining:
@@ -119,7 +119,7 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
 
 
 def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
-    """Iterate over the batches of a loader, and name each batch in errors, such as "batch 3 of the {where}".
+    """Iterate over the batches of a loader; error messages name the batch, as in "batch 3 of the {where}".
 
     Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required`.
     """
@@ -135,7 +135,7 @@ class LogitsOf(nn.Module):
 
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
-        # The attribute is named as in torch.compile, whose prefix is removed from layer names and checksums.
+        # The attribute has the same name as in torch.compile, because that prefix is removed from layer names and checksums.
         self._orig_mod = network
         self.logits: Callable[[Any], Any] = logits
 
@@ -145,7 +145,7 @@ class LogitsOf(nn.Module):
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile`, whose layers accept hooks, or any other network unchanged."""
+    """Return the module wrapped by `torch.compile`, whose layers accept hooks; return any other network unchanged."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
@@ -175,7 +175,7 @@ def check_network(network: nn.Module) -> None:
 
 
 def state_checksum(network: nn.Module) -> str:
-    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes in a network's state dict."""
+    """Return the SHA-256 checksum of a network's state dict, over names, dtypes, shapes and bytes."""
     check_network(network)
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(network).state_dict().items()):
@@ -193,7 +193,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
     """Put networks in eval mode; restore the training flag of every module at the end, even after an exception."""
     for network in networks:
         check_network(network)
-    # Read all flags before setting any: setting the flag of a compiled module also sets the flag of the module inside.
+    # Read all flags before setting any: setting the flag of a compiled module also sets the flag of the module that it wraps.
     flags = [(module, module.training) for network in networks for module in network.modules()]
     try:
         for module, training in flags:
@@ -207,7 +207,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network on its device and return its tensor of logits, without a copy."""
+    """Run a network on its device and return its logits without copying them."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
@@ -243,7 +243,7 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
 
 # inference_mode is not used, because a network that caches a tensor during the pass must remain trainable.
 call = torch.no_grad()(run)
-"""Function that runs a network like `run`, but without gradients."""
+"""Runs a network like `run`, but without gradients."""
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Capture features and outputs: from one pass of one network, or from one pass of all networks over a loader."""
+"""Capture features and outputs, either from one pass of one network or from one pass of all networks over a loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Features phi (m, P) with the constant 1, outputs (m, C) of every network, and any labels, for m data in float64."""
+    """Features phi (m, P) with the constant 1 and outputs (m, C) of every network in float64, and any labels, for m rows."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -36,8 +36,8 @@ class Captured:
     """Input and output of the head in one pass of a network, as views of the network's tensors.
 
     Args:
-        features: features (n, positions, P') without the constant 1. P' is 0 without a head.
-        outputs: outputs (n, positions, C), with one position unless outputs are dense.
+        features: features (n, positions, P') without the constant 1. P' is 0 if there is no head.
+        outputs: outputs (n, positions, C); there is one position unless outputs are dense.
         layout: layout of the network's output.
         head: the network's head; None if only outputs are needed.
     """
@@ -49,7 +49,7 @@ class Captured:
 
     @staticmethod
     def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
-        """Reshape features and outputs by position. Their class axis is 1 or -1."""
+        """Reshape features and outputs, whose class axis is 1 or -1, to (n, positions, width)."""
         layout, outputs = Layout.of(outputs, axis), outputs.detach()
         rows = layout.by_position(outputs)
         known = rows[..., :0] if features is None else layout.by_position(features.detach())
@@ -100,7 +100,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         return Captured.of(None, outputs, None, axis)
     if head.every_position:
         return Captured.of(*carried_pass(network, head, inputs), head, head.axis)
-    calls: list[tuple[Tensor, Any]] = []  # may include passes of other threads, but the output below is from this pass
+    calls: list[tuple[Tensor, Any]] = []  # may include calls from other threads, but the output below is from this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)
     if outputs.dim() != 2 + head.dense_axes or head.dense_axes == 0:
@@ -147,7 +147,7 @@ def capture_all(
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
     """Raise `HeadError` if outputs (m, C) of a network without a known head are probabilities.
 
-    Logits may also all be between 0 and 1, so the outputs of a linear layer are always accepted.
+    The outputs of a linear layer are always accepted, because logits may also happen to lie between 0 and 1.
     """
     try:
         likelihood.check_outputs(outputs)
@@ -186,13 +186,13 @@ def find_heads(
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """One batch of a loader, as captured from every network, and the indices of its rows in use.
+    """One batch of a loader as captured from every network, with the indices of the rows in use.
 
     Args:
         networks: one `Captured` for each network.
         in_use: indices of the rows in use, on the CPU.
         labels: labels of the rows in use, as converted by the likelihood; None if the loader yields no labels.
-        place: name of the batch, for messages.
+        place: name of the batch, used in messages.
     """
 
     networks: Sequence[Captured]
@@ -243,22 +243,24 @@ def stream(
 ) -> Iterator[CapturedBatch]:
     """Read a loader once and yield each batch as captured from every network. Call this function inside `evaluating(*networks)`.
 
-    Every network processes a batch before the next batch is read. So data are loaded once for K networks, and an iterator is enough.
+    Every network processes a batch before the next batch is read. The data are therefore loaded only once for K networks, and an
+    iterator is enough.
 
     Args:
         networks: the trained networks.
         heads: heads of the networks; None if only outputs are needed.
         loader: any iterable of batches.
         where: name of the loader in messages and on the progress bar, such as "training loader".
-        likelihood: likelihood of outputs and labels.
-        labelled: True requires labels in every batch, and False ignores labels. None accepts labels in all batches or in no batch.
+        likelihood: likelihood of the labels given the outputs.
+        labelled: True requires labels in every batch, and False ignores labels. None accepts labels either in all batches or in none.
         progress: show a progress bar if stderr is a terminal.
         total: number of batches, for the progress bar.
         positions: for dense outputs, the number of positions to draw from each input; "all" and "average" use every position.
-        ignore_index: label of positions that are ignored.
-        first_batch: number of batches that were read before a resumed fit; the first batch gets this number.
-        first_input: number of inputs in the earlier batches; random draws of positions continue after these inputs.
-        required: raise `DataError` if no batch has a row in use. With several processes, a shard may be empty.
+        ignore_index: label that marks positions to ignore.
+        first_batch: index of the first batch that the loader yields; above 0 if a resumed fit skips the earlier batches.
+        first_input: number of inputs in the earlier batches, so that positions are drawn as in an uninterrupted fit.
+        required: raise `DataError` if no batch has a row in use. Pass False if several processes read shards, because a shard may be
+            empty.
     """
     had_labels, any_rows = labelled, first_batch > 0
     shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}

@@ -1,8 +1,8 @@
 """Convert dense outputs, such as one output for each pixel of an image or token of a text, to rows and back.
 
-A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence applies to every token. So each position is a
-datum, and all other packages use only rows of features, outputs and labels. Outputs (n, C) have one position. Dense outputs have one
-of two layouts:
+A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence is applied to every token. Each position is
+therefore a datum, and all other packages use only rows of features, outputs and labels. Outputs (n, C) have one position. Dense
+outputs have one of two layouts:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
@@ -23,7 +23,7 @@ from mola.errors import DataError, OptionError
 from mola.options import is_real
 
 IGNORE_INDEX = -100
-"""Label of positions that are ignored, the default of PyTorch's losses."""
+"""Label of positions that are ignored. The value is the default in PyTorch's losses."""
 
 Positions = str | int
 """Positions of each input that a fit uses: "all", "average" (each input is one datum), or a number drawn at random."""
@@ -40,7 +40,7 @@ def check_positions(positions: Positions) -> Positions:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
+    """Layout of the axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
 
     inputs: int
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Layout:
 
     @staticmethod
     def of(outputs: Tensor, axis: int) -> Layout:
-        """Return the layout of outputs (n, C) or of dense outputs, whose class axis is 1 or -1."""
+        """Return the layout of outputs (n, C), or of dense outputs with class axis 1 or -1."""
         return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
 
     @property
@@ -74,7 +74,7 @@ class Layout:
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
-        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are for error messages.
+        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are used in error messages.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
@@ -92,7 +92,7 @@ class Layout:
 
 
 def drawn_positions(count: int, most: int, index: int) -> Tensor:
-    """Draw `most` of `count` positions without replacement, in ascending order; return all positions if there are no more.
+    """Draw `most` of `count` positions without replacement, in ascending order; return all if there are at most `most`.
 
     The seed is `index`, the input's index in the data, so the draw does not depend on the batch size.
     """

@@ -1,16 +1,16 @@
 """Find and check the last linear layer of any network by observing one forward pass.
 
-The head is the linear layer whose output *is* the network's output. It need not be the last layer that is defined or the last layer
-that runs. If a network changes the logits after its last linear layer, the error message names this layer and the change.
+The head is the linear layer whose output *is* the network's output. It need not be the last layer defined, nor the last layer to run.
+If a network changes the logits after its last linear layer, the error message names the layer and the change.
 
 One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions.
 Language models return the scores (n, T, C) of their last layer at the last token of each text. Segmentation networks resize the
-output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, the input is appended to
-the layer's output as further columns or channels during the pass. Any averaging of positions then applies to both. Averages with
-weights that sum to 1 commute with the layer, so the logits and their variances at the resized features are exact.
+output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, the input is appended to the
+layer's output as additional columns or channels during the pass. Any averaging of positions then applies to both. Averages with
+weights that sum to 1 commute with the layer, so the logits at the resized features, and their variances, are exact.
 
-A network may also return its last layer's output at every position: at pixels from a 1x1 convolution, or at tokens from a linear
-layer. In this case, each position is a datum (`dense.py`).
+A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
+linear layer. In this case, each position is a datum (`dense.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
-    """Call `hook(layer, input, output)` after each call of the layers inside the block, including calls in other threads."""
+    """Call `hook(layer, input, output)` after each call of these layers inside the block, including calls from other threads."""
 
     def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
         # Keywords are optional, because torch may call a hook without keywords while another thread is registering it.
@@ -126,7 +126,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a head that runs at every position, for the positions that the network returns."""
+    """Return the input and output, at the positions that the network returns, of a head that runs at every position."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
@@ -156,7 +156,7 @@ class _Call:
     layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     shape: torch.Size
     tensors: tuple[Tensor, Tensor] | None
-    """Input and output; None for dense layers before the last layer, because storing all feature maps would fill the memory."""
+    """Input and output; None for dense layers before the last, because storing all feature maps would exhaust the memory."""
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
@@ -170,7 +170,7 @@ def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tu
     # for the layers in `keep` and for the last layer.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
-    names = {id(module): name for name, module in reversed(layers.items())}  # a shared module has its first name
+    names = {id(module): name for name, module in reversed(layers.items())}  # a shared module keeps its first name
 
     def record(layer: Any, features: Tensor, output: object) -> None:
         if isinstance(output, Tensor):
@@ -255,12 +255,12 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     if output.numel() == 0:
         return True
     axis = -1 if isinstance(layer, nn.Linear) else 1
-    some = slice(None) if output.dim() == 2 else slice(1)  # one input has enough positions
+    some = slice(None) if output.dim() == 2 else slice(1)  # one input provides enough positions
     features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
     weight, bias = layer.weight.flatten(1), layer.bias
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
-        return True  # accept here; the pass over the loader raises an error that names the batch
+        return True  # accept for now; the pass over the loader will raise an error that names the batch
     # The tolerance allows for rounding. Overwritten logits, or a layer that is not W x + b, differ by more.
     tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
     return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
@@ -315,7 +315,7 @@ def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
         return None
     plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
-    # Padding may also be "same" or "valid", which do not pad for a kernel of size 1.
+    # Padding may also be "same" or "valid"; neither pads anything for a kernel of size 1.
     odd = [
         f"{name}={getattr(layer, name)}"
         for name, one in plain.items()

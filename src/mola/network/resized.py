@@ -13,14 +13,14 @@ from mola.options import one_of
 
 
 class Resized(nn.Module):
-    """A network that accepts square images of any size. Images are centre-cropped, resized and normalised by channel.
+    """A network that accepts square images of any size. Images are centre-cropped, resized and normalised per channel.
 
-    Shrinking averages over all source pixels of a target pixel, as in Pillow. Enlarging uses PyTorch's interpolation.
+    Shrinking averages over all source pixels that a target pixel covers, as in Pillow. Enlarging uses PyTorch's interpolation.
 
     Args:
         network: network for images (n, channels, size, size).
-        size: side of the network's images in pixels.
-        crop: fraction of the side to keep, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
+        size: side length of the network's images, in pixels.
+        crop: fraction of the side length to keep, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
         mean: means to subtract, one for each channel or one for all channels, in the units of the incoming images.
         std: standard deviations to divide by, one for each channel or one for all channels.
         interpolation: "bilinear" or "bicubic".
@@ -70,7 +70,7 @@ class Resized(nn.Module):
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Use antialiasing only to shrink, because not every export runtime supports it.
+            # Use antialiasing only for shrinking, because not every export runtime supports it.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )

@@ -1,7 +1,7 @@
-"""Folders of one JSON document and one safetensors file. A reader gets either the old state or the new state, never a mixture.
+"""Folders with one JSON document and one safetensors file. A reader gets either the old state or the new state, never a mixture.
 
 First, the tensors are written to a file named by their checksum. Then the document that names this file replaces the old document
-atomically. Finally, the old tensors are removed. A crash at any moment leaves a folder that can be loaded.
+atomically. Finally, the old tensors are removed. A crash at any point leaves a folder that can still be loaded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     """Save a document and its tensors in a folder, and return the folder.
 
     The folder is created if it does not exist. Its previous content stays readable until everything is written. The document has an
-    entry "kind", such as "swag", and a folder of another kind is not overwritten.
+    entry "kind", such as "swag"; a folder of a different kind is not overwritten.
     """
     folder, kind = Path(directory), document["kind"]
     try:
@@ -126,7 +126,7 @@ def read_document(directory: str | Path) -> dict[str, Any]:
         raise StorageError(
             f"{directory} contains no saved posterior: {DOCUMENT} is missing. Pass the folder that posterior.save(...) wrote."
         ) from error
-    except OSError as error:  # the path is a file, or permission is missing
+    except OSError as error:  # the path is a file, or access is not permitted
         raise StorageError(
             f"{path} cannot be read: {error.strerror}. Pass the folder that posterior.save(...) wrote."
         ) from error

@@ -1,7 +1,7 @@
 """Checkpoints of a running fit: its sums so far, its identity and a checksum of its data.
 
-Sums are additive, so an interrupted fit resumes from its last checkpoint, and the result is bit for bit the same. The identity of the
-fit (networks, heads, structure, likelihood) distinguishes the sums of different fits. A running checksum of the batches detects
+Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bit-for-bit identical result. The identity
+of the fit (networks, heads, structure, likelihood) distinguishes the sums of different fits. A running checksum of the batches detects
 changed data.
 """
 
@@ -49,16 +49,16 @@ class FitProgress:
     inputs: int = 0
     """Number of inputs in the processed batches."""
     used_inputs: int = 0
-    """Number of inputs with rows in the sums. An input whose labels are all missing has no rows."""
+    """Number of inputs that contribute rows to the sums. An input whose labels are all missing has no rows."""
     checksum: str = ""
     """Checksum of the processed batches, from `batch_checksum`."""
 
 
 class FitCheckpoint:
-    """A store of a fit's progress in a folder. Without a folder, nothing is stored.
+    """A store of a fit's progress in a folder. If there is no folder, nothing is stored.
 
     Args:
-        folder: folder of the whole fit, or None.
+        folder: folder shared by all processes of the fit, or None.
         every: number of batches between two checkpoints.
         rank: rank of this process, which stores the sums of its own shard.
         size: number of processes.
@@ -74,7 +74,7 @@ class FitCheckpoint:
         """Read the progress of an interrupted fit, with sums on the CPU; return None if there is no checkpoint.
 
         Raises `StorageError` if the checkpoint belongs to another fit. The identity is a JSON-serialisable mapping. Its entry
-        "networks" contains a checksum for each network.
+        "networks" contains a checksum of each network.
         """
         if self.folder is None:
             return None
@@ -123,7 +123,7 @@ class FitCheckpoint:
             yield batch
 
     def save(self, identity: Mapping[str, Any], progress: FitProgress, *, last: bool = False) -> None:
-        """Replace the checkpoint atomically if a checkpoint is due, or if `last`."""
+        """Replace the checkpoint atomically if a new one is due, or if `last`."""
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
         entries, tensors = pack_sums(progress.sums)
@@ -134,12 +134,12 @@ class FitCheckpoint:
         """Remove the checkpoint of a finished fit, and its folder if the folder is then empty."""
         if self.folder is not None:
             shutil.rmtree(self.place, ignore_errors=True)
-            with suppress(OSError):  # the folder may contain other processes' checkpoints or files of the user
+            with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
                 self.folder.rmdir()
 
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return counts and log-likelihoods as JSON, and all tensors, with the component's index as a prefix of each name."""
+    """Return counts and log-likelihoods as JSON, and all tensors by name, each prefixed with its component's index."""
     entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
     return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
 
@@ -157,7 +157,7 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """Return the checksum after one more batch, computed from each tensor's shape, dtype and sum of bits for each datum.
+    """Update the checksum with one more batch, using each tensor's shape, dtype and sum of bits for each datum.
 
     The bits are summed as integers, so that the checksum is the same on every machine.
     """

@@ -75,7 +75,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def pack_components(
     posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a posterior, without its structure, as JSON and tensors. `part` returns further entries for each component."""
+    """Return a posterior, without its structure, as JSON and tensors. `part` returns additional entries for each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     entries, tensors = pack_sums([layer.sums for layer in layers])
     scaling = posterior.scaling
@@ -123,14 +123,14 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
 
 
 def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
-    # Return the shape of each sum, from the sums of one datum on the meta device, which use no memory.
+    # Return the shape of each sum, found by summing over one datum on the meta device, which uses no memory.
     outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
     phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
     groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
     expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
     labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
     distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
-    for optional in (labelled, distances):  # a posterior has all sums of a group, or none
+    for optional in (labelled, distances):  # a posterior has either all sums of a group or none
         expected |= optional if any(name in saved for name in optional) else {}
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
@@ -153,7 +153,7 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
 
 
 def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """Return the arguments of `MoLA` for rebuilt components."""
+    """Return the arguments with which to construct a `MoLA` from rebuilt components."""
     count, scaling = len(components), dict(document["scaling"])
     weights = check_weights(document["weights"], count)
     if scaling["reference"] is not None:
@@ -191,7 +191,7 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this version of mola supports {', '.join(known)}.")
     kind = known[entry["name"]]
-    # The constructor would accept a value of the wrong type, which would cause an error much later.
+    # The constructor would accept a value of the wrong type, and the error would appear only much later.
     types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
     check(settings, {name: types[name] for name in settings if name in types}, what)
     return kind(**settings)

@@ -1,4 +1,4 @@
-"""Parse JSON documents within limits, protect their content with a checksum, and compare them with a schema.
+"""Parse JSON documents of limited size and depth, protect their content with a checksum, and validate them against a schema.
 
 A schema is built from types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` is a list,
 `{"key": kind}` an object with at least these keys, `{str: kind}` an object with any keys, and `Optional(kind)` a value that may be
@@ -16,9 +16,9 @@ from typing import Any
 
 from mola.errors import StorageError
 
-SEAL = "sha256"  # name of the entry with the checksum of all other entries
+SEAL = "sha256"  # name of the entry that contains the checksum of all other entries
 MAX_DEPTH = 50  # largest depth of nested lists and objects; deeper nesting could exceed Python's recursion limit later
-MAX_BYTES = 2**26  # largest size of one document; documents with tuning curves have about 100 kB
+MAX_BYTES = 2**26  # largest size of one document; documents with tuning curves take about 100 kB
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with a checksum of its content, which does not depend on the formatting of the file."""
+    """Return the document with a checksum of its content that does not depend on the formatting of the file."""
     plain = json.loads(json.dumps(document))  # as read from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 

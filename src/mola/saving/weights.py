@@ -1,7 +1,7 @@
 """Save network weights as safetensors, and load them from safetensors or PyTorch files without running code.
 
 Training scripts often save weights in a dictionary together with optimisers and epochs. Wrappers (`DataParallel`, `torch.compile`, a
-Lightning module) add a prefix to each name. Both cases are handled here.
+Lightning module) add a prefix to each name. This module handles both cases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules 
 MAX_COMPRESSION = (
     20  # largest accepted ratio of sizes; torch.save does not compress, and TorchScript compresses only slightly
 )
-MAGIC = b"l\xfc\x9cF\xf9"  # beginning of the number at the start of files of PyTorch before 1.6
+MAGIC = b"l\xfc\x9cF\xf9"  # start of the magic number with which files from PyTorch before 1.6 begin
 SHOWN = 3  # number of names listed for each kind of mismatch
 
 
@@ -84,7 +84,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
             return dict(load_file(source))
         _refuse_bomb(source)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of pickles that it did not write, which are refused below
+            warnings.simplefilter("ignore")  # torch warns about pickles that it did not write; they are rejected below
             # weights_only=True runs no code from the file
             content = torch.load(source, map_location="cpu", weights_only=True)
     except StorageError:
@@ -100,10 +100,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Load the weights of a file into a network. After an error, the network is unchanged.
+    """Load the weights from a file into a network. After an error, the network is unchanged.
 
-    Names must match exactly, or after the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) are removed.
-    Values are converted to the network's precision and device.
+    Names must match exactly, either as they are or after the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) are
+    removed. Values are converted to the network's precision and device.
 
     Args:
         network: network with the architecture of the weights; it is changed in place.
@@ -181,7 +181,7 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 
 
 def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
-    # Yield the weights in a training script's dictionary, at any depth.
+    # Yield the weights found at any depth in a training script's dictionary.
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
         yield content
         return
@@ -200,7 +200,7 @@ def _plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    # Return the values by the network's names, and a description of all mismatches.
+    # Return the values under the network's names, and a description of all mismatches.
     theirs, ours = {name: name for name in state}, {name: name for name in own}
     if state.keys() != own.keys():
         theirs, ours = _plain_names(state), _plain_names(own)

@@ -29,7 +29,7 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
-    """Return the rule with the given name, the given rule, or the likelihood's default rule for None.
+    """Return the rule with the given name, the rule itself if an object is given, or the likelihood's default rule for None.
 
     Raise `OptionError` if the rule does not apply to the likelihood, or if its validation data are missing.
     """
@@ -44,7 +44,7 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
         )
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
 
-    def applies(one: Rule) -> bool:  # a plain function applies to every likelihood
+    def applies(one: Rule) -> bool:  # a plain function is assumed to apply to every likelihood
         return not isinstance(one, Rule) or one.applies_to(likelihood)
 
     if not applies(chosen):

@@ -1,18 +1,19 @@
-r"""The default rule, which lowers the log loss in distribution and spends part of the gain on caution far from the training data.
+r"""The default rule, which lowers the in-distribution log loss and spends part of the gain on caution far from the training data.
 
-All losses are mean log losses on the validation data. Each loss is computed at its best temperature T, under a weak prior against
-T < 1 (`SHARPENING`).
+All losses are mean log losses on the validation data, each at the temperature T that minimises it, under a weak prior against T < 1
+(`SHARPENING`).
 
-1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling c = 1, distance exponent 0.
-2. *Gain.* Find the best pooling c, then the best prior precision. Each is kept only if its paired gain exceeds two standard errors.
+1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
+2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each only if its paired gain exceeds two standard
+   errors.
 3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus half of
    the gain over the temperature-scaled ensemble, or plus `price` times the loss if that is more. Logits shrink only beyond the 90 %
    quantile of the validation data's distances.
-4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that raises the loss at the same T by at most
-   0.5 %. One standard error is included in this limit. The covariance lowers confidence and adds the uncertainty within each network.
+4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision whose increase in loss at the same T, plus one
+   standard error, is at most 0.5 %. The covariance lowers confidence and adds the uncertainty within each network.
 
-The temperature-scaled ensemble is among the candidates. On the validation data, the loss of the rule therefore exceeds the loss of
-this ensemble by at most the price plus 0.5 %.
+Because the temperature-scaled ensemble is among the candidates, the rule's validation loss exceeds the ensemble's by at most the price
+plus 0.5 %.
 """
 
 from __future__ import annotations
@@ -37,50 +38,51 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 PRECISIONS = (1e2, 1e1, 1.0, 1e-1, 1e-2)
-"""Prior precisions that are tried in step 2."""
+"""Prior precisions tried in step 2."""
 
 FREE_PRECISIONS = tuple(10 ** (step / 2) for step in range(-6, 13))
-"""Prior precisions that are tried in step 4, which keeps the smallest whose cost is negligible."""
+"""Prior precisions tried in step 4, which keeps the smallest one whose cost is negligible."""
 
 POOLINGS = (0.75, 0.5, 0.25, 0.0)
-"""Poolings that are tried first. The neighbours of the best pooling are tried next."""
+"""Pooling coefficients tried first. The neighbours of the best coefficient are tried next."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Distance exponents that are tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features. Inputs
-slightly unlike the validation data would then lose much confidence, and the validation data could not reveal this."""
+"""Distance exponents tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features. Confidence
+would then drop sharply on inputs that differ only slightly from the validation data, and the validation data could not reveal this."""
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Smallest and largest temperature that is tried."""
+"""Smallest and largest temperatures tried."""
 
 SHARPENING = 0.5
-"""Standard deviation of a Gaussian prior on `log T` below 0. Without the prior, logits would be sharpened without limit if all
-validation data are classified correctly, which is common with a few hundred data. The prior has no effect above T = 1, and little
-effect with thousands of data."""
+"""Standard deviation of a Gaussian prior on `log T`, applied only below 0. Without this prior, logits would be sharpened without limit
+whenever all validation data are classified correctly, as is common with a few hundred examples. The prior has no effect above T = 1,
+and little effect with thousands of examples."""
 
 ONSET = 0.9
 """Quantile of the validation data's distances beyond which logits shrink."""
 
 SHARE = 0.5
-"""Share of the gain over the temperature-scaled ensemble that the distance exponent may cost."""
+"""Share of the gain over the temperature-scaled ensemble that may be spent on the distance exponent."""
 
 FREE = 0.005
-"""Share of the log loss that the covariance of step 4 may cost, including one standard error."""
+"""Largest relative increase in log loss, including one standard error, that the covariance of step 4 may cause."""
 
 TOO_SMALL = 1e-4
-"""Share of the log loss below which the summary reports no number for a difference."""
+"""Relative difference in log loss below which the summary reports no number."""
 
 CLEAR = 2.0
-"""Number of standard errors that the gain of pooling, or of covariance, must exceed."""
+"""Number of standard errors that the gain from pooling, or from covariance, must exceed."""
 
 
 @dataclass(frozen=True)
 class Calibrated(Rule):
     """The default rule, which lowers the log loss by pooling and spends part of the gain on caution far from the training data.
 
-    It chooses prior precision, temperature, pooling and distance exponent in one pass over the validation data.
+    It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 
     Args:
-        price: share of the validation log loss that caution may cost, unless half of the gain from pooling and covariance is more.
+        price: largest relative increase in validation log loss that caution may cause; half of the gain from pooling and covariance is
+            allowed instead if that is more.
     """
 
     price: float = 0.01
@@ -94,7 +96,7 @@ class Calibrated(Rule):
             )
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
-        """Choose prior precision, temperature, pooling and distance exponent."""
+        """Choose the prior precision, temperature, pooling coefficient and distance exponent."""
         search = Search(posterior, data)
         plain, scaled = search.ensembles()
         best = search.keep_gains(scaled)
@@ -123,7 +125,7 @@ class Calibrated(Rule):
 
 @dataclass(frozen=True)
 class Setting:
-    """Prior precision, pooling, distance exponent and temperature, and the log loss of each validation datum."""
+    """A prior precision, pooling coefficient, distance exponent and temperature, with the log loss of each validation datum."""
 
     precision: float
     pooling: float
@@ -138,7 +140,7 @@ class Setting:
 
 
 class Search:
-    """The steps of the rule for one mixture and its validation data, and all settings that were tried."""
+    """The steps of the rule for one mixture and its validation data, together with all settings tried so far."""
 
     posterior: MoLA
     data: HeldOut
@@ -150,16 +152,16 @@ class Search:
         self.tried: list[Setting] = []
 
     def ensembles(self) -> tuple[Setting, Setting]:
-        """Return the plain ensemble, at T = 1, and the temperature-scaled ensemble."""
+        """Return the settings of the plain ensemble (T = 1) and of the temperature-scaled ensemble."""
         settings = [(NO_COVARIANCE, 1.0, 0.0)]
         plain = Setting(*settings[0], 1.0, self._losses(settings, np.ones((1, 1)))[0, 0])
         before, (rough,) = plain, self._at_best_temperature(settings, 1.0, 2.0)
-        while abs(math.log(rough.temperature / before.temperature)) > 2:  # until T is within the search range
+        while abs(math.log(rough.temperature / before.temperature)) > 2:  # repeat until T is within the search range
             before, (rough,) = rough, self._at_best_temperature(settings, rough.temperature, 2.0)
         return plain, self._at_best_temperature(settings, rough.temperature, 0.3)[0]
 
     def keep_gains(self, best: Setting) -> Setting:
-        """Return the setting with the best pooling, then the best prior precision, if their gains are clear."""
+        """Improve the pooling coefficient and then the prior precision, keeping each change only if its gain is clear."""
         if len(self.posterior.components) > 1:
             pooled = self._at_best_temperature([(best.precision, c, 0.0) for c in POOLINGS], best.temperature)
             middle = min(pooled, key=lambda one: one.loss).pooling
@@ -169,7 +171,7 @@ class Search:
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
     def most_cautious(self, best: Setting, most: float) -> Setting:
-        """Return the largest distance exponent whose loss does not exceed `most`, from a coarse grid and then a finer grid."""
+        """Return the largest distance exponent whose loss does not exceed `most`, searching a coarse grid and then a finer one."""
         chosen, exponents = best, list(EXPONENTS)
         for _ in range(2):
             settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
@@ -211,7 +213,7 @@ class Search:
             width / 2,
             width / 6,
             width / 18,
-        ):  # five temperatures in each round, with smaller steps around the best
+        ):  # try five temperatures in each round, with ever smaller steps around the best one
             logs = np.clip(centres[:, None] + step * np.arange(-2, 3), low, high)
             losses = self._losses(settings, np.exp(logs))
             prior = (np.minimum(logs, 0) / SHARPENING) ** 2 / (2 * losses.shape[2])
@@ -241,7 +243,7 @@ class Search:
 
 
 def distance_onset(posterior: MoLA, data: HeldOut) -> float:
-    """Return the distance, relative to the median of the validation data, beyond which logits shrink."""
+    """Return the distance, relative to the validation data's median, beyond which logits shrink."""
     parts = [
         posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
         for rows, _ in data.chunks(4096)

@@ -1,4 +1,4 @@
-"""Checks that labels have the same class order as the outputs of the networks.
+"""Checks that the labels use the same class order as the networks' outputs.
 
 If the orders differ, a network with an accuracy of 99 % may appear to have an accuracy of 5 %.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""Improvement of the accuracy, or of the correlation, above which a different order is clear and the labels are refused."""
+"""Improvement in accuracy, or in correlation, above which the labels are clearly in a different order and are rejected."""
 
 CHANCE = 1e-4
-"""Largest probability that predictions independent of the labels look like a different order of the labels."""
+"""Largest accepted probability that predictions unrelated to the labels are mistaken for labels in a different order."""
 
 ENOUGH_DATA = 50
-"""Smallest number of data for a comparison of the columns of labels and predictions."""
+"""Smallest number of examples for which the columns of labels and predictions are compared."""
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
     """Raise a `DataError` that gives the correct order if the labels are clearly in a different order from the outputs.
 
-    Each label is matched with the class that is predicted for it most often. There are many orders, and with few data some order
-    always fits well. The order must therefore fit better than the best of all orders would fit by chance.
+    Each label is matched with the class that is predicted for it most often. There are so many possible orders that, with few data,
+    some order always fits well. The order found must therefore fit better than the best of all orders would by chance.
 
     Args:
         targets: labels (n,).
@@ -48,7 +48,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         share = sum(int((targets == a).sum()) * int((classes == b).sum()) for a, b in matched.items()) / total**2
         outputs = len(torch.unique(classes))
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
-        # Chernoff's bound for one order is multiplied by the number of orders.
+        # Union bound: multiply Chernoff's bound for one order by the number of orders.
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(

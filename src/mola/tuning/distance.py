@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Distance exponents that are tried first. The search then refines the interval in which a limit is first
-exceeded."""
+"""Distance exponents tried first. The search then refines the interval in which a limit is first exceeded."""
 
 GROWTHS = tuple(step / 16 for step in range(17))
-"""Distance exponents that are tried for a regression. At 1, the standard deviation grows in proportion to the distance, like the
+"""Distance exponents tried for regression. With exponent 1, the standard deviation grows in proportion to the distance, like the
 uncertainty about a function with a bounded slope."""
 
 FINEST = 2.0**-11
 """Smallest step between two distance exponents."""
 
 REGRESSION_PRICE = 0.01
-"""Log loss per output, in nats, that the distance exponent of a regression may cost by default."""
+"""Default limit, in nats per output, on the increase in log loss that the distance exponent may cause in regression."""
 
 FAR = 3.0
-"""Ratio of the distances of validation and training data above which the rule warns."""
+"""Ratio of validation distances to training distances above which the rule issues a warning."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,11 @@ class Distance(Rule):
     cost on validation data is the same, but confidence falls mostly on inputs that are unusually far away.
 
     Args:
-        price: largest cost of the distance on validation data. None lets the mean confidence fall to the paper's threshold. "loss"
-            stops earlier if the log loss reaches the log loss of the paper's rule. 0.02 lets the log loss rise by at most 2 %. For
-            regression, the price is in nats of log loss per output, and None is 0.01.
-        rule: the rule that first chooses prior precision and temperature, by name or as an object.
+        price: largest cost, on validation data, of dividing by the distance. None lets the mean confidence fall to the paper's
+            threshold. "loss" stops earlier if the log loss reaches that of the paper's rule. A number such as 0.02 lets the log loss
+            rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per output, and None means
+            0.01.
+        rule: the rule, given by name or as an object, that first chooses the prior precision and the temperature.
     """
 
     price: float | Literal["loss"] | None = None
@@ -68,11 +68,11 @@ class Distance(Rule):
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True for every likelihood. A regression multiplies its standard deviations instead of dividing logits."""
+        """Return True for every likelihood. For regression, the rule multiplies standard deviations instead of dividing logits."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
-        """Choose prior precision, temperature and distance exponent."""
+        """Choose the prior precision, temperature and distance exponent."""
         if not posterior.has_distances:
             raise OptionError(f"rule 'distance': {posterior.why_no_distances()}")
         first: Any = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
@@ -116,7 +116,7 @@ class Distance(Rule):
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
-        # Return a condition on the scores at an exponent, the condition in words, and notes.
+        # Return the condition that the scores at an exponent must meet, a description of it in words, and notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
@@ -137,7 +137,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent up to which all tried exponents meet the limits, or 0, and the scores of all tried exponents."""
+    """Return the largest exponent up to which every exponent tried meets the limits, or 0, and the scores of all exponents tried."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:
@@ -176,8 +176,8 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
 def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> str:
     if chosen == 0:
         return (
-            "The distance has no effect, because even the smallest exponent costs more than the price. Raise the price: "
-            "mola.rules.Distance(price=0.05)."
+            "The distance has no effect, because even the smallest exponent would raise the log loss by more than the price. Raise "
+            "the price: mola.rules.Distance(price=0.05)."
         )
     return (
         f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. Standard "

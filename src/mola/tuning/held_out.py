@@ -1,4 +1,4 @@
-"""Held-out features and outputs, which are read once, checked, and scored for every candidate of a search."""
+"""Held-out features and outputs, which are read once, checked, and scored for every candidate in a search."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
 POSITIONS_KEPT = 256
-"""Number of positions that are drawn from each input with dense outputs. Neighbouring positions are similar, so more positions would
-add little."""
+"""Number of positions drawn from each input if outputs are dense. Neighbouring positions are similar, so more positions would add
+little."""
 
 LONG = 0.99
-"""Quantile of the validation data's feature norms up to which a norm is typical."""
+"""Quantile of the validation data's feature norms up to which a norm counts as typical."""
 
 COPIES = 0.1
 """Smallest median distance, relative to the training data's distance. A smaller median means that most validation data are copies of
-training data, and it would not be typical of the other data."""
+training data, so it would not be representative of new data."""
 
 FAR_OFF = 2.0
-"""Root mean squared error of a regression, in standard deviations of the targets, beyond which its targets have other units."""
+"""Root mean squared error of a regression, in standard deviations of the targets, above which the targets seem to have the wrong
+units."""
 
 NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
@@ -48,16 +49,17 @@ class HeldOut:
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
-    """Ratio of independent data to rows. It is below 1 for dense outputs, because the positions of one input are correlated."""
+    """Ratio of the number of independent data points to the number of rows. It is below 1 for dense outputs, because the positions of
+    one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
-    """Processes that hold the shards. Results are computed from the data of all processes."""
+    """Processes that hold the shards. Results are computed over the data of all processes."""
 
     def __len__(self) -> int:
         return len(self.outputs[0])
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield at most `size` rows at a time: features and outputs of every network, and labels."""
+        """Yield the features and outputs of every network, and the labels, at most `size` rows at a time."""
         size = max(1, size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
@@ -65,7 +67,7 @@ class HeldOut:
             yield Rows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Return the rows of all processes, sorted by rank."""
+        """Return the rows of all processes, in order of rank."""
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
@@ -120,7 +122,7 @@ class HeldOut:
         return found
 
     def accuracy(self) -> tuple[float, float]:
-        """Return the mean accuracy of the networks, and its standard error over the data, which all networks share."""
+        """Return the networks' mean accuracy and its standard error, computed over the data because all networks share them."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
@@ -135,11 +137,11 @@ class HeldOut:
         accuracy = float(right.sum()) / total
         # Errors are summed over each input first, because the labels of one input are not independent.
         spread = float((right - accuracy * counted).square().sum()) / self.independent
-        # The error is at least 1 / (count + 2), because the spread is 0 if all predictions are correct, however few the data are.
+        # The error is at least 1 / (count + 2), because the spread would be 0 if all predictions were correct, however few there are.
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
-        """Return the median distance and the 99 % quantile of the norms of each network's features."""
+        """Return, for each network, the median distance and the 99 % quantile of the feature norms."""
         scales = []
         for distance, phi in zip(distances, self.phi, strict=True):
             assert distance is not None
@@ -151,7 +153,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Return the reference with mean and spread of the outlier score's terms and the mean energies, from rows (n, 3 + K)."""
+        """Compute the reference from rows (n, 3 + K): the mean and spread of the outlier score's terms, and the mean energies."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
@@ -170,7 +172,7 @@ def read_held_out(
     progress: bool = False,
     team: Team | None = None,
 ) -> HeldOut:
-    """Run every network once over a loader, and keep features, outputs and labels.
+    """Run every network once over a loader, and keep the features, outputs and labels.
 
     Args:
         networks: the trained networks.
@@ -211,7 +213,7 @@ def read_held_out(
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())
-    # A rank without data stores tensors without rows, but with the shapes of the other ranks.
+    # A rank without data stores tensors with no rows that otherwise have the same shapes as on the other ranks.
     mine = bool(outputs[0])
     if not any(team.collect(mine)):
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")

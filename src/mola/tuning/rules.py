@@ -1,7 +1,7 @@
-"""Rules that choose the prior precision on validation data, or by the evidence of the training data.
+"""Rules that choose the prior precision on validation data, or by maximising the evidence on the training data.
 
-A rule is called with a posterior and held-out data, and returns a `Tuning`. The networks have already run once, so evaluating a
-candidate only computes its predictive distribution.
+A rule is called with a posterior and held-out data, and returns a `Tuning`. The networks have already been run, so evaluating a
+candidate only requires its predictive distribution.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
 TEMPERATURES = (*(0.1 * 9.5 ** (step / 31) for step in range(32)), 1.0)
-"""Temperatures that are tried if the networks are underconfident. The search then refines the best temperature."""
+"""Temperatures tried first if the networks are underconfident. The search then refines the best one."""
 
 DOUBTLESS = 2.0
 """Number of standard errors by which accuracy must exceed confidence before logits are sharpened."""
 
 ALIKE = 1e-3
-"""Difference in log loss per output, in nats, below which prior precisions of a regression are equally good. For other scores, it is
-a relative difference."""
+"""Difference in log loss per output, in nats, below which two prior precisions are considered equally good for a regression. For other
+scores, the difference is relative."""
 
 NEAR = 0.005
-"""Largest excess of the mean confidence over the target that the summary does not mention."""
+"""Excess of the mean confidence over the target up to which the summary does not mention it."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Factors that are tried around the current noise of a regression. Finer factors are tried next."""
+"""Factors by which the current noise of a regression is multiplied first. Finer factors are tried next."""
 
 
 # --- the paper's rule ----------------------------------------------------------------------------------------------------
@@ -61,9 +61,10 @@ class Threshold(Rule):
     Args:
         confidence: threshold on the mean confidence. None sets it `margin` below the networks' mean accuracy on the validation data.
             The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
-        brier: optional threshold on the Brier score, which must also be met.
-        margin: difference between the accuracy and the default threshold.
-        grid: prior precisions to choose from. None is the paper's grid of 100 values from 1e-4 to 1e3, which grows if an end is best.
+        brier: optional threshold that the Brier score must also meet.
+        margin: amount by which the default threshold lies below the accuracy.
+        grid: prior precisions to choose from. None uses the paper's grid of 100 values from 1e-4 to 1e3, which is extended if an end
+            is best.
     """
 
     confidence: float | None = None
@@ -83,7 +84,7 @@ class Threshold(Rule):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """False if only a confidence is given."""
+        """False if a confidence is given but no Brier threshold, because labels are then not needed."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
@@ -141,12 +142,12 @@ class Threshold(Rule):
 class Score(Rule):
     """The rule that chooses the prior precision with the best score on validation data.
 
-    If the networks are clearly underconfident on the data, a temperature below 1 also sharpens the logits. For a regression, the rule
+    If the networks are clearly underconfident on the data, a temperature below 1 also sharpens the logits. For regression, the rule
     also chooses the noise unless it was given.
 
     Args:
         score: "nll", "brier" or "ece" for classification, "nll" or "crps" for regression.
-        grid: prior precisions to choose from; None is the paper's grid, which grows if an end is best.
+        grid: prior precisions to choose from; None uses the paper's grid, which is extended if an end is best.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
@@ -190,10 +191,10 @@ class Score(Rule):
         if gap <= DOUBTLESS * error:
             return None
         before, temperature, tried = search.tried[index][score], 1.0, TEMPERATURES
-        for _ in range(3):  # alternate, because each setting compensates for the other; more rounds gain little
+        for _ in range(3):  # alternate, as each setting can compensate for the other; more rounds would gain little
             values = mean_scores(posterior, data, precision=[search.value(index)], temperature=tried)[score]
             if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
-                return None  # also if the link does not depend on the temperature
+                return None  # this also covers links that do not depend on the temperature
             temperature = tried[int(values.argmin())]
             step = 9.5 ** (1 / 31)
             low, high = max(TEMPERATURES[0], temperature / step), min(1.0, temperature * step)
@@ -213,12 +214,12 @@ class Score(Rule):
 class Outliers(Rule):
     """The rule that minimises the validation log loss plus a penalty for confidence on outliers.
 
-    The penalty is the cross-entropy of the uniform distribution to the predictions for the outliers.
+    The penalty is the cross-entropy between the uniform distribution and the predictions for the outliers.
 
     Args:
         loader: batches of outliers, whose labels are ignored.
         weight: weight of the penalty.
-        grid: prior precisions to choose from; None is the paper's grid, which grows if an end is best.
+        grid: prior precisions to choose from; None uses the paper's grid, which is extended if an end is best.
     """
 
     loader: Iterable[Any] = field(repr=False)
@@ -259,7 +260,7 @@ class Evidence(Rule):
 
     Args:
         shared: True chooses one prior precision for all components, which maximises the sum of their log evidences. False chooses a
-            prior precision for each component.
+            separate prior precision for each component.
     """
 
     shared: bool = True
@@ -270,7 +271,7 @@ class Evidence(Rule):
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
-        """Choose the prior precision, and the noise of a regression unless it was given."""
+        """Choose the prior precision and, for a regression, the noise unless it was given."""
         count = len(posterior.components)
         free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count
@@ -303,8 +304,9 @@ class Evidence(Rule):
 
 
 def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
-    # Alternately choose the prior precision and, unless it was given, the noise. With many data, the score barely depends on the prior
-    # precision, and its minimum is arbitrary. Among equally good prior precisions, the value nearest to 1 is chosen.
+    # Alternately choose the prior precision and, unless it was given, the noise. With a large data set, the score barely depends on
+    # the prior precision, and the position of its minimum is arbitrary. Among equally good prior precisions, the value nearest to 1 is
+    # chosen.
     count, factor = len(posterior.components), 1.0
     free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
 
@@ -342,4 +344,4 @@ PLAIN_RULES: dict[str, Rule] = {
     "crps": Score("crps"),
     "evidence": Evidence(),
 }
-"""Tuning rules by name, without the rules that build on another rule."""
+"""Tuning rules by name, except the rules that build on another rule."""

@@ -1,4 +1,7 @@
-"""Scores of candidates on held-out data. Chunks of rows are scored in one loop, with many candidates at once if the link allows it."""
+"""Scores of candidates on held-out data.
+
+The rows are processed in chunks, and each chunk is scored for many candidates at once if the link allows it.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ if TYPE_CHECKING:
     from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
-"""Largest number of values (candidates times rows times outputs) that are held at once: 16 MB in float64."""
+"""Largest number of values (candidates times rows times outputs) in memory at once: 16 MB in float64."""
 
 ScoreFunction = Callable[[Predictive, Tensor | None], dict[str, Tensor]]
-"""A function from the predictive distribution of L candidates and the labels to scores (L, m) by name."""
+"""A function that maps the predictive distributions of L candidates and the labels to named scores (L, m)."""
 
 
 def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
-    """Return scores of predictions with labels by name: the log loss, and other scores that depend on the likelihood."""
+    """Return named scores of predictions, given the labels: the log loss, and other scores that depend on the likelihood."""
     assert labels is not None
     return predictive.scores(labels)
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a function for scores without labels: confidence, and the cross-entropy of the uniform distribution to a prediction."""
+    """Return a function for the scores that need no labels: confidence, and cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -60,10 +63,10 @@ def scores(
     Args:
         posterior: the mixture, whose scaling is ignored.
         data: the held-out data.
-        score: function from a predictive distribution and labels to scores (L, m) by name.
-        precision: prior precision of each candidate, as one number or one number for each component; None is the posterior's.
+        score: function that maps a predictive distribution and labels to named scores (L, m).
+        precision: prior precision of each candidate, as one number or one number per component; None uses the posterior's own.
         temperature: temperatures of the candidates.
-        pooling: poolings of the candidates.
+        pooling: pooling coefficients of the candidates.
         exponent: distance exponents of the candidates.
         onset: distance beyond which logits shrink.
     """
@@ -93,7 +96,7 @@ def scores(
 def mean_scores(
     posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" if there are labels of a classification."""
+    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" for classification with labels."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
     if "correct" in scored:
@@ -102,10 +105,10 @@ def mean_scores(
 
 
 def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
-    """Return the mean difference of two scores (m,) of the same data, and its standard error over inputs, at least `least`."""
+    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs, at least `least`."""
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
-    # The labels of one input are not independent, so their differences are added up first.
+    # The labels of one input are not independent, so the differences are first summed for each input.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
     if len(total) == 1:
         return float(mean), math.inf  # a single input has no standard error
@@ -114,5 +117,5 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
 
 
 def share_error(data: HeldOut) -> float:
-    """Return the smallest standard error of a share, which is positive even if all data agree."""
+    """Return a lower bound on the standard error of a proportion, which is positive even if all data agree."""
     return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)

@@ -1,6 +1,7 @@
 """The search for the best prior precision.
 
-Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid grows if an end is best.
+Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid is extended if an end is
+best.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
 
 Scored = dict[str, Tensor]
 Evaluate: TypeAlias = "Callable[[Sequence[float]], Scored]"
-"""A function from L prior precisions to scores (L,) by name."""
+"""A function that maps L prior precisions to named scores (L,)."""
 
 LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
-"""First and last index of the paper's grid, which has 100 values from 1e-4 to 1e3, and the steps of the search."""
+"""First and last indices of the paper's grid, which has 100 values from 1e-4 to 1e3, and the step sizes of the search."""
 
 LOWEST, HIGHEST = -279, 225
-"""Indices up to which the grid may grow: 2e-24 and 8e11. Below, the prior has no influence, and above, no covariance remains."""
+"""Indices up to which the grid may be extended, for the values 2e-24 and 8e11. Below this range, the prior has no influence; above it,
+no covariance remains."""
 
 SAME = 1e-9
-"""Largest relative difference of scores that are equal up to rounding."""
+"""Relative difference up to which two scores are considered equal, because of rounding."""
 
 
 def warned(note: str) -> str:
@@ -39,20 +41,20 @@ def warned(note: str) -> str:
 
 
 def points(share: float, digits: str = "g") -> str:
-    """Return a difference of shares in percentage points: "1 point" or "2.6 points"."""
+    """Format a difference between two proportions in percentage points: "1 point" or "2.6 points"."""
     text = f"{100 * share:{digits}}"
     return f"{text} point{'' if text == '1' else 's'}"
 
 
 def grid_value(index: int) -> float:
-    """Return the prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
+    """Return the prior precision at an index of the paper's grid, which continues with 14 values per decade beyond its ends."""
     if index < LOW:
         return float(1e-4 * 10 ** (index / 14))
     return float(10 ** (-4 + 7 * index / HIGH) if index <= HIGH else 1e3 * 10 ** ((index - HIGH) / 14))
 
 
 class PrecisionSearch:
-    """A search over prior precisions, which stores the scores of all tried values by their index in the grid."""
+    """A search over prior precisions that stores the scores of all values tried, by their index in the grid."""
 
     evaluate: Evaluate
     given: tuple[float, ...] | None
@@ -68,7 +70,7 @@ class PrecisionSearch:
         return grid_value(index) if self.given is None else self.given[index]
 
     def try_at(self, indices: Iterable[int]) -> None:
-        """Score the prior precisions at these indices, unless they were already tried."""
+        """Score the prior precisions at these indices, except those already tried."""
         new = sorted(set(indices) - self.tried.keys())
         if new:
             found = self.evaluate([self.value(index) for index in new])
@@ -111,7 +113,7 @@ class PrecisionSearch:
         return first()
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
-        # Try values beyond one end of the grid while the end is open and the score still changes.
+        # Try values beyond one end of the grid for as long as the grid may grow there and the score still changes.
         end, sign = (min, -1) if down else (max, 1)
         while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
             before, last = self.tried[end(self.tried)][score], end(self.tried)
@@ -120,7 +122,7 @@ class PrecisionSearch:
                 break
 
     def curve(self) -> dict[str, tuple[float, ...]]:
-        """Return the scores of all tried values, sorted by increasing prior precision."""
+        """Return the scores of all values tried, in order of increasing prior precision."""
         order = sorted(self.tried)
         names = self.tried[order[0]]
         table = {name: tuple(self.tried[index][name] for index in order) for name in names}
@@ -171,5 +173,5 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 
 
 def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
-    """Return a function from prior precisions to the mean scores of a mixture on held-out data."""
+    """Return a function that maps prior precisions to the mean scores of a mixture on held-out data."""
     return lambda precisions: mean_scores(posterior, data, precision=precisions, temperature=temperature)

@@ -1,4 +1,4 @@
-"""The contract of a rule, and its result."""
+"""The interface of a tuning rule, and its result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tuning:
     distance_exponent: float = 0.0
     onset: float = 1.0
     noise_factors: tuple[float, ...] = ()
-    """Factor of each component's noise, if the rule chose the noise of a regression."""
+    """Factor by which each component's noise is multiplied, if the rule chose the noise of a regression."""
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
@@ -40,7 +40,7 @@ class Tuning:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """Return the tuning from the dictionary that `as_json` returned."""
+        """Rebuild the tuning from the dictionary that `as_json` returned."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))
@@ -57,7 +57,7 @@ class Rule:
     needs_labels = True
     """True if the validation data must have labels."""
     fixes_weights = False
-    """True if weights by evidence are kept from before tuning, although the rule changes the prior precision."""
+    """True if evidence-based weights keep their values from before tuning, although the rule changes the prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True if the rule is defined for a likelihood. By default, it is defined for every classification."""
@@ -68,6 +68,6 @@ class Rule:
 
         Args:
             posterior: the posterior at its initial prior precision, with temperature 1, pooling 1 and distance exponent 0.
-            data: features and outputs of the validation data; None for a rule without `needs_data`.
+            data: features and outputs of the validation data; None if the rule does not set `needs_data`.
         """
         raise NotImplementedError

@@ -99,5 +99,5 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
 def _checked_places(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
-        raise StorageError(f"tensor chosen: expected increasing indices below {size}. Save the posterior again.")
+        raise StorageError(f"tensor 'chosen': expected increasing indices below {size}. Save the posterior again.")
     return chosen

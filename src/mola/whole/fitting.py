@@ -57,16 +57,17 @@ def fit(
 ) -> WholeMoLA:
     """Fit a Laplace approximation over all weights of each trained network, not only over its last layer.
 
-    The posterior over the weights that require gradients is a Gaussian. Its mean is the trained weights, and its precision is
-    `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
+    The posterior over the weights that require gradients is a Gaussian. Its mean is the vector of trained weights, and its precision
+    is `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
 
     Args:
-        networks: one trained classifier, or K classifiers. Their architectures may differ, but not their number of classes.
+        networks: one trained classifier, or K classifiers. Their architectures may differ, but their number of classes must be the
+            same.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels". A
-            subnetwork needs two passes, so an iterator is not accepted.
+            subnetwork needs two passes, so it does not accept an iterator.
         val_loader: validation data. If given, the posterior is tuned on these data.
         rule: tuning rule, as in `mola.fit`.
-        structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
+        structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
             diagonal) or "full" (small networks only). None means "kron", or "full" for a subnetwork.
         subnetwork: number or fraction of uncertain weights. The weights with the largest marginal variance under the diagonal
             approximation are chosen (Daxberger et al., 2021), and they have a full covariance. All other weights keep their trained
@@ -76,7 +77,7 @@ def fit(
         prior_precision: lambda, as one number or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and all processes return
-            the posterior of all data.
+            the posterior for all data.
         progress: show a progress bar if stderr is a terminal.
     """
     team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)

@@ -1,4 +1,4 @@
-r"""Jacobians of the logits with respect to a network's weights, for a few data at a time.
+r"""Jacobians of the logits with respect to a network's weights, for a few data points at a time.
 
 `torch.func` differentiates any network datum by datum. Consider a linear or convolutional layer that is applied at T positions of a
 datum. Let :math:`a_t` be its inputs, including the constant 1 of the bias, and :math:`g_t` the gradients of a logit with respect to
@@ -25,7 +25,7 @@ NUMBERS_AT_ONCE = 2**22
 """Largest number of Jacobian entries in memory at once (32 MB in float64)."""
 
 Directions: TypeAlias = "Callable[[Tensor], Tensor]"
-"""A function from logits (n, C) to directions (n, R, C) of the output space, both in float64."""
+"""A function that maps logits (n, C) to directions (n, R, C) in the output space, both in float64."""
 
 
 def each_logit(logits: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class WeightLayout:
         return self.flat(dict(network.named_parameters()))
 
     def data_at_once(self, outputs: int) -> int:
-        """Return the number of data whose Jacobians fit into `NUMBERS_AT_ONCE`."""
+        """Return the number of data points whose Jacobians have at most `NUMBERS_AT_ONCE` entries."""
         return max(1, NUMBERS_AT_ONCE // (outputs * self.total))
 
 
@@ -97,7 +97,7 @@ class WeightLayout:
 
 
 def size_of(inputs: Inputs) -> int:
-    """Return the number of data in a batch, which is the length of its first tensor."""
+    """Return the number of data points in a batch, which is the length of its first tensor."""
     sizes = [len(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise DataError(
@@ -111,7 +111,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """Return a slice of a batch of `size` data."""
+    """Return a slice of a batch of `size` data points."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 
@@ -183,7 +183,7 @@ class Factors(NamedTuple):
 
     def product(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
         """Return `left' (sum_t g_t a_t') right` (n, R, O, I); None is the identity."""
-        # If the matrix is multiplied from the right, torch folds all data into one product. For 200 data and a 784-100-10
+        # If the matrix is multiplied from the right, torch folds all data into one product. For 200 data points and a 784-100-10
         # perceptron, this takes 0.4 s instead of 1.3 s.
         gradients = self.gradients if left is None else (self.gradients.mT @ left).mT
         inputs = self.inputs if right is None else right.T @ self.inputs

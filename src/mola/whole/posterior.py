@@ -1,7 +1,7 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
 A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
-instead. A search computes the Jacobians of a few data at a time and evaluates all candidates on them.
+instead. A search computes the Jacobians of a few data points at a time and evaluates all candidates on them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mola.whole.structures import WholeStructure
 
 
 def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor:
-    """Return a component's features: the Jacobians (n, C, D) of a few data in the eigenbasis of its curvature.
+    """Return a component's features: the Jacobians (n, C, D) of a few data points in the eigenbasis of its curvature.
 
     Args:
         component: component whose network is linearised.
@@ -55,7 +55,7 @@ def structure_of(component: Component) -> WholeStructure:
 def make_component(
     network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
 ) -> Component:
-    """Make the component of one network from its sums."""
+    """Make the component for one network from its sums."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
     return Component(network, None, layer, prior_precision, likelihood)
 
@@ -67,10 +67,10 @@ class CapturedInputs(Captured):
     inputs: Inputs = None
     component: Component | None = None
     most: int = 1
-    """Largest number of data whose Jacobians are in memory at once."""
+    """Largest number of data points whose Jacobians are in memory at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield coordinates (m, C, D) and outputs (m, C) in float64 for a few data at a time."""
+        """Yield coordinates (m, C, D) and outputs (m, C) in float64 for a few data points at a time."""
         assert self.component is not None
         size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
         for start in range(0, max(total, 1), size):
@@ -86,10 +86,10 @@ class HeldInputs(HeldOut):
     """Inputs and size of each batch."""
     components: Sequence[Component] = ()
     most: int = 1
-    """Largest number of data whose Jacobians are in memory at once."""
+    """Largest number of data points whose Jacobians are in memory at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Rows, Tensor | None]]:
-        """Yield coordinates and outputs of every network, and labels, for a few data at a time."""
+        """Yield the coordinates and outputs of every network, and the labels, for a few data points at a time."""
         size, start = max(1, min(size, self.most)), 0
         for inputs, count in self.batches:
             for first in range(0, count, size):
@@ -110,7 +110,7 @@ class WholeMoLA(MoLA):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of uncertain weights of each network."""
+        """Number of uncertain weights in each network."""
         return tuple(component.require_layer("a size").weights.numel() for component in self.components)
 
     def _most(self) -> int:
@@ -124,7 +124,7 @@ class WholeMoLA(MoLA):
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def capture(self, inputs: Inputs) -> list[Captured]:
-        """Run every network once and store the inputs."""
+        """Run every network once, and store the inputs together with the outputs."""
         captured, most = super().capture(inputs), self._most()
         return [
             CapturedInputs(one.features, one.outputs, one.layout, None, inputs, component, most)

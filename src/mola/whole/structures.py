@@ -7,9 +7,9 @@ with inputs a and gradients g at T positions by
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
 This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of one layer whose gradients
-are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without layers. A `WholeCurvature` is an
-orthogonal basis of weight space with one eigenvalue h for each direction. In the coordinates z (n, C, D) of the Jacobians in this
-basis, every formula is a sum over :math:`1 / (h + \lambda)`.
+are the Jacobian rows and whose input is the constant 1. The diagonal is the special case in which there are no layers. A
+`WholeCurvature` is an orthogonal basis of weight space with one eigenvalue h for each direction. In the coordinates z (n, C, D) of the
+Jacobians in this basis, every formula is a sum over :math:`1 / (h + \lambda)`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NAMES = ("kron", "diag", "full", "subnetwork")
 
 JITTER = 1e-9
 """Multiple of the mean diagonal entry that is added to the diagonal of the centred covariance before its Cholesky decomposition. The
-covariance has a low rank if only a few weights are uncertain."""
+covariance has low rank if only a few weights are uncertain."""
 
 
 class JacobianRows(NamedTuple):
-    """Jacobian rows along R directions: the factors of each layer, and the rows (n, R, S) of the S remaining weights."""
+    """Jacobian rows along R directions: the factors for each layer, and the rows (n, R, S) for the S remaining weights."""
 
     layers: list[Factors]
     rest: Tensor
@@ -57,7 +57,7 @@ class WholeStructure(Structure):
     name: str
 
     def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, JacobianRows]:
-        """Return logits (n, C) and Jacobian rows along the given directions, for a few data."""
+        """Return logits (n, C) and Jacobian rows along the given directions, for a few data points."""
         layers = [block.layer for block in self.layout.blocks if block.layer is not None]
         if layers:
             return self._factored_rows(network, layers, inputs, directions)
@@ -86,7 +86,7 @@ class WholeStructure(Structure):
         return outputs, JacobianRows(known, rest)
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Return B (O, O) and A (I, I) of each layer, and the sums of squares (S,) of the remaining weights.
+        """Return B (O, O) and A (I, I) for each layer, and the sums of squares (S,) for the remaining weights.
 
         The rows must be along the directions of `curvature_roots`.
         """
@@ -109,7 +109,7 @@ class WholeStructure(Structure):
         return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory of sums and eigenbases in bytes."""
+        """Return the memory that sums and eigenbases take, in bytes."""
         squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
@@ -118,7 +118,7 @@ class WholeStructure(Structure):
 class WholeCurvature(Curvature):
     """Eigenvalues (D,) of the Gauss-Newton matrix, and eigenbases (O, O) and (I, I) of each layer's factors.
 
-    The eigenbasis of all other weights is the identity. In the methods, phi is the coordinates (n, C, D) of the Jacobians.
+    The eigenbasis of all other weights is the identity. In the methods, phi denotes the coordinates (n, C, D) of the Jacobians.
     """
 
     values: Tensor
@@ -185,7 +185,7 @@ class WholeCurvature(Curvature):
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the linearised logits for random draws of the weights."""
         scale = self.inverse(precision).sqrt()
-        draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # one at a time
+        draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # drawn lazily
         return torch.stack([phi @ one for one in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:

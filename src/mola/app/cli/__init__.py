@@ -25,14 +25,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 YOURS, PAPER = "Your own networks", "The paper's experiments"
-UNTOUCHED = "Nothing was written. An earlier result is unchanged."
+UNTOUCHED = "Nothing was written. Any earlier result is unchanged."
 RESUMES = "Finished {} are kept. Run the same command to continue."
 
 add_command(
     app,
     fit.fit,
     panel=YOURS,
-    stopped="No posterior was written. An earlier posterior is unchanged. "
+    stopped="No posterior was written. Any earlier posterior is unchanged. "
     "With --checkpoint, the same command continues from the last checkpoint (one every 100 batches).",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
@@ -46,7 +46,7 @@ add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
 add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
 
 SHARED = ("fit", "evaluate", "predict", "train", "bench")
-"""Commands whose work several processes can share. Any other command would run completely in each process."""
+"""Commands whose work several processes can share. Each process would repeat all the work of any other command."""
 
 
 def _version(wanted: bool) -> None:

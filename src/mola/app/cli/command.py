@@ -25,7 +25,7 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
     """Register a function that takes a dataclass of options (`mola.app.options`); its docstring is the help.
 
-    `stopped` is the message after Ctrl-C, which describes the state that an interrupted run leaves.
+    `stopped` is the message shown after Ctrl-C. It says what an interrupted run leaves behind.
     """
     kind = get_type_hints(function)["options"]
     declared = options_of(kind)
@@ -68,7 +68,7 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # Return names and annotations for typer. The default is always None, to distinguish given flags from defaults.
+    # Return names and annotations for typer. Every default is None, so that flags that were given can be told from defaults.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),
@@ -114,7 +114,7 @@ def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(command: str, kind: type, declared: list[Option], given: dict[str, Any]) -> dict[str, Any]:
-    # Return the options of a run file. The file may come from a stranger, so code that only the file names needs the user's consent.
+    # Return the options in a run file. The file may come from a stranger, so code that only the file names needs the user's consent.
     path: Path | None = given.get("config")
     if path is None:
         return {}
@@ -134,7 +134,7 @@ def write_run(options: Any, command: str, path: Path) -> Path:
 
 
 class Command(TyperCommand):
-    """A command whose help lists the common options first and all other options by topic, in few lines."""
+    """A command with compact help, which lists the common options first and all other options by topic."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, with brackets around optional arguments only."""
@@ -143,7 +143,7 @@ class Command(TyperCommand):
         return [needed.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write usage, description and options."""
+        """Write the usage line, the description and the options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         self.format_options(ctx, formatter)
@@ -167,7 +167,7 @@ class Command(TyperCommand):
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for title in sorted(panels, key=lambda title: title == RUN):  # this topic is last, because all commands have it
+        for title in sorted(panels, key=lambda title: title == RUN):  # last, because all commands have this topic
             rows = panels[title]
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows])

@@ -1,4 +1,4 @@
-"""`mola demo`: fit, tune and compare on data included in scikit-learn."""
+"""`mola demo`: fit and tune posteriors on data included in scikit-learn, and compare methods."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
-"""Fraction of the total time before the figures are drawn, as measured."""
+"""Measured fraction of the total time that passes before the figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Half of the largest seed of scikit-learn's generators, because the two moons use two seeds."""
+"""Half of the largest seed that scikit-learn's generators accept, because the two moons use two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Quiet):
-    """Options of `mola demo`."""
+    """Options for `mola demo`."""
 
     output: Path = option(
         Path("demo-results"),

@@ -31,12 +31,12 @@ REGRESSION = [
     ("std", "mean std.", 1, 4),
     ("coverage", "in 90 % intervals %", 100, 1),
 ]
-"""Metric, heading, factor and digits of each column of the table."""
+"""Metric, heading, factor and number of digits for each column of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Reporting, Job):
-    """Options of `mola fit`: the options of the job, and options that do not change the posterior."""
+    """Options for `mola fit`: the options of the job, and options that do not affect the posterior."""
 
     output: Path = option(
         Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", kept=False
@@ -91,7 +91,7 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     measured = found["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
-        # The networks without the posterior use the same mixture weights and no covariances.
+        # The networks without the posterior have the same mixture weights but no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
         caption = f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` for other data."

@@ -1,4 +1,4 @@
-"""`mola info`: show the content of a posterior's folder."""
+"""`mola info`: show the contents of a posterior's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mola.options import counted
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """Options of `mola info`."""
+    """Options for `mola info`."""
 
     posterior: Path = option(help="Folder written by `mola fit` or posterior.save", argument=True, metavar="POSTERIOR")
     as_json: bool = option(False, "Print everything as JSON", flags=("--json",))

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, or one line for each step otherwise."""
+"""Progress on stderr: a bar in a terminal; otherwise, one line for each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function that shows the current step and the finished fraction of the work, from 0 to 1."""
+    """Yield a function that shows the current step and the fraction of the work that is done, from 0 to 1."""
     console = Console(stderr=True)
     if quiet:
         yield lambda doing, done: None

@@ -17,7 +17,7 @@ from mola.compare.report.tables import print_table
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Quiet):
-    """Options of `mola report`."""
+    """Options for `mola report`."""
 
     suites: tuple[str, ...] = option(
         (), "Names of suites", argument=True, metavar="SUITES", shown="all suites with results"
@@ -34,7 +34,7 @@ def report(options: ReportOptions) -> None:
     Reads only the records of `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex and the
     figures. Takes a few seconds.
     """
-    # Imported here, because only this command needs matplotlib.
+    # Imported here because only this command needs matplotlib.
     from mola.compare.report.reading import read_suites
     from mola.compare.report.suite_tables import TERMINAL, suite_tables
     from mola.compare.report.words import suite_findings

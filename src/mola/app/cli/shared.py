@@ -1,4 +1,4 @@
-"""Helpers of several commands: checks of the output folder, and the report of inputs that were left out."""
+"""Helpers shared by several commands: check the output folder, and report inputs that were left out."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def rule_name(rule: str) -> str:
 
 
 def scaling_words(found: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of the logit-scaling settings that are not neutral."""
+    """Return a description of each logit-scaling setting that is not neutral."""
     neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
     return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]

@@ -21,7 +21,7 @@ RECIPE = "Recipe (the paper's by default)"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Computing, Device):
-    """Options of `mola train`."""
+    """Options for `mola train`."""
 
     suite: str = option(help="digits, mnist, cifar10 or clinc", argument=True, metavar="SUITE")
     networks: int = option(5, "Number of networks", minimum=1)
@@ -44,7 +44,7 @@ class TrainOptions(Computing, Device):
 def train(options: TrainOptions) -> None:
     """Train the networks of a suite, each with its own seed.
 
-    Finished networks are saved as NN.safetensors, and unfinished networks after every epoch. The same command resumes training
+    Finished networks are saved as NN.safetensors; unfinished networks are saved after every epoch. The same command resumes training
     and gives identical weights.
     """
     from mola.distributed import join

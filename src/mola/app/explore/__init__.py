@@ -1,4 +1,4 @@
-"""A local page to explore a posterior: change a picture, and compare MAP, the deep ensemble and MoLA."""
+"""A local page for exploring a posterior: the user changes a picture and compares MAP, the deep ensemble and MoLA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mola.app.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreOptions(Opening, Computing):
-    """The options of `mola explore`."""
+    """Options for `mola explore`."""
 
     posterior: Path | None = option(
         None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"

@@ -1,4 +1,4 @@
-"""The explorer's page: one HTML component of gradio, whose script calls `Explorer.look` after every change by the user.
+"""The explorer's page: a single gradio HTML component whose script calls `Explorer.look` after every change by the user.
 
 Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server closes the stream
 of answers.
@@ -32,15 +32,15 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""Time per picture in seconds; for slower networks, the curve over all angles is left out."""
+"""Time limit per picture, in seconds. If the networks are slower, the curve over all angles is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side of the drawing pad in pixels of the page, and width of a stroke in pixels of the network inputs."""
+"""Side of the drawing pad, in pixels on the page, and width of a stroke, in pixels of a network input."""
 
 
 def percent(share: float) -> str:
-    """Return a probability as a percentage; only 0 and 1 become 0 % and 100 %."""
+    """Return a probability as a percentage; only exactly 0 and 1 are shown as 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -52,11 +52,11 @@ TEMPLATES.filters["percent"] = percent
 
 
 class Explorer:
-    """Handler for the page's requests about a subject, without state between requests."""
+    """Stateless handler for the page's requests about a subject."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._lock = threading.Lock()  # more than one page may be open
+        self._lock = threading.Lock()  # several pages may be open at once
         self._predict([subject.examples[0][1]])  # the first call is slower than later calls
         began = time.perf_counter()
         self._predict([subject.examples[0][1]])
@@ -68,13 +68,13 @@ class Explorer:
         return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
 
     def _methods(self, prediction: Any) -> dict[str, Tensor]:
-        # Return probabilities (n, C) of the first network, the mean of all networks, and the mixture of Laplace approximations.
+        # Return the probabilities (n, C) from the first network, the mean of all networks, and the mixture of Laplace approximations.
         alone = prediction.logit_mean.softmax(-1)
         mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """Return the HTML for a request with `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
+        """Return the HTML for a request, which contains `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
@@ -124,7 +124,7 @@ class Explorer:
 
 
 def controls(subject: Subject) -> str:
-    """Return the HTML of the page, without an answer."""
+    """Return the HTML of the page before any answer."""
     return TEMPLATES.get_template("page.html").render(
         title=subject.title,
         notes=subject.notes,
@@ -135,7 +135,7 @@ def controls(subject: Subject) -> str:
 
 
 def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
-    """Serve the page on this machine only, without blocking; return the page, which the caller closes, and its address.
+    """Serve the page on this machine only, without blocking; return the page and its address. The caller must close the page.
 
     If no port is given, the first free port from 7860 on is used.
     """
@@ -153,7 +153,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
             side=MAX_SIDE,
             pen=max(20, round(PAD / max(explorer.subject.sight.shape[1:]) * PEN)),
         )
-    fonts = ["system-ui", "sans-serif"]  # fonts of this machine, so that none are downloaded
+    fonts = ["system-ui", "sans-serif"]  # use fonts installed on this machine, so that none are downloaded
     try:
         _, address, _ = page.launch(
             server_name=HOST,

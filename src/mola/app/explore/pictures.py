@@ -1,4 +1,4 @@
-"""Pictures for the explorer: read from the page, resized for the networks, and changed by sliders."""
+"""Pictures for the explorer: reading them from the page, resizing them for the networks, and changing them with sliders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps
 
 MAX_SIDE = 1024
-"""Largest side of a picture, in pixels. The page shrinks larger pictures; networks with larger inputs are too slow for sliders."""
+"""Largest side of a picture, in pixels. Larger pictures are shrunk, because networks with larger inputs are too slow for sliders."""
 
 PREFIX = "data:image/png;base64,"
 MAX_CHARACTERS = 8 * MAX_SIDE**2
-"""Largest length of a picture as text: 4 incompressible bytes per pixel in base64, and a margin."""
+"""Largest length of a picture encoded as text: 4 incompressible bytes per pixel in base64, plus a margin."""
 
 
 class Slider(NamedTuple):
-    """A slider of the page."""
+    """A slider on the page."""
 
     label: str
     low: float
@@ -46,11 +46,11 @@ SLIDERS = {
     "brightness": Slider("Brightness", -0.5, 0, 0.5, 0.01),
     "contrast": Slider("Contrast (times)", 0, 1, 3, 0.05),
 }
-"""The sliders by name, in the order of the page."""
+"""The sliders by name, in their order on the page."""
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `change` from a request of the page; a value outside a slider's range is clipped."""
+    """Return the arguments for `change` from a request by the page; values outside a slider's range are clipped."""
     values = {
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
@@ -69,13 +69,13 @@ def change(
     contrast: float = 1.0,
     invert: bool = False,
 ) -> Image.Image:
-    """Change a grey or RGB picture by the values of the sliders. Neutral values leave it unchanged."""
+    """Change a grey or RGB picture according to the values of the sliders. Neutral values leave it unchanged."""
     if invert:
         image = ImageOps.invert(image)
     if (contrast, brightness) != (1, 0):
         table = [round((level - 127.5) * contrast + 127.5 + 255 * brightness) for level in range(256)]
         image = image.point([min(255, max(0, level)) for level in table] * len(image.getbands()))
-    if scale < 1:  # bilinear sampling reads two pixels per side, and would skip the rest
+    if scale < 1:  # bilinear sampling reads only two pixels per side and would skip the rest
         image = image.filter(ImageFilter.GaussianBlur(0.4 * (1 / scale - 1)))
     if (rotation, scale) != (0, 1):
         cos, sin = math.cos(math.radians(rotation)) / scale, math.sin(math.radians(rotation)) / scale
@@ -93,7 +93,7 @@ def change(
 
 @dataclass(frozen=True)
 class Sight:
-    """Preparation of pictures for networks with inputs (channels, height, width)."""
+    """Preparation of pictures for networks with inputs of shape (channels, height, width)."""
 
     shape: tuple[int, ...]
     intake: Intake
@@ -107,7 +107,7 @@ class Sight:
             )
 
     def read(self, text: str) -> Image.Image:
-        """Return a picture from the page, `data:image/png;base64,...`, in the size and mode of the network inputs."""
+        """Decode a picture from the page (`data:image/png;base64,...`), with the size and mode of the network inputs."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
             raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
         try:

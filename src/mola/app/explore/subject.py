@@ -1,6 +1,6 @@
-"""Content of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of validation data.
+"""Content of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
 
-`open_subject` reads a folder of `mola fit`; `digits_subject` trains, fits and tunes the digits demo in a few seconds.
+`open_subject` reads a folder written by `mola fit`; `digits_subject` trains, fits and tunes the digits demo in a few seconds.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Example = tuple[str, Image.Image]
 
 @dataclass(frozen=True)
 class Reference:
-    """OOD scores of validation data, or of a subset of a large validation set."""
+    """OOD scores of the validation data, or of a subset if the validation set is large."""
 
     scores: Tensor
     alarm: float
     """Score above which `mola predict` flags an input as an outlier."""
     count: int
-    """Number of validation data."""
+    """Size of the validation set."""
 
     def share_below(self, score: float) -> float:
-        """Return the share of the data with a lower score."""
+        """Return the fraction of the data with a lower score."""
         return float((self.scores < score).double().mean())
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The networks, the posterior and the examples of the page."""
+    """The networks, the posterior and the examples shown on the page."""
 
     title: str
     posterior: MoLA
@@ -58,9 +58,9 @@ class Subject:
     examples: tuple[Example, ...]
     """Names and pictures of the examples; the page starts with the first example."""
     reference: Reference | None
-    """OOD scores of the validation data; None if there are none."""
+    """OOD scores of the validation data, or None without validation data."""
     notes: tuple[str, ...] = ()
-    """Notes that explain missing content."""
+    """Notes that explain why content is missing."""
 
 
 def ood_examples(sight: Sight) -> list[Example]:
@@ -147,7 +147,8 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 
 
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
-    # Examples are evenly spaced, since a folder of images is sorted by class. A set of unknown size is read from its start.
+    # Examples are evenly spaced, since a folder of images is sorted by class. If the size of a set is unknown, its first inputs
+    # are used.
     source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (

@@ -1,7 +1,7 @@
-"""Arrays as data sets: `.npz` files with inputs and labels, `.npy` files with only inputs, and built-in data sets.
+"""Arrays as data sets: `.npz` files with inputs and labels, `.npy` files with inputs only, and built-in data sets.
 
-Bytes are pixels and are normalised. Floating-point numbers are passed to the networks unchanged. Nothing is unpickled. `.npy` files
-are memory-mapped and may be larger than memory.
+Bytes are treated as pixels and normalised. Floating-point numbers are passed to the networks unchanged. Nothing is unpickled.
+`.npy` files are memory-mapped and may be larger than memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays(Set):
-    """Rows of an array, with labels (n,) or (n, C), or with a label for each position."""
+    """Rows of an array, with labels of shape (n,) or (n, C), or with a label for each position."""
 
     values: NDArray[Any]
     """Pixels as bytes, or network inputs, of shape (n, ...)."""

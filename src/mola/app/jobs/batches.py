@@ -26,18 +26,19 @@ SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """A posterior as a function from batches to columns, which any engine can map over partitions.
+    """A posterior as a function that maps batches to columns. Any engine can apply it to partitions.
 
-    A batch is a pandas frame or a mapping of NumPy arrays. The result has the same type and the columns of `mola predict`.
-    Inputs are passed to the networks unchanged. Each process loads the posterior when it receives its first batch.
+    A batch is a pandas frame or a mapping from names to NumPy arrays. The result has the same type as the batch and the same
+    columns as the output of `mola predict`. Inputs are passed to the networks unchanged. Each process loads the posterior when it
+    receives its first batch.
 
     Args:
-        source: path that every process can read. The path is a folder that `mola fit --bundle` wrote, or a file that
+        source: path that every process can read: a folder that `mola fit --bundle` wrote, or a file that
             `mola.export.onnx` or `mola.export.torch_export` wrote.
         inputs: names of the input columns. Pass one column of arrays, or several columns of numbers in the order of the networks'
             inputs.
         keep: columns to copy to the output, such as a key.
-        shape: shape of one input; None means the shape of a cell, or of a row of several columns.
+        shape: shape of one input; None uses the shape of a cell or, with several columns, of a row.
         dtype: type of the inputs.
         probabilities: add a column "probs" with a list of probabilities, one for each class.
         trust: True if you trust the author of the source. Files written by `mola.export.torch_export`, and folders that name
@@ -60,7 +61,7 @@ class BatchPredictor:
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
 
     def __call__(self, batch: Any) -> Any:
-        """Return the predictions of a batch, which may be empty. Frames keep their index."""
+        """Return the predictions for a batch, which may be empty. Frames keep their index."""
         if not isinstance(batch, Mapping) and not hasattr(batch, "columns"):
             raise DataError(f"expected a pandas frame or a mapping of arrays, got {type(batch).__name__}.")
         missing = [name for name in (*self.inputs, *self.keep) if name not in batch]
@@ -71,7 +72,7 @@ class BatchPredictor:
             return {name: batch[name] for name in self.keep} | found
         import pandas
 
-        # Columns of texts and lists keep the dtype object. In an empty frame, pandas would infer another dtype, but all partitions
+        # Columns of strings and lists keep the dtype object. In an empty frame, pandas would infer another dtype, but all partitions
         # need the same dtypes.
         cells = {name: [*values] if values.ndim > 1 else values for name, values in found.items()}
         kinds = {name: object for name, values in found.items() if values.ndim > 1 or values.dtype == object}
@@ -79,7 +80,7 @@ class BatchPredictor:
         return pandas.concat([batch[list(self.keep)], frame], axis=1)
 
     def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
-        """Return the Spark schema of the columns, such as "id long, label long"; `keep` maps columns to keep to their types."""
+        """Return the Spark schema of the columns, such as "id long, label long"; `keep` maps each column to keep to its type."""
         kinds = dict(keep or {})
         for name, values in self._predict(np.empty(0)).items():
             kinds[name] = "array<double>" if values.ndim > 1 else SPARK_TYPES[values.dtype.kind]
@@ -126,7 +127,7 @@ class BatchPredictor:
 
 class _Loaded(NamedTuple):
     predict: Callable[[Tensor], dict[str, Tensor]]
-    """Function from inputs to "probs" (n, C), "label" and other fields (n,)."""
+    """Function that maps inputs to "probs" (n, C), "label" (n,) and other fields (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
     threshold: float | None = None

@@ -24,7 +24,7 @@ NETWORKS, DATA, TRAINED, UCI = "Networks", "Data", "Methods that train", "Suite 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Computing, Device):
-    """Options of `mola bench`."""
+    """Options for `mola bench`."""
 
     suite: str = option(
         help="digits, mnist, cifar10, imagenet, clinc, or uci for regression", argument=True, metavar="SUITE"
@@ -93,7 +93,7 @@ class BenchOptions(Computing, Device):
 
 
 def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
-    """Run a suite and return the folder of its results. If requested, train missing networks first and measure the cost last."""
+    """Run a suite and return the folder with its results. If requested, train missing networks first and measure the cost last."""
     suite, groups = find_suite(options.suite), _groups(options.groups)
     components, runs = options.components or suite.components, options.runs or 1
     budget = Budget(changed(suite.budget.swag, options.swag), changed(suite.budget.mimo, options.mimo))
@@ -119,7 +119,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             raise OptionError(
                 "--train needs a folder of networks, but --networks lists trained networks. Omit --train."
             )
-        # Networks that are listed individually include the resizing and the normalisation of images.
+        # Networks that are listed individually resize and normalise images themselves.
         data = replace(data, normalisation=data.normalisation or "none")
         networks = open_named(given, suite.outputs)
         name = ", ".join(network.label for network in networks)

@@ -1,9 +1,9 @@
-"""Consent to code that a file names, such as `package.module:function` in a posterior's document or in a run file.
+"""Require consent to run code that a file names, such as `package.module:function` in a posterior's document or in a run file.
 
-The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run tests
-that a stranger put into the folder. Code on the user's command line is not checked here. A file may name torchvision networks and
-modules of the current folder, but not modules that came with the file, such as `downloads.evil` in a downloaded folder. All other
-code needs `--trust`.
+The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run
+tests that a stranger put into the folder. Code on the user's command line is not checked here. A file may name torchvision
+networks and modules in the current folder, but not modules that came with the file, such as `downloads.evil` in a downloaded
+folder. All other code needs `--trust`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mola.lab.imported import split_name
 from mola.saving.files import DOCUMENT
 
 HARMLESS = "torchvision.models"
-"""Package whose functions only make networks."""
+"""Package whose functions only build networks."""
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
@@ -61,7 +61,7 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
 
 
 def _file_here(module: str) -> Path | None:
-    # Return the file of a module in the current folder or in its subfolder src.
+    # Return the file that contains a module, in the current folder or its subfolder src.
     for root in (Path.cwd(), Path.cwd() / "src"):
         place = root.joinpath(*module.split("."))
         for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
@@ -75,7 +75,7 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # Return the outermost folder around a file, relative to the current folder: its content was probably downloaded together.
+    # Return the outermost folder that contains a file, relative to the current folder. Its contents were probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):
@@ -86,7 +86,7 @@ def _came_along(source: Path) -> list[Path]:
 
 
 def _contains(tree: Path, file: Path) -> bool:
-    # Compare files instead of names, because a file system may ignore case.
+    # Compare files rather than names, because a file system may ignore case.
     return any(one.samefile(tree) for one in (file, *file.parents))
 
 

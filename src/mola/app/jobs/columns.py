@@ -1,7 +1,7 @@
-"""Convert predictions to tables, with one row for each input, and to arrays, named like the fields of a prediction.
+"""Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
 
-Tables have the columns of `Prediction.to_frame`, with names of classes and outputs instead of numbers. For dense outputs, tables have
-means over positions. Arrays have the layout of the library.
+Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their numbers. For dense
+outputs, tables contain means over positions. Arrays have the same layout as in the library.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from mola.app.jobs.folder import PosteriorFolder
 from mola.likelihoods import Gaussian, Likelihood
 
 Sums = dict[str, Any]
-"""Sums over predictions, which can be added over batches."""
+"""Sums over predictions; the sums of several batches can be added."""
 
 INTERVAL = 0.9
-"""Probability of regression intervals without --coverage."""
+"""Coverage of regression intervals if --coverage is not given."""
 
 FIELDS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
 REGRESSION_FIELDS = ("mean", "std", "lower", "upper", "epistemic", "aleatoric", "ood_score", "distance")
 
 ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer", "set", "prob")
-"""Order of the columns, by field."""
+"""Fields in the order of their columns."""
 
 SEPARATOR = "|"
-"""Separator of the labels in the column "class" of multi-label predictions."""
+"""Separator between labels in the column "class" of multi-label predictions."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A converter of a posterior's predictions to tables, arrays and sums."""
+    """Converter that turns a posterior's predictions into tables, arrays and sums."""
 
     names: tuple[str, ...]
     """Names of the classes, labels or targets."""
@@ -44,7 +44,7 @@ class Columns:
     probabilities: bool = False
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the fields and decisions of a prediction by name, without fields that are None."""
+        """Return the fields and decisions of a prediction by name, leaving out fields that are None."""
         found: dict[str, Tensor | None] = {}
         if self.likelihood.classification:
             found |= {name: getattr(prediction, name) for name in FIELDS}
@@ -119,8 +119,8 @@ class Columns:
     def sums(self, fields: dict[str, Tensor], axis: int) -> Sums:
         """Return sums over all inputs and positions. If there are several labels or targets, their mean is summed.
 
-        The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of predictions of
-        each class or label ("labels").
+        The result also contains the number of inputs ("count"), the number of positions ("positions") and the number of times
+        that each class or label is predicted ("labels").
         """
         labels = np.zeros(len(self.names), dtype=np.int64)
         if self.likelihood.classification:
@@ -141,7 +141,7 @@ class Columns:
 
 
 def _field(column: str) -> str:
-    # Return the field of a column, such as "prob" for "prob_3".
+    # Return the field to which a column belongs, such as "prob" for "prob_3".
     field, _, place = column.rpartition("_")
     return field if place.isdecimal() else column
 

@@ -1,10 +1,10 @@
-"""Decisions for a posterior's folder: thresholds computed from saved scores of the validation data.
+"""Decisions for a posterior's folder: thresholds computed from the saved scores of the validation data.
 
-`mola fit` saves a few numbers for each validation datum with the posterior's tensors. So any false-alarm rate, error rate or coverage
-can be chosen later without further data. The alarm is applied first: inputs that raise the alarm are not answered, and the error rate
-is guaranteed for all other inputs.
+`mola fit` saves a few numbers for each validation datum with the posterior's tensors. Any false-alarm rate, error rate or
+coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
+answered, and the error rate is guaranteed for all other inputs.
 
-The prior precision, a single number, is tuned on the same data. docs/decisions.md measures the effect on the guarantees.
+The prior precision, a single number, is tuned on the same data; docs/decisions.md reports how this affects the guarantees.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mola.saving import files
 from mola.saving.posterior import KIND, SCHEMA
 
 CERTAINTY = 0.95
-"""Default confidence level of the guaranteed error rate."""
+"""Default confidence level for the guaranteed error rate."""
 
 FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA, MOST_NUMBERS = 100_000, 2**23
-"""Largest numbers of validation data and of values to save. From more data, an evenly spaced subset is saved."""
+"""Limits on the number of validation examples and the number of values saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix of the saved tensors."""
@@ -48,7 +48,7 @@ SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_var
 
 
 def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
-    """Return the values of labelled data to save, by name; without guarantees, only the OOD scores (n,).
+    """Return the values to save for labelled data, by name; without guarantees, return only the OOD scores (n,).
 
     For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
     targets (n, D).
@@ -72,12 +72,12 @@ def thinned(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns as tensors to save, with a prefix before each name."""
+    """Return the columns as tensors to save, with a prefix added to each name."""
     return {f"{VALIDATION}{name}": values for name, values in columns.items()}
 
 
 def read_columns(folder: Path) -> dict[str, Tensor]:
-    """Return the saved values of a folder's validation data."""
+    """Return the values that a folder stores for its validation data."""
     _, tensors = files.read_folder(folder, KIND, SCHEMA)
     found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
     score = found.get(SCORE, torch.zeros(0))
@@ -87,13 +87,13 @@ def read_columns(folder: Path) -> dict[str, Tensor]:
 
 
 def usual_alarm(scores: Tensor) -> tuple[float, float]:
-    """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate for fewer than 19 scores."""
+    """Return the alarm threshold and its false-alarm rate: the default rate, or a larger rate if there are fewer than 19 scores."""
     rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
     return alarm_threshold(scores, rate), rate
 
 
 def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
-    """Return the OOD score above which inputs are outlying, or None without validation data."""
+    """Return the OOD score above which inputs are outlying, or None if there are no validation data."""
     validation = fitted.document["result"].get("validation")
     if validation is None and false_alarm_rate is None:
         return None
@@ -109,13 +109,13 @@ class Decisions:
     """Thresholds for new inputs."""
 
     alarm: float | None
-    """OOD score above which inputs are outlying; None without validation data."""
+    """OOD score above which inputs are outlying; None if there are no validation data."""
     answer: AnswerThreshold | None = None
-    """Confidence above which inputs are answered unless they are outlying; None without an error rate."""
+    """Confidence above which inputs are answered unless they are outlying; None if no error rate is given."""
     sets: PredictionSets | None = None
-    """Conformal prediction sets; None without a coverage."""
+    """Conformal prediction sets; None if no coverage is given."""
     intervals: PredictionIntervals | None = None
-    """Prediction intervals for regression; None without a coverage."""
+    """Prediction intervals for regression; None if no coverage is given."""
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
         """Return the decisions for each input: "outlying" and "answer" (n,), and "set" (n, C), if their thresholds exist."""
@@ -141,7 +141,7 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Return the saved calibration data and OOD scores (n,); `option` is the name of the option in messages."""
+    """Return the saved calibration data and OOD scores (n,); messages refer to the option by the name `option`."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
         others = "Use --coverage for intervals" if not likelihood.classification else "Use the OOD alarm instead"
@@ -160,7 +160,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
-    """Return the saved predictions and targets (n, D) of a regression's validation data."""
+    """Return the saved predictions and targets (n, D) for the validation data of a regression posterior."""
     columns, weights = _kept_columns(fitted, option), fitted.posterior.weights
     known = means, variances, targets = [columns.get(name, torch.zeros(0)) for name in (MEANS, VARIANCES, TARGETS)]
     shaped = means.dim() == 3 and means.shape == variances.shape == (len(targets), len(weights), targets.shape[-1])
@@ -201,7 +201,7 @@ def gated_threshold(
     Raises:
         DataError: If no threshold guarantees the error rate.
     """
-    # Data that raise the alarm are never answered, so they count neither as answers nor as errors.
+    # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
     # Minus infinity means that all other inputs are answered. It is replaced by 0, which JSON can represent. Confidences are above 0.
@@ -217,7 +217,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Return thresholds for the options of `mola.app.jobs.groups.Deciding`. The default false-alarm rate is 0.05."""
+    """Return the thresholds that the options in `mola.app.jobs.groups.Deciding` request. The default false-alarm rate is 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:

@@ -1,7 +1,8 @@
-"""The job of `mola evaluate`: MAP, temperature or noise scaling, the deep ensemble, LLLA and MoLA, compared on the user's test data.
+"""`mola evaluate`: compare MAP, temperature or noise scaling, the deep ensemble, LLLA and MoLA on the user's test data.
 
-All methods except LLLA follow from the prediction of the posterior, so the data are read once and the networks run once. LLLA runs the
-first network once more. The validation data are also read once: temperatures, noise and LLLA are tuned on the stored outputs.
+All methods except LLLA are derived from the posterior's prediction, so the data are read once and the networks run once. LLLA
+runs the first network a second time. The validation data are also read once: temperatures, noise and LLLA are tuned on the stored
+outputs.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
-"""Guaranteed error rates and coverage of the decisions in the report."""
+"""Guaranteed error rates and coverage for the decisions in the report."""
 
 POSITIONS = 256
-"""Number of positions drawn from each input of dense outputs; neighbours are correlated, so more positions would add little."""
+"""Number of positions drawn per input for dense outputs. Neighbours are correlated, so more positions would add little."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
-"""Suffix of networks without Laplace approximations: "-T" with a temperature (classes), "-N" with scaled noise (regression)."""
+"""Suffix for networks without Laplace approximations: "-T" for temperature scaling (classes), "-N" for scaled noise (regression)."""
 
 LOGITS = "DE-L"
 """Name of the method that averages the networks' logits and scales the mean by a temperature."""
@@ -71,7 +72,7 @@ LOGITS = "DE-L"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(Opening, Reporting):
-    """Options of `mola evaluate`."""
+    """Options for `mola evaluate`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
     test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
@@ -98,9 +99,9 @@ class _Methods:
     # All methods, derived from one posterior. The ensemble uses the posterior's weights.
     posterior: MoLA
     single: MoLA
-    """The posterior of the first network alone, tuned by the same rule."""
+    """The posterior for the first network alone, tuned by the same rule."""
     alone: Mapping[str, Any]
-    """Methods without Laplace approximations, with their temperature or noise factors (D,), or None if unscaled."""
+    """Methods without Laplace approximations, each with its temperature or noise factors (D,), or None if it is not scaled."""
     sets: PredictionSets | None = None
     """Conformal sets for classes, if the posterior's folder has enough validation data."""
     intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class _Methods:
         return LAPLACE if self.single is self.posterior else MIXTURE
 
     def chosen(self, method: str) -> dict[str, Any]:
-        """Return the tuned values of a method."""
+        """Return the values that were tuned for a method."""
         discrete, found = self.posterior.likelihood.classification, dict[str, Any]()
         if method in self.alone:
             factor = self.alone[method]
@@ -133,7 +134,7 @@ class _Methods:
         return found
 
     def columns(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the columns of every method's tally for a batch, and its number of inputs; `start` inputs come before the batch."""
+        """Return the columns of every method's tally for a batch, and the batch size; `start` inputs come before the batch."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, head = len(whole), self.posterior.components[0].head
@@ -180,7 +181,7 @@ def run_evaluate(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> Comparison:
-    """Compare the methods. Each process of a team reads its part of every set, and all processes return the same numbers."""
+    """Compare the methods. Each process in a team reads its part of every set, and all processes return the same numbers."""
     began = time.perf_counter()
     test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):
@@ -295,7 +296,7 @@ def _tuned(
             first = None
             if held_out is not None and fitted.job.rule != "evidence":
                 first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
-            with noting():  # the report shows the notes of the tuning instead
+            with noting():  # the report shows the notes from tuning instead
                 single = single.tune(first, rule=rule, progress=False, team=team)
     alone, remarks = _alone(posterior, held_out, team)
     methods = _Methods(posterior, single, alone, *_guarantees(fitted))
@@ -320,7 +321,7 @@ def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[
             alone |= {name: None, f"{name}{SCALED[False]}": noise_factors(posterior, held_out, some)}
         return alone, []
     held_out.check_labels()
-    # Logits (K, n, C) and labels (n,) of the data of all processes.
+    # Logits (K, n, C) and labels (n,) of the data from all processes.
     rows = team.gather(torch.stack(list(held_out.outputs), dim=1) if len(held_out) else None)
     logits, labels = rows.transpose(0, 1), team.gather(held_out.labels if len(held_out) else None)
     if not likelihood.mutually_exclusive:
@@ -332,7 +333,7 @@ def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[
         alone |= {name: None, f"{name}{SCALED[True]}": scaled}
         notes += [f"{name}{SCALED[True]}: {note}" for note in caught]
     if count > 1:
-        with noting():  # the ensemble gives the same notes
+        with noting():  # the ensemble produces the same notes
             alone[LOGITS] = fit_temperature(torch.tensordot(posterior.weights.to(logits), logits, 1), labels)
     return alone, notes
 
@@ -373,7 +374,7 @@ def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[fl
 def _decisions(
     fitted: PosteriorFolder, methods: _Methods, inside: Mapping[str, Tally], classes: Sequence[str]
 ) -> DecisionResult | None:
-    # Compare the guarantees from the validation data with the rates on the test data.
+    # Compare the guarantees derived from the validation data with the rates measured on the test data.
     limit, likelihood = alarm(fitted, None), fitted.posterior.likelihood
     discrete = likelihood.classification
     if limit is None or (discrete and (fitted.posterior.is_dense or not likelihood.mutually_exclusive)):

@@ -20,7 +20,7 @@ from mola.export import Pixels, Written
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Opening, Deciding, Reporting):
-    """Options of `mola export`."""
+    """Options for `mola export`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
     onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")

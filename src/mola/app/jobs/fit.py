@@ -1,7 +1,7 @@
 """`mola fit`: fit a posterior to named networks and data, and write its folder.
 
-First, the data are opened and checked against the networks (`Material`). The validation data are read before the training data, so
-that a wrong order of the classes is found early. At the end, the folder is written atomically.
+First, the data are opened and checked against the networks (`Material`). The validation data are read before the training data,
+so that a wrong class order is found early. Finally, the folder is written atomically.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROWS = 1024
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """Return the rule of a job with its settings, or None to keep the prior precision."""
+    """Return a job's rule with its settings, or None to keep the prior precision."""
     name = one_of(job.rule_name, RULE_NAMES, "--rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
     given = {field: value for field, (_, value) in settings.items() if value is not None}
@@ -108,10 +108,10 @@ def run_fit(
     team: Team | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, Any]:
-    """Fit a posterior, write its folder, and return a summary in plain values.
+    """Fit a posterior, write its folder, and return a summary as plain values.
 
-    The processes of a team share the data, and rank 0 writes. In the summary, "result" is the result in `job.toml`, "notes" are the
-    summary and notes of the tuning, and "replaced" is true if the folder contained an earlier posterior.
+    The processes in a team share the data, and rank 0 writes the folder. In the summary, "result" is the result in `job.toml`,
+    "notes" are the summary of the tuning and its notes, and "replaced" is true if the folder contained an earlier posterior.
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
@@ -136,7 +136,7 @@ def run_fit(
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # The validation data are read once, before the training data, which may take hours. This finds a wrong order of the classes.
+    # The validation data are read once, before the training data, which may take hours, so that a wrong class order is found early.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
@@ -212,7 +212,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     if rule is not None:
         data.progress("tuning", 0.7)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes of the tuning
+            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning
             held = held_out if rule.needs_data else None
             posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and held_out is not None:
@@ -221,12 +221,12 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics of the networks without the posterior and of the posterior, and the values of each datum that decisions need.
+    # Return metrics for the networks alone and for the posterior, and the values for each datum that decisions need.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
     # For regression, the networks without the posterior use the noise that minimises the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
-    # Positions of one input are not independent, so no guarantee would hold.
+    # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
     kept: list[dict[str, Tensor]] = []
     for part, labels in held_out.chunks(ROWS):
@@ -259,7 +259,7 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     copies = []
     for index, path in enumerate(files):
-        # Names contain a checksum of the content, so that the old posterior's weights stay until the new posterior is written.
+        # Names contain a checksum of the contents, so that the old posterior's weights remain until the new posterior is written.
         content = path.read_bytes()
         copies.append(target / f"{index}-{hashlib.sha256(content).hexdigest()[:16]}{path.suffix}")
         write_atomically(copies[-1], content)
@@ -295,7 +295,7 @@ def _result(posterior: MoLA, data: Material, measured: dict[str, Any] | None) ->
 
 
 class Material:
-    """The data sets of a job, opened and checked against the networks, with their shared preparation.
+    """The data sets for a job, opened and checked against the networks, and their shared preparation.
 
     `classes` are the class names in the order of the networks' outputs, `inputs` describes an input, and `first` is a small batch of
     training inputs.
@@ -329,7 +329,7 @@ class Material:
             )
             names = f" ({', '.join(listed[:5])}{', ...' if many > 5 else ''})" if listed else ""
             raise DataError(f"got {many} classes{names} for a network with {self.outputs} outputs. {advice}.")
-        # The data are opened again, because the possible labels are known now.
+        # The data are opened again because the possible labels are now known.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
@@ -355,7 +355,7 @@ class Material:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job)
 
     def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """Return a loader of a set that reports progress from `start` to `end`, as fractions of all work."""
+        """Return a loader for a set that reports progress from `start` to `end`, as fractions of all the work."""
         self.progress(doing, start)
 
         def on_share(share: float) -> None:

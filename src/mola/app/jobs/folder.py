@@ -1,8 +1,8 @@
 """Check, read and open a posterior's folder.
 
-The posterior's document also contains the job: its options, and under `result` the results of the fit (classes, shape of the inputs,
-alarm threshold). Both are replaced atomically, so that a posterior is never used with the preparation of another posterior. The
-`job.toml` file next to the document is for people and for `mola fit --config`.
+The posterior's document also contains the job: its options and, under `result`, the results of the fit (classes, shape of the
+inputs, alarm threshold). Both are replaced atomically, so that a posterior is never used with the preparation of another
+posterior. The `job.toml` file next to the document is for people and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ RESULT = {
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
 LARGEST_INPUT = 2**28
-"""Largest number of values in one input. A document with a larger number is damaged."""
+"""Largest number of values in one input. A document that gives a larger number is damaged."""
 BUNDLED = "weights"
-"""Subfolder of a posterior's folder for copies of the weights."""
+"""Subfolder of a posterior's folder that contains copies of the weights."""
 
 LEFT_BEHIND = re.compile(r"\..*|tensors-[0-9a-f]{16}\.safetensors")
 """Pattern that matches hidden files and files left behind by an interrupted fit."""
@@ -58,18 +58,18 @@ class PosteriorFolder:
     classes: tuple[str, ...] | None
     """Names of the classes, labels or targets, if they have names."""
     example: Any
-    """A batch of 2 zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
+    """A batch of 2 all-zero inputs for tracing: a tensor, or a mapping or tuple of tensors."""
     intake: Intake
     document: dict[str, Any]
-    """Content of `job.toml` as nested tables."""
+    """Contents of `job.toml` as nested tables."""
     job: Job
-    """Options of the fit, with paths relative to the current folder."""
+    """Options for the fit, with paths relative to the current folder."""
     folder: Path
     trust: bool = False
 
     @property
     def outputs(self) -> int:
-        """Number of outputs."""
+        """Number of network outputs."""
         return int(self.document["result"]["outputs"])
 
     def open_set(
@@ -81,7 +81,7 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
-        """Open data by name, prepared like the training data. Code that the folder names is checked unless `by_user`."""
+        """Open data by name and prepare them like the training data. Unless `by_user`, code that the folder names is checked."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which do not exist: {absent}")
@@ -168,7 +168,7 @@ def move(module: Moved, device: str) -> Moved:
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:
-    """Return the form, shapes and types of the inputs of a batch, as plain values."""
+    """Return the form, shapes and types of the inputs in a batch, as plain values."""
     if isinstance(inputs, Tensor):
         form, named = "tensor", {"": inputs}
     elif isinstance(inputs, dict):
@@ -183,7 +183,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """Return a batch of 2 inputs of zeros. Masks are ones, because a fully masked input gives NaN."""
+    """Return a batch of 2 all-zero inputs. Masks are ones, because a fully masked input gives NaN."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])
@@ -208,7 +208,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         raise OptionError(
             f"{error} The folder is not replaced. Choose another --output, or remove the folder."
         ) from error
-    # The folder may contain files of an interrupted fit and a job file.
+    # The folder may contain a job file and files from an interrupted fit.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
@@ -220,7 +220,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
 
 
 def read_information(folder: Path) -> dict[str, Any]:
-    """Return the content and history of a folder after checking its files."""
+    """Return the contents and history of a folder after checking its files."""
     _check_present(folder)
     document, tensors = files.read_folder(folder, KIND, SCHEMA)
     parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ MORE, DECISIONS = "More options", "Decisions, calibrated on the validation data"
 
 @dataclass(frozen=True, kw_only=True)
 class Quiet:
-    """Options of commands that print."""
+    """Options for commands that print output."""
 
     quiet: bool = option(False, "Print nothing", panel=RUN, kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computing(Quiet):
-    """Options of commands that compute."""
+    """Options for commands that run long computations."""
 
     threads: int | None = option(None, "Number of threads", panel=RUN, minimum=1, shown="PyTorch's", kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting(Computing):
-    """Options of commands that write a summary and a run file."""
+    """Options for commands that write a summary and a run file."""
 
     as_json: bool = option(False, "Print only a summary as JSON", flags=("--json",), panel=RUN, kept=False)
     config: Path | None = option(
@@ -38,14 +38,14 @@ class Reporting(Computing):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Options of commands that run networks."""
+    """Options for commands that run networks."""
 
     device: str = option("cpu", "Device to compute on, such as cuda", panel=RUN, metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening(Device):
-    """Options of commands that open a posterior's folder."""
+    """Options for commands that open a posterior's folder."""
 
     data: str | None = option(
         None,
@@ -71,7 +71,7 @@ class Opening(Device):
 
 @dataclass(frozen=True, kw_only=True)
 class Deciding:
-    """Options of commands with calibrated decisions."""
+    """Options for commands that make calibrated decisions."""
 
     false_alarm_rate: float | None = option(
         None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
@@ -87,6 +87,6 @@ class Deciding:
     )
 
     def rates(self) -> dict[str, Any]:
-        """Return the arguments of `mola.app.jobs.decisions.make_decisions`."""
+        """Return the arguments for `mola.app.jobs.decisions.make_decisions`."""
         names = ("false_alarm_rate", "error_rate", "certainty", "coverage")
         return {name: getattr(self, name) for name in names}

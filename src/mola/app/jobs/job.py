@@ -27,7 +27,7 @@ NAME = "job.toml"
 """Name of the job file next to a posterior."""
 
 RULE_NAMES = (*RULES, "outliers", "none")
-"""Names of rules on the command line. "outliers" needs data, and "none" keeps the prior precision."""
+"""Names of rules on the command line. "outliers" needs outlier data, and "none" keeps the prior precision."""
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
@@ -37,11 +37,11 @@ PREPARATION, METHOD, OTHER, RUN = (
     "Regression and dense outputs",
     "Run",
 )
-"""Headings in the help."""
+"""Headings in the help text."""
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
-    """Return numbers from a list or from a text with commas."""
+    """Return numbers from a list or a comma-separated string."""
     try:
         return tuple(float(one) for one in _joined(value, ",").split(","))
     except ValueError as error:
@@ -57,7 +57,7 @@ def parse_price(value: Any) -> float | Literal["loss"]:
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
-    """Return a length in pixels, or height and width from a list or a text such as 224x160."""
+    """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
     found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
     if found is None:
         raise ValueError("a length in pixels, or height and width such as 224x160")
@@ -65,12 +65,12 @@ def parse_size(value: Any) -> int | tuple[int, int]:
 
 
 def _joined(value: Any, separator: str) -> str:
-    # Return a value of a run file in the form used on the command line.
+    # Return a value from a run file in the form used on the command line.
     return separator.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:
-    """Return a number of classes, or class names from a list, from a text with commas, or from the lines of a file."""
+    """Return the number of classes, or class names from a list, a comma-separated string or the lines of a file."""
     expected = "a number, two or more different names separated by commas, or a file with one name on each line"
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
         return int(value)
@@ -81,7 +81,7 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
             raise OptionError(
                 f"{value} is not a UTF-8 text file. Pass a file with one class name on each line."
             ) from error
-        except OSError:  # the file does not exist, or the text is too long for a file name
+        except OSError:  # the file does not exist, or the string is too long for a file name
             value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(expected)
@@ -93,7 +93,7 @@ def parse_class_names(value: Any) -> int | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Options of `mola fit`."""
+    """Options for `mola fit`."""
 
     weights: tuple[str, ...] = option(
         (),
@@ -219,5 +219,5 @@ class Job:
 
 
 def job_of(document: Mapping[str, Any], path: Path) -> Job:
-    """Return the job of a document; paths are relative to the folder of the file `path`."""
+    """Return the job stored in a document; paths are relative to the folder that contains the file `path`."""
     return Job(**read_options(document, Job, "fit", path))

@@ -7,7 +7,7 @@
 | `timm:NAME` | a timm architecture, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
 
-One name with K weight files gives K networks, and so do K names. Only functions of the user can run code.
+One name with K weight files gives K networks, and so do K names. Only the user's functions can run code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mola.saving.schema import parse
 from mola.saving.weights import load_weights, read_state
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""File extensions of weights in a folder."""
+"""File extensions that identify weights in a folder."""
 
 CONFIG, PROCESSOR, WEIGHTS = "config.json", "preprocessor_config.json", "model.safetensors"
 CROP_PCT = 0.875
-"""Fraction of the shorter side that timm keeps by default."""
+"""Fraction of the shorter side that timm keeps when it crops, by default."""
 
 KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""Suffix of an architecture's name, and the class that loads it."""
+"""Suffix of an architecture's name, and the class that loads such architectures."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Built:
 
     networks: list[nn.Module]
     files: list[Path]
-    """Files of the weights."""
+    """Files that contain the weights."""
     hints: Intake
-    """Preparation of inputs from the configuration of the networks."""
+    """Preparation of inputs, from the configuration of the networks."""
     classes: tuple[str, ...] | None = None
     """Class names from the configuration of the networks."""
 
@@ -113,7 +113,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
 
 
 def is_imported(name: str) -> bool:
-    """Return True for `package.module:function`."""
+    """Return True for a name of the form `package.module:function`."""
     return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_folder(name)
 
 
@@ -160,11 +160,11 @@ def _imported(name: str) -> nn.Module:
         raise OptionError(
             f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that returns the network."
         ) from error
-    return getattr(network, "_orig_mod", network)  # the module inside torch.compile, which hides the layers
+    return getattr(network, "_orig_mod", network)  # the module wrapped by torch.compile, which hides the layers
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
-    # Return the number of outputs in a weights file, which is the number of rows of the network's last tensor.
+    # Return the number of outputs according to a weights file: the number of rows in the network's last tensor.
     state: Any = read_state(path)
     last = list(like.state_dict())[-1]
     while isinstance(state, dict):
@@ -211,7 +211,7 @@ def load_transformers(folder: Path) -> nn.Module:
         network, info = getattr(transformers, kind).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # damaged files raise many kinds of errors
+    except Exception as error:  # damaged files raise many kinds of error
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
@@ -225,11 +225,11 @@ def load_transformers(folder: Path) -> nn.Module:
 
 
 def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
-    """Return the preparation of images and the class names in a Hugging Face folder, if any."""
+    """Return the image preparation and the class names from a Hugging Face folder, if any."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
-        classes = None  # placeholders of transformers
+        classes = None  # placeholders that transformers inserts
     if not (folder / PROCESSOR).is_file():
         return Intake(), classes
     found = _read_json(folder / PROCESSOR)
@@ -238,7 +238,8 @@ def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
         square = _side(found.get("crop_size"))
         crop = square[0] if isinstance(square, tuple) else square
     mean, std = _statistics(found, "image_mean", "image_std") if found.get("do_normalize", True) else ((0.0,), (1.0,))
-    # Convert the statistics to pixels from 0 to 1. The processor may scale bytes to another range before it normalises them.
+    # Convert the statistics to the scale of pixels from 0 to 1. The processor may scale bytes to another range before it
+    # normalises them.
     largest = 255 * (float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0)
     offset = 1.0 if found.get("rescale_offset", False) else 0.0
     mean, std = tuple((one + offset) / largest for one in mean), tuple(one / largest for one in std)
@@ -251,7 +252,7 @@ def _statistics(found: dict[str, Any], *names: str) -> tuple[tuple[float, ...], 
 
 
 def _side(size: Any) -> int | tuple[int, int] | None:
-    # Return the shorter side, or height and width, from any of the Hugging Face formats.
+    # Return the shorter side, or the height and width, from any of the Hugging Face formats.
     if isinstance(size, dict):
         if "shortest_edge" in size:
             return int(size["shortest_edge"])
@@ -260,7 +261,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Intake:
-    """Return the preparation of images from timm's configuration of a network."""
+    """Return the image preparation from timm's configuration of a network."""
     found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
     mean, std = _statistics(found, "mean", "std")
     if not found.get("input_size"):

@@ -25,16 +25,16 @@ from mola.likelihoods import CATEGORICAL, Likelihood
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
 GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
-"""Pillow's modes without colour."""
+"""Pillow's modes for images without colour."""
 
 LOOKED_AT = 25
 """Number of evenly spaced images from which the mode and shape of all images are determined."""
 
 MOST_CLASSES = 2**31
-"""Limit of class indices if the number of classes is unknown."""
+"""Upper limit for class indices if the number of classes is unknown."""
 
 BAD_ROW = -1
-"""Label of a row with an error."""
+"""Label given to a row with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Pictures(Set):
 
 
 def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
-    """Return the pixels of one file, or None with the reason why it cannot be read."""
+    """Return the pixels of one file, or None and the reason why it cannot be read."""
     from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
@@ -92,7 +92,7 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     try:
         with Image.open(path) as image:
             pixels = intake.prepare(image)
-    # Pillow's decoders raise many kinds of errors on damaged files: struct.error, IndexError, MemoryError, ...
+    # Pillow's decoders raise many kinds of error on damaged files: struct.error, IndexError, MemoryError, ...
     except Exception as error:
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown image format" if unknown else str(error) or type(error).__name__
@@ -107,13 +107,13 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
 
 
 def pictures(name: str, paths: Sequence[Path], names: Sequence[str], intake: Intake) -> Pictures:
-    """Return images without labels."""
+    """Return a set of images without labels."""
     errors = (None,) * len(paths)
     return Pictures(name=name, intake=intake, count=len(paths), paths=tuple(paths), names=tuple(names), errors=errors)
 
 
 def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
-    """List a folder of images without decoding them. Subfolders are the classes, in alphabetical order by default."""
+    """List the images in a folder without decoding them. Subfolders are the classes, in alphabetical order by default."""
     inside = [path.relative_to(root) for path in image_files(root)]
     inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     if not inside:
@@ -145,7 +145,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
-"""Words for numbers in a CSV file. An empty cell is a missing label."""
+"""Words that stand for numbers in a CSV file. An empty cell means that the label is missing."""
 
 
 def list_csv(
@@ -157,11 +157,11 @@ def list_csv(
     outputs: int | None = None,
     likelihood: Likelihood = CATEGORICAL,
 ) -> Pictures:
-    """List the images named in a CSV file, with their labels, without decoding them.
+    """List the images named in a CSV file, and their labels, without decoding the images.
 
-    The file has a heading and a column of paths relative to its folder. For classification, one column contains class names or
-    indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each output has
-    a column of numbers, or of yes and no.
+    The file has a header and a column of paths relative to its folder. For classification, one column contains class names or
+    indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each
+    output has a column of numbers or of yes and no.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
@@ -203,7 +203,7 @@ def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
 def _class_labels(
     path: Path, given: Sequence[str], classes: Sequence[str] | None, outputs: int | None
 ) -> tuple[Tensor, tuple[str, ...] | None, dict[int, str]]:
-    # Return class indices, class names in order, and the errors of rows.
+    # Return class indices, class names in order, and the error for each row.
     order = tuple(classes) if classes is not None else None
     if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most labels are names
         order = tuple(sorted({text for text in given if text}))
@@ -230,7 +230,7 @@ def _class_labels(
 
 
 def _number_labels(cells: Sequence[Sequence[str]], likelihood: Likelihood) -> tuple[Tensor, dict[int, str]]:
-    # Return numbers (n, C), with NaN for empty cells, and the errors of rows.
+    # Return numbers (n, C), with NaN for empty cells, and the error for each row.
     labels, problems = torch.full((len(cells), len(cells[0])), math.nan, dtype=torch.float64), {}
     for place, row in enumerate(cells):
         for column, cell in enumerate(row):
@@ -249,7 +249,7 @@ def _is_whole(text: str) -> bool:
 
 
 def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
-    """Return the most frequent mode ("RGB" or "L") and prepared shape (channels, height, width) of 25 images."""
+    """Return the most frequent mode ("RGB" or "L") and prepared shape (channels, height, width) among 25 images."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()

@@ -1,7 +1,7 @@
-"""`mola predict`: predict with a posterior's folder and write a file with the predictions of each input.
+"""`mola predict`: predict with the posterior in a folder, and write a file with the predictions for each input.
 
 Process r of R predicts batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the order
-of the data. Each process stores at most one batch, and the processes need no shared file system.
+of the data. Each process holds at most one batch, and the processes need no shared file system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mola.posterior import MoLA
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Opening, Deciding, Reporting):
-    """Options of `mola predict`."""
+    """Options for `mola predict`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
     inputs: str = option(
@@ -69,10 +69,11 @@ def run_predict(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> dict[str, Any] | None:
-    """Predict every input of a set, batch by batch, and write each batch as soon as it is predicted.
+    """Predict every input in a set, batch by batch, and write each batch as soon as it is predicted.
 
-    Unusable inputs also have a row, with the reason. Rank 0 of a team writes the file and returns a summary in plain values: counts,
-    the means of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. All other ranks return None.
+    Unusable inputs also have a row, which gives the reason. Rank 0 of a team writes the file and returns a summary as plain
+    values: counts, the means of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. All other
+    ranks return None.
     """
     began = time.perf_counter()
     output = options.output
@@ -142,13 +143,13 @@ def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arr
 
 
 def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
-    # Yield the portions of all processes on rank 0, in the order of the data, and nothing on other ranks.
+    # On rank 0, yield the portions from all processes in the order of the data; on other ranks, yield nothing.
     if team.size == 1:
         yield from own
         return
     more = True
     while more:
         everyone = team.collect(next(own, None))
-        # Batches are distributed in turns. If a process has no batch in this round, the round is the last.
+        # Batches are distributed in turns. If a process has no batch in this round, this is the last round.
         more = None not in everyone
         yield from (portion for portion in everyone if team.first and portion is not None)

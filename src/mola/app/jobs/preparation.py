@@ -1,6 +1,6 @@
 """Preparation of inputs from files and arrays.
 
-Options take precedence over the network's configuration, and the configuration over the training data. The preparation is determined
+Options take precedence over the network's configuration, which takes precedence over the training data. The preparation is determined
 once, when a posterior is fitted, and saved with the posterior.
 """
 
@@ -34,7 +34,7 @@ class Intake:
     shape: tuple[int, ...] | None = None
     """Shape of one input without the batch dimension; None until the training data are read."""
     dtype: str = "float32"
-    """Type of floating-point inputs, equal to the networks' type."""
+    """Type of floating-point inputs, which is the networks' type."""
     batch_size: int = 256
     workers: int = 2
     """Number of threads that decode images."""
@@ -56,12 +56,12 @@ class Intake:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as plain values for a file."""
+        """Return the settings as plain values to store in a file."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Intake:
-        """Return the intake from the values of `plain`; raise `StorageError` if they are invalid."""
+        """Return the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
         given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
         try:
             made = cls(**given)

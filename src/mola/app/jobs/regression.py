@@ -1,4 +1,4 @@
-"""Regression networks without Laplace approximations, and the metrics in a folder's document."""
+"""Regression networks without Laplace approximations, and the metrics stored in a folder's document."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def untuned_noise(posterior: MoLA) -> Tensor:
 def networks_alone(
     posterior: MoLA, prediction: RegressionPrediction, count: int, factors: Tensor | None = None
 ) -> RegressionPrediction:
-    """Return the prediction of the first `count` networks of a posterior without Laplace approximations.
+    """Return the prediction of a posterior's first `count` networks without Laplace approximations.
 
-    The noise is the noise before tuning (`untuned_noise`), multiplied by `factors` (D,) if they are given.
+    The noise is the value before tuning (`untuned_noise`), multiplied by `factors` (D,) if given.
     """
     means = prediction.component_mean[:count]
     noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
@@ -53,13 +53,13 @@ def regression_prediction(
 ) -> RegressionPrediction:
     """Return a prediction without an outlier score from the components' means, variances and noise variances (K, n, D)."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
-    # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
+    # Plain networks have no outlier score of their own; for every method, the variance of the prediction is used as the score.
     fields["ood_score"] = means.new_zeros(means.shape[1])
     return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
 
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Return the noise factors (D,) of the first `count` networks that maximise the likelihood of all processes' validation data."""
+    """Return the first `count` networks' noise factors (D,), which maximise the likelihood of all processes' validation data."""
     given, targets = [], None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)

@@ -1,8 +1,8 @@
 """Batches of a user's data. Unusable inputs are reported and left out, and all other inputs become tensors.
 
-A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors. Fitting
-and evaluation read them through a `Loader`, which records the inputs that were left out in an `Account`. Prediction writes a row for
-each input.
+A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors.
+Fitting and evaluation read rows through a `Loader`, which records the inputs that were left out in an `Account`. Prediction
+writes a row for each input.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Rows(NamedTuple):
 
     names: list[str]
     errors: list[str | None]
-    """Reason why each input was left out, or None."""
+    """For each input, the reason why it was left out, or None."""
     inputs: Inputs
     """Usable inputs; None if all inputs have errors."""
     labels: Tensor | None
     """Labels of the usable inputs, if the set has labels."""
 
     def check_strict(self) -> None:
-        """Raise `DataError` for the first input with an error."""
+        """Raise `DataError` for the first input that has an error."""
         for name, error in zip(self.names, self.errors, strict=True):
             if error is not None:
                 raise DataError(f"{name}: {error} (with --strict, no input is left out).")
@@ -47,9 +47,9 @@ class Set:
     name: str
     intake: Intake
     labels: Tensor | None = None
-    """Labels of all inputs, if the set has labels in memory."""
+    """Labels of all inputs, if the set holds its labels in memory."""
     classes: tuple[str, ...] | None = None
-    """Class names from the set, if it has names."""
+    """Class names, if the set provides them."""
     count: int | None = None
     """Number of inputs, if known."""
 
@@ -65,7 +65,7 @@ class Account:
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, where: str, rows: Rows) -> None:
-        """Record the unusable inputs of a batch."""
+        """Record the unusable inputs in a batch."""
         for name, error in zip(rows.names, rows.errors, strict=True):
             if error is not None:
                 self.left_out.setdefault(where, {})[name] = error
@@ -74,13 +74,13 @@ class Account:
         return sum(len(one) for one in self.left_out.values())
 
     def require_some(self, count: int, where: str) -> None:
-        """Raise `DataError` with the first reason if no input of a set could be used."""
+        """Raise `DataError` with the first reason if no input in a set could be used."""
         if count == 0:
             first = next((f" The first: {name}: {why}." for name, why in self.left_out.get(where, {}).items()), "")
             raise DataError(f"{where} contains no usable input.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """Return one line for each of the first few inputs of each set, and the number of further inputs."""
+        """Return one line for each of the first few inputs in each set, and the number of remaining inputs."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")
@@ -90,7 +90,7 @@ class Account:
         return lines
 
     def together(self, team: Team) -> Account:
-        """Return one account with the records of all processes."""
+        """Return one account that combines the records of all processes."""
         whole = Account()
         for one in team.collect(self):
             for where, entries in one.left_out.items():
@@ -106,9 +106,9 @@ class Loader:
     account: Account
     """Record of unusable inputs."""
     strict: bool = False
-    """True to raise an error for an unusable input."""
+    """True if unusable inputs raise an error."""
     labelled: bool = True
-    """True to require labels."""
+    """True if labels are required."""
     on_share: Callable[[float], None] = lambda share: None
     """Function that is called with the fraction of the set that has been read."""
     team: Team = field(default_factory=Team.single)
@@ -131,7 +131,7 @@ class Loader:
 
 
 def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
-    """Yield the batches of this process and report the fraction that has been read, or 0.5 if the size is unknown."""
+    """Yield the batches for this process and report the fraction that has been read, or 0.5 if the size is unknown."""
     seen = 0
     for rows in source.batches(team.rank, team.size):
         seen += len(rows.names) * team.size
@@ -147,7 +147,7 @@ def as_loaded(rows: Rows) -> Any:
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Return rows of tensors in the given floating-point type, without inputs that are not finite. Labels are not checked."""
+    """Return rows of tensors with the given floating-point type, leaving out inputs that are not finite. Labels are not checked."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():

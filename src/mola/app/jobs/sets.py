@@ -38,14 +38,14 @@ from mola.options import counted, did_you_mean, one_of
 DIGITS = "digits"
 BUILT_IN = (DIGITS, *DATASETS)
 SPLITS = ("train", "val", "report", "test")
-"""Splits of a built-in set. `val` is the 2000 test images that the paper tunes on; `report` is the remaining test images."""
+"""Splits of a built-in set. `val` contains the 2000 test images that the paper tunes on, and `report` the remaining test images."""
 
 DEFAULTS = Job()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Set):
-    """Batches returned by a function of the user, which is called whenever the data are read."""
+    """Batches returned by a user's function, which is called each time the data are read."""
 
     function: Callable[[], Iterable[Any]]
     labelled: bool
@@ -95,7 +95,7 @@ def _size(inputs: Any, where: str) -> int:
 
 
 def is_own_function(name: str) -> bool:
-    """Return True for data named as `package.module:function`."""
+    """Return True if data are named in the form `package.module:function`."""
     if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
         return False
     return not Path(name).expanduser().exists()

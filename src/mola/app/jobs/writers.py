@@ -1,6 +1,6 @@
-"""Write files of predictions batch by batch, as tables or archives of arrays.
+"""Write predictions to files batch by batch, as tables or archives of arrays.
 
-A file gets its final name only when it is complete. After an error or Ctrl-C, no file is left.
+A file gets its final name only when it is complete. After an error or Ctrl-C, no file is left behind.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ARRAYS = ".npz"
 
 
 class Portion(NamedTuple):
-    """Predictions of a batch."""
+    """Predictions for a batch."""
 
     rows: Rows
     """Names and errors of all inputs."""
     table: Any = None
     """Data frame with a row for each usable input; None if no input is usable."""
     arrays: Mapping[str, NDArray[Any]] | None = None
-    """Arrays of the usable inputs, for archives."""
+    """Arrays for the usable inputs, to be written to archives."""
     sums: Sums | None = None
     """Sums over the usable inputs; None if no input is usable."""
 
 
 def check_output(output: Path, data: str) -> None:
-    """Raise `OptionError`, before any work, if the output cannot be written or is the file of the data."""
+    """Raise `OptionError`, before any work, if the output cannot be written or is the input file."""
     source = Path(data).expanduser()
     if output.exists() and source.exists() and output.samefile(source):
         raise OptionError(f"{output} is the file of the data, which would be overwritten. Choose another --output.")
@@ -71,14 +71,14 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
 
 
 class Writer:
-    """A writer of predictions in batches. The first batches wait until a batch with a usable input determines the columns."""
+    """Writer of predictions in batches. Batches are held back until one with a usable input determines the columns."""
 
     def __init__(self) -> None:
         self.first: Portion | None = None
         self.waiting: list[Portion] = []
 
     def add(self, portion: Portion) -> None:
-        """Write a batch, or keep it until the columns are known."""
+        """Write a batch, or hold it back until the columns are known."""
         self.waiting.append(portion)
         if self.first is None and portion.table is not None:
             self.first = portion
@@ -88,7 +88,7 @@ class Writer:
             self.waiting = []
 
     def write(self, portion: Portion, first: Portion) -> None:
-        """Write a row for each input of a batch; `first` determines the columns."""
+        """Write a row for each input in a batch; `first` determines the columns."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class Writer:
 
 
 class TableWriter(Writer):
-    """A writer of tables as CSV, JSON Lines or Parquet. Unusable inputs have empty cells."""
+    """Writer of tables in CSV, JSON Lines or Parquet format. Unusable inputs have empty cells."""
 
     def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class TableWriter(Writer):
         self.put = kinds[output.suffix]
 
     def write(self, portion: Portion, first: Portion) -> None:
-        """Write the frame of a batch."""
+        """Write the data frame of a batch."""
         import pandas
 
         usable = [place for place, error in enumerate(portion.rows.errors) if error is None]
@@ -151,7 +151,7 @@ class TableWriter(Writer):
 
 
 class ArrayWriter(Writer):
-    """A writer of archives with an array for each field. Unusable inputs have NaN, or -1 in integer arrays.
+    """Writer of archives with an array for each field. Unusable inputs are stored as NaN, or as -1 in integer arrays.
 
     Fields are collected in temporary files, so that memory use does not grow with the data.
     """
@@ -165,7 +165,7 @@ class ArrayWriter(Writer):
         self.forms: dict[str, tuple[Any, tuple[int, ...]]] = {}
 
     def write(self, portion: Portion, first: Portion) -> None:
-        """Append the values of a batch to the file of each field."""
+        """Append the values from a batch to the file for each field."""
         self.texts["name"] += portion.rows.names
         self.texts["error"] += [error or "" for error in portion.rows.errors]
         usable = np.array([error is None for error in portion.rows.errors])

@@ -1,1 +1,1 @@
-"""Tables, figures and pages made from result objects, without access to models."""
+"""Tables, figures and pages, made only from result objects and without access to models."""

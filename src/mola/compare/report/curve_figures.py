@@ -20,7 +20,7 @@ from mola.reliability import Curve, draw_reliability
 
 DOTTED, DASHED = (0, (1, 1.6)), (0, (5, 2.5))
 GUIDE: dict[str, Any] = {"color": INK, "linestyle": DASHED, "linewidth": 0.9}
-"""Line style of the diagonal, on which calibrated predictions lie."""
+"""Line style of the diagonal on which calibrated predictions lie."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Line:
     label: str
     style: Mapping[str, Any]
     error: ArrayLike | None = None
-    """Half the height of the band around the line at each point."""
+    """Half the height of the band at each point of the line."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A set of lines in one pair of axes."""
+    """A panel of a figure, with several lines."""
 
     title: str
     lines: Sequence[Line]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `Axes.set`."""
+    """Keyword arguments for `Axes.set`."""
 
 
 def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
@@ -68,7 +68,7 @@ Estimates = Mapping[float, Mapping[str, Estimate | None]]
 
 
 def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
-    # Lines are means over runs; bands are one standard error wide on each side.
+    # Lines are means over runs; bands extend one standard error to each side.
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: one for x, values in found.items() if (one := values.get(label)) is not None}
@@ -83,7 +83,7 @@ def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Ma
 def draw_against_level(
     comparison: Comparison, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], axis: str
 ) -> Figure:
-    """Draw the metrics of the given methods against the level of shift."""
+    """Plot the metrics of the given methods against the level of shift."""
     levels, numbers = levels_of(comparison), Numbers(methods)
     ticks = levels if len(levels) <= 10 else levels[::3]
     panels = []
@@ -95,7 +95,7 @@ def draw_against_level(
 
 
 def suite_components(suite: SuiteResults) -> Figure:
-    """Draw metrics on test data, shifted data and outliers against the number of components, with a line for each family."""
+    """Plot metrics on test data, shifted data and outliers against the number of components, with one line per family."""
     methods = suite.groups["components"]
     numbers = Numbers(methods)
     sweep: dict[
@@ -124,7 +124,7 @@ def suite_components(suite: SuiteResults) -> Figure:
 
 
 def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]]) -> Figure:
-    """Draw accuracy against confidence, with all runs pooled; `panels` maps each title to a level of shift and its methods."""
+    """Plot accuracy against confidence, with all runs pooled; `panels` maps each title to a level of shift and some methods."""
     figure, axes = canvas(-(-len(panels) // 2), 2, 3.4)
     drawn = strokes(comparison.runs)
     for axis, (title, (level, methods)) in zip(axes, panels.items(), strict=False):
@@ -141,7 +141,7 @@ def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[f
 
 
 def evaluation_decisions(comparison: Comparison) -> Figure:
-    """Draw risk against coverage for every method, and mark the points chosen on the validation data."""
+    """Plot risk against coverage for every method, and mark the thresholds chosen on the validation data."""
     found, drawn = comparison.decisions, strokes(comparison.runs)
     assert found is not None  # this figure is drawn only if there are decisions
     lines = []
@@ -177,7 +177,7 @@ def _output_title(comparison: Comparison, output: str) -> str:
 
 
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
-    """Draw the observed against the nominal coverage of central intervals; `panels` maps each title to its methods."""
+    """Plot the observed coverage of central intervals against the nominal coverage; `panels` maps each title to some methods."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     made = []
@@ -191,7 +191,7 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -
 
 
 def draw_spread(comparison: Comparison) -> Figure:
-    """Draw the root mean squared error against the predicted standard deviation for the first outputs."""
+    """Plot the root mean squared error against the predicted standard deviation for the first few outputs."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     settings = {"xlabel": "predicted standard deviation", "ylabel": "root mean squared error"}
     panels = []
@@ -207,13 +207,13 @@ def draw_spread(comparison: Comparison) -> Figure:
 
 
 def draw_predicted(comparison: Comparison) -> Figure:
-    """Draw the posterior's predictions and 90 % intervals against the targets."""
+    """Plot the posterior's predictions and 90 % intervals against the targets."""
     examples, colour = _details(comparison)[comparison.own].examples, colours(comparison.methods)[comparison.own]
     panels = []
     for output in list(examples)[:MOST_PANELS]:
         target, mean, lower, upper = np.array(examples[output], dtype=float).T
         ends = [min(target.min(), mean.min()), max(target.max(), mean.max())]
-        # All intervals are vertical segments of one line, separated by NaN.
+        # The intervals are drawn as vertical segments of one line, separated by NaN.
         broken = np.stack([lower, upper, np.full_like(lower, np.nan)], axis=1).ravel()
         lines = [
             Line(ends, ends, "", GUIDE),
@@ -228,7 +228,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 def demo_distance(result: DemoResult) -> Figure:
-    """Draw the confidence against the distance with its limit and bound, and the limit and bound against the prior precision."""
+    """Plot the confidence, with its limit and bound, against distance, and the limit and the bound against the prior precision."""
     distance, drawn, green = result.distance, strokes(METHODS), COLOURS["MoLA"]
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []

@@ -1,8 +1,8 @@
-"""Means over runs with standard errors, and tests of whether a method leads by more than chance.
+"""Means over runs with standard errors, and tests of whether a method's lead is due to more than chance.
 
 Runs with separately trained networks are independent. Runs of a cross-fit share networks and data, so their spread understates the
-error of their mean. If each of J runs has n test data and m other data, s^2 (1 / J + n / m) replaces s^2 / J (Nadeau and Bengio,
-Machine Learning 52, 2003).
+error of their mean. If each of J runs has n test examples and m other examples, the variance s^2 / J of the mean is replaced by
+s^2 (1 / J + n / m) (Nadeau and Bengio, Machine Learning 52, 2003).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from mola.compare.leads import CLEAR
 
 SAME = 1e-9
-"""Largest difference, in every run, between the means of two methods that are treated as equal."""
+"""Tolerance below which the difference between two methods, and its standard error, count as zero."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Estimate:
     """Standard error of the mean; None if it is unknown, for example after a single run."""
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Value of each run, which differences between methods need."""
+    """Value of each run, needed to compute differences between methods."""
     overlap: float = field(default=0.0, compare=False, repr=False)
     """Correction for runs that share data; see `mola.compare.record.Record.overlap`."""
 
@@ -40,10 +40,10 @@ class Estimate:
         return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
 
     def minus(self, other: Estimate) -> Estimate:
-        """Return the mean difference over the common runs, or the difference of the means if fewer than two runs are common.
+        """Return the mean difference over the common runs, or the difference of the means if there are fewer than two common runs.
 
-        In the second case, an estimate from one run is assumed to have the other estimate's spread. If both estimates come from
-        one run, the error is unknown.
+        In the second case, an estimate from a single run is assumed to have the same spread as the other estimate. If both estimates
+        come from a single run, the error is unknown.
         """
         shared = [run for run in self.by_run if run in other.by_run]
         if len(shared) > 1:
@@ -66,7 +66,7 @@ class Estimate:
         return replace(self, mean=factor * self.mean, error=error, by_run=by_run)
 
     def text(self, digits: int) -> str:
-        """Return a text such as `98.9 ± 0.1`, or `98.9` if the error is unknown."""
+        """Format the estimate as `98.9 ± 0.1`, or as `98.9` if the error is unknown."""
         mean = f"{self.mean:z.{digits}f}"
         return mean if self.error is None else f"{mean} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
 
@@ -80,10 +80,10 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 
 
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Return the methods that are better than all other methods by more than chance: the best method and all methods that tie with it.
+    """Return the best method and all methods that tie with it, if they lead all other methods by more than chance.
 
-    The lead must be as significant as `mola.compare.leads.CLEAR` standard errors of a normal distribution. By Student's t, this
-    requires 2.9 standard errors for five runs and 14 for two runs.
+    The lead must be as significant as `mola.compare.leads.CLEAR` standard errors of a normal distribution. Under Student's
+    t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
     known = {name: one for name, one in found.items() if one is not None}
@@ -103,7 +103,7 @@ def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
 
 
 def is_clear(gap: Estimate) -> bool:
-    """Return True if chance alone is unlikely to explain the difference."""
+    """Return True if the difference is unlikely to be due to chance alone."""
     if gap.error is None or gap.mean == 0 or gap.runs < 2:
         return False
     from scipy.special import stdtr

@@ -1,4 +1,4 @@
-"""Names, titles and captions of the figures in each report, and the functions that draw the figures."""
+"""Names, titles and captions of the figures in each report, and the functions that draw them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHARES = "Share of inputs by confidence, on a square-root scale. Good prediction
 BANDS = "Lines are means over runs, and bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
-"""Metrics that ablations and the demo show against the level of shift."""
+"""Metrics that are plotted against the level of shift for ablations and in the demo."""
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
-    """Return the figures of the demo by name, in page order."""
+    """Return the figures for the demo by name, in page order."""
     comparison = result.comparison
     outliers, names = comparison.of_role("outlier")[:3], list(comparison.methods)
     panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
@@ -48,7 +48,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
-    """Return the figures of a comparison on the user's data by name, in page order."""
+    """Return the figures for a comparison on the user's data by name, in page order."""
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
@@ -81,7 +81,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Return the figures of a suite by name, in page order, without figures for which records are missing."""
+    """Return the figures for a suite by name, in page order; figures whose records are missing are omitted."""
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:
@@ -91,7 +91,7 @@ def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
         shift = partial(curves.draw_against_level, suite, suite.runs, tuple(SHIFT_METRICS), suite.axis)
         figures["shift"] = Planned("Under shift", BANDS, shift)
     if suite.runs and levels:
-        # The panels show the test set, the middle level of shift and the last level.
+        # The panels show the test set, the middle level of shift and the highest level.
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
         titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
         panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}

@@ -1,4 +1,4 @@
-"""Numbers from records, and their estimates over runs."""
+"""Numbers from records, and estimates of their means over runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mola.compare.report.estimate import Estimate
 from mola.metrics import least_area_under_risk_coverage
 
 BY_CONFIDENCE = "max probability"
-"""Outlier score in tables that show only one score."""
+"""Outlier score used in tables that show only one score."""
 
 EXCESS = "excess_aurc"
-"""Name of the excess AURC, the AURC minus its minimum for this number of errors."""
+"""Name of the excess AURC: the AURC minus its minimum for the same number of errors."""
 
 
 def _excess(result: LabelledResult) -> dict[str, float]:
@@ -25,7 +25,7 @@ def _excess(result: LabelledResult) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class On:
-    """A metric on one set, or its mean over several sets, which is unknown if any set lacks the metric."""
+    """A metric on one set, or its mean over several sets; the mean is unknown if any set lacks the metric."""
 
     sets: str | tuple[str, ...]
     metric: str
@@ -55,7 +55,7 @@ def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None
 
 
 class Numbers:
-    """Estimates over runs for some methods; for a single run, the standard error is over data."""
+    """Estimates over the runs of several methods; for a single run, the standard error is over data."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
         records = [record for found in methods.values() for record in found]
@@ -73,7 +73,7 @@ class Numbers:
         }
 
     def __call__(self, quantity: On, factor: float = 1.0) -> dict[str, Estimate | None]:
-        """Return the estimate of each method multiplied by a factor, or None for a method without this quantity."""
+        """Return the estimate for each method, multiplied by a factor, or None if a method lacks this quantity."""
         sets = (quantity.sets,) if isinstance(quantity.sets, str) else quantity.sets
         keys = [replace(quantity, sets=name) for name in sets]
         estimates: dict[str, Estimate | None] = {}
@@ -92,11 +92,11 @@ class Numbers:
         return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
-        """Return the mean of a metric over all sets at a level of shift."""
+        """Return the quantity for the mean of a metric over all sets at one level of shift."""
         return On(self._sets.get(level, ()), metric, kind=kind)
 
     def shifted(self, metric: str) -> On:
-        """Return the mean of a metric over all shifted sets."""
+        """Return the quantity for the mean of a metric over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
 
 
@@ -106,7 +106,7 @@ def levels_of(comparison: Comparison) -> list[float]:
 
 
 def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
-    """Return the outlier sets that all records contain, because means over different sets are not comparable."""
+    """Return the outlier sets that all records have in common, because means over different sets are not comparable."""
     records = [record for found in methods.values() for record in found]
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
@@ -116,7 +116,7 @@ LEADS = "Bold numbers lead every other method by more than chance (paired t-test
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Return a sentence about the number of runs, such as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
+    """Return a sentence that contains the number of runs, such as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
         return "With one run, the spread is unknown, so no number is bold."

@@ -1,4 +1,4 @@
-"""HTML pages, rendered from the templates in this package. Styles and figures are inlined, so pages need no scripts or requests."""
+"""HTML pages, rendered from the templates in this package. Styles and figures are inlined, so pages load no other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mola.compare.report.tables import Table, as_html
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """Results of a suite with their tables and figures."""
+    """The results of a suite, with their tables and figures."""
 
     suite: SuiteResults
     tables: dict[str, Table]
@@ -34,7 +34,7 @@ class SuiteReport:
 
 
 def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
-    """Return the HTML page of the demo."""
+    """Return the HTML page for the demo."""
     return _render(
         "demo",
         result=result,
@@ -47,7 +47,7 @@ def demo_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
 
 
 def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
-    """Return the HTML page of a comparison on the user's data."""
+    """Return the HTML page for a comparison on the user's data."""
     return _render(
         "evaluation",
         comparison=comparison,
@@ -62,7 +62,7 @@ def evaluation_page(comparison: Comparison, figures: Sequence[Drawn]) -> str:
 
 
 def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
-    """Return the HTML page of several suites, with `made_by` as the footer."""
+    """Return one HTML page for several suites, with `made_by` as the footer."""
     return _render("suites", reports=reports, made_by=made_by)
 
 
@@ -88,7 +88,7 @@ def _render(template: str, **context: object) -> str:
 
 
 def _prose(text: str) -> Markup:
-    # Text in backticks becomes code.
+    # Text in backticks becomes a code element.
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -1,6 +1,6 @@
-"""Numbers published in the paper (arXiv 2111.03577), which reports show next to ours.
+"""Numbers from the paper (arXiv 2111.03577), which reports show next to ours.
 
-Mean confidence (MMC) and AUROC are in %, with means and standard errors over five runs. MultiSWAG is called "MSWAG" in the paper.
+Mean confidence (MMC) and AUROC are in %. Means and standard errors are over five runs. The paper calls MultiSWAG "MSWAG".
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from mola.compare.report.estimate import Estimate
 
 NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
-"""Network architecture in the paper, by suite."""
+"""Network architectures used in the paper, by suite."""
 
 RUNS = 5
 
@@ -86,4 +86,4 @@ COST: dict[str, tuple[float | None, float, float]] = {
     "MoLA": (155.70, 4.04, 58.0),
     "MultiSWAG": (6718.42, 114.48, 2200.0),
 }
-"""Seconds to fit, seconds to predict and memory in megabytes, by method."""
+"""Time to fit and time to predict in seconds, and memory in megabytes, by method."""

@@ -1,4 +1,4 @@
-"""Figures of example images with confidences, maps of confidence over the plane, and histograms of confidence."""
+"""Figures with example images and their confidences, maps of confidence over the plane, and histograms of confidence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IMAGES = 6
 """Number of images in a row."""
 
 SIZE, BAR, STEP = 0.86, 0.115, 0.145
-"""Side length of an image, height of a bar and distance between bars, in units of the distance between two images."""
+"""Side length of an image, height of a bar and distance between bars, relative to the distance between adjacent images."""
 
 MOST_SHIFTED = 2
-"""Number of shifted sets with images: the middle level and the last level."""
+"""Number of shifted sets whose images are shown: those at the middle level and at the highest level."""
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
-    """Return the sets that have images and the confidence of at least one method."""
+    """Return the sets that have images and the confidences of at least one method."""
     shown = {name for records in comparison.runs.values() for name in records[0].examples}
     known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
@@ -33,7 +33,7 @@ def example_sets(comparison: Comparison) -> list[SetInfo]:
 
 
 def draw_examples(comparison: Comparison) -> Figure:
-    """Draw the first images of each set, with a bar for each method's confidence in the first run."""
+    """Draw the first few images of each set, with a bar for each method's confidence in the first run."""
     sets, drawn = example_sets(comparison), strokes(comparison.runs)
     height = 1.12 + len(drawn) * STEP
     figure, panels = canvas(len(sets), 1, WIDTH / IMAGES * height * 0.98 + 0.28)
@@ -75,7 +75,7 @@ def _paint(stroke: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def demo_moons(result: DemoResult) -> Figure:
-    """Draw each method's map of confidence around two moons, on a common colour scale."""
+    """Draw a map of each method's confidence around two moons, on a common colour scale."""
     moons, drawn = result.moons, colours(METHODS)
     figure, panels = canvas(-(-len(METHODS) // 3), 3, 2.6)
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
@@ -96,7 +96,7 @@ MOST_SETS = 4
 
 
 def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
-    """Draw histograms of each method's confidence on every outlier set and on the test set, with all runs pooled."""
+    """Draw histograms of each method's confidence on each outlier set and on the test set, with all runs pooled."""
     test, numbers, painted = comparison.of_role("test"), Numbers(comparison.runs), colours(comparison.runs)
     shown = list(sets or test)
     figure, panels = canvas(len(comparison.runs), len(shown), 1.35, sharex=True, sharey=True)
@@ -123,7 +123,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
                 panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
         means = {"mean": numbers(On(one.name, "confidence")), "AUROC": numbers(On(one.name, "auroc", BY_CONFIDENCE))}
         words = [f"{name} {found.mean:.3f}" for name, by in means.items() if (found := by[method]) is not None]
-        # The text is above the panel because it would hide bars inside it.
+        # The text is above the panel because it would hide bars inside the panel.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data" if sets else "share of the test data", fontsize=8)
     return figure

@@ -41,7 +41,7 @@ METHODS = {
     "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
     "MoLA (subnetwork)": "all networks, each with a Laplace approximation of its 1000 weights of largest variance",
 }
-"""Descriptions of known methods, in table order; unknown methods follow, sorted by name."""
+"""Descriptions of known methods, in table order. In tables, unknown methods follow, sorted by name."""
 
 SCORE_ORDER = (
     "max probability",
@@ -82,7 +82,7 @@ AGAIN = "Run the suite again; finished records are kept."
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResults(Comparison):
-    """Results of a suite: a comparison of methods over several runs, and ablations."""
+    """Results of a suite: a comparison of methods over several runs, together with ablations."""
 
     name: str
     network: str
@@ -108,14 +108,14 @@ class SuiteResults(Comparison):
 
 
 def known_scores(suite: SuiteResults) -> list[str]:
-    """Return the outlier scores in the records: known scores in table order, then all other scores by name."""
+    """Return the outlier scores in the records: first the known scores in table order, then all others by name."""
     results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
     found = {score for result in results for score in result.scores}
     return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
 
 
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
-    """Read the named suites, or all suites with results if no names are given."""
+    """Read the named suites, or all suites that have results if no names are given."""
     store = Store(results)
     known = store.suites()
     chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
@@ -225,7 +225,7 @@ def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
 # --- records that can be compared ------------------------------------------------------------------------------------
 
 OWN_WEIGHTS = re.compile("SWAG|MIMO")
-"""Pattern of methods that train their own weights."""
+"""Pattern that matches methods that train their own weights."""
 
 
 def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
@@ -252,6 +252,6 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return the first few names and the number of the remaining names."""
+    """Return a text with the first few names and the number of remaining names."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,4 +1,4 @@
-"""Tables of a single run, for `mola evaluate` and the demo, with standard errors over data and clear leads in bold."""
+"""Tables for a single run (`mola evaluate` and the demo), with standard errors over data and clear leads in bold."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SCORE_NAMES = {
 """Short names of outlier scores, for column headings."""
 
 FEW = 10
-"""Number of classes in a short list."""
+"""Number of classes in tables that show only the worst classes."""
 
 BOLD = f"Bold numbers lead every other method{{}}, except ties, by more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
-    """Return the size and name of a set, such as "300 inputs of test.npz" or "900 labels of 300 inputs of test.npz"."""
+    """Return the size and name of a set as text, such as "300 inputs of test.npz" or "900 labels of 300 inputs of test.npz"."""
     if one.inputs is None:
         return f"{counted(one.count, 'input')} of {one.name}"
     return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
@@ -53,14 +53,14 @@ TEST_DATA = {
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables about the test data, decisions and each outlier set."""
+    """Return the tables for the test data, the decisions and each outlier set."""
     inside = _regression_tables(comparison) if comparison.regression else [_test_table(comparison)]
     outside = [table for one in comparison.of_role("outlier") for table in _outlier_tables(comparison, one)]
     return [*inside, *_decision_tables(comparison), *outside]
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with a row for each output (regression) or for each of the `most` worst classes (classification)."""
+    """Return a table with one row per output (regression) or per class (classification), limited to the `most` worst classes."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -72,7 +72,7 @@ def _test_table(comparison: Comparison) -> Table:
 
 
 def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
-    # AUROC and FPR95 have separate tables because a common table would be too wide.
+    # AUROC and FPR95 have separate tables because a combined table would be too wide.
     numbers, leads = Numbers(comparison.runs), comparison.leads
     first = Column("MMC %", "", "low", 1, On(one.name, "confidence"), 100)
     if comparison.regression:
@@ -90,13 +90,13 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
 def _by_score(numbers: Numbers, like: Column) -> list[Column]:
     columns = [replace(like, name=SCORE_NAMES[score], on=replace(like.on, score=score)) for score in ALL_SCORES]
     known = [one for column in columns for one in numbers(column.on, 100).values() if one is not None]
-    # A second digit is meaningful if all errors are below 0.1 percentage points.
+    # A second decimal is meaningful if all errors are below 0.1 percentage points.
     digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
     return [replace(column, digits=digits) for column in columns]
 
 
 def _decision_tables(comparison: Comparison) -> list[Table]:
-    # Rows compare guarantees from the validation data with rates on the test data.
+    # The rows compare the guarantees obtained from the validation data with the rates on the test data.
     found = comparison.decisions
     if found is None:
         return []
@@ -143,7 +143,7 @@ CLASS_COLUMNS = {
 
 def _class_table(comparison: Comparison, most: int | None) -> Table:
     methods = [comparison.baseline, comparison.own]
-    # Labels are counted by input; classes of dense outputs are counted by position.
+    # For dense outputs, the classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
     order = sorted(results[1], key=lambda name: (results[1][name]["accuracy"], -results[1][name]["count"]))
@@ -167,8 +167,8 @@ MOST_DIGITS = 8
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Return decimals that show two digits of the smallest error, but at most five digits of the values, since constants have
-    # almost no error.
+    # Return the number of decimals that shows two digits of the smallest error but at most five digits of the largest value,
+    # because the errors of constant quantities are almost zero.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
     if largest == 0:
@@ -180,13 +180,13 @@ def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
-    """Return the number of decimals for a metric on the test data, which depends on the unit of the targets."""
+    """Return the number of decimals for a metric on the test data; it depends on the unit of the targets."""
     found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
     return _digits((one.metrics[metric], one.errors.get(metric)) for one in found)
 
 
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
-"""Metrics of regression, for which lower is better."""
+"""Regression metrics, for all of which lower is better."""
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
@@ -219,7 +219,7 @@ OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
 def _output_table(comparison: Comparison) -> Table | None:
-    # Return the results of the networks and the posterior for each output, or None if there is only one output.
+    # Return the results for each output, for the plain networks and the posterior, or None if there is only one output.
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
     details = [comparison.methods[name].labelled[test].regression for name in methods]
     found = [one.outputs for one in details if one is not None]
@@ -248,7 +248,7 @@ TABLE_ANGLES = (15, 30, 45)
 
 
 def demo_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables about test digits, rotated digits and each outlier set with all scores."""
+    """Return the tables for the test digits, the rotated digits and each outlier set, with all scores."""
     turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
     columns = [column for one in turned for column in on_set(one.name, ROTATED, f"{one.level:g}°")]
     caption = "Test digits rotated counter-clockwise by the given angle."

@@ -1,4 +1,4 @@
-"""Style and file formats of figures: a colour and line style for each method, SVG for pages and PNG for documents."""
+"""Style and file formats of figures: colours and line styles of methods, SVG for pages and PNG for documents."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MIMO": ("#9467bd", DASHED),
     "MIMO-MoLA": ("#9467bd", "-"),
 }
-"""Colour and line style of each known method. Related methods share a colour, and the less important method is dashed."""
+"""Colour and line style of each known method. Related methods share a colour, and the less important one is dashed."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
 PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 INK = "#25303b"
-"""Colour of text and axes. Pages replace it with their text colour, so that figures follow the light or dark theme."""
+"""Colour of text and axes. Pages replace it with their own text colour, so that figures match the light or dark theme."""
 
 PAPER = "#ffffff"
 
 WIDTH = 7.2
-"""Width of a figure in inches. Two panels side by side stay readable on a phone."""
+"""Width of a figure in inches, at which two panels side by side are still readable on a phone."""
 
 SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -96,7 +96,7 @@ def colours(methods: Iterable[str]) -> dict[str, str]:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Apply the matplotlib settings of `SETTINGS` within the context."""
+    """Apply the matplotlib settings in `SETTINGS` within the context."""
     return mpl.rc_context(SETTINGS)
 
 
@@ -116,7 +116,7 @@ def quiet_axes(panel: Axes) -> None:
 
 
 def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
-    """Draw one legend for all panels, in the first unused panel if the legend fits there, or else below the figure."""
+    """Draw one legend for all panels, in the first unused panel if it fits there and otherwise below the figure."""
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:
@@ -128,7 +128,7 @@ def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[A
         return
     longest = max((len(one.get_label()) for one in handles), default=1)
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 7))))
-    # The figure grows by the height of the legend, so that the panels keep their size.
+    # The figure grows by the height of the legend so that the panels keep their size.
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, **style)
 
@@ -147,7 +147,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn figure, as SVG without a background and as PNG on white."""
+    """A drawn figure, as SVG without a background and as PNG on a white background."""
 
     name: str
     title: str
@@ -156,23 +156,23 @@ class Drawn:
     png: bytes
 
     def write(self, folder: Path) -> None:
-        """Write `<name>.svg` and `<name>.png`, both on white."""
+        """Write `<name>.svg` and `<name>.png`, both on a white background."""
         on_white = self.svg.replace("<svg", f'<svg style="background:{PAPER}"', 1)
         (folder / f"{self.name}.svg").write_text(on_white, encoding="utf-8")
         (folder / f"{self.name}.png").write_bytes(self.png)
 
 
 def render(name: str, planned: Planned) -> Drawn:
-    """Draw a figure, whose name becomes part of every id in the SVG."""
+    """Draw a figure; its name becomes part of every id in the SVG."""
     with drawing():
         figure = planned.make()
         figure.draw_without_rendering()
-        figure.set_layout_engine(None)  # lay out once, not once for each format
+        figure.set_layout_engine(None)  # compute the layout only once, not once per format
         return Drawn(name, planned.title, planned.caption, as_svg(figure, name), as_png(figure))
 
 
 def as_png(figure: Figure) -> bytes:
-    """Return the figure as a PNG on white, for documents."""
+    """Return the figure as a PNG image on a white background, for documents."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Tables of a suite: test data, shifted data, outliers, ablations and cost, with the paper's numbers for comparison."""
+"""Tables for a suite: test data, shifted data, outliers, ablations and cost, with the paper's numbers for comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Names of the tables that the terminal shows; the files contain all tables."""
+"""Names of the tables that are printed in the terminal; the files contain all tables."""
 
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),
@@ -44,7 +44,7 @@ GROUP_TITLES = {
 
 
 def suite_tables(suite: SuiteResults) -> dict[str, Table]:
-    """Return all tables of a suite by name, in page order."""
+    """Return all tables for a suite by name, in page order."""
     tables: dict[str, Table | None] = {}
     if suite.runs:
         numbers = Numbers(suite.runs)
@@ -189,10 +189,10 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics that are shown by type of shift, with their names, digits and unit factors."""
+"""Metrics that are shown by type of shift: title, number of decimals and unit factor."""
 
 BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
-"""Methods whose difference is shown by type of shift."""
+"""The two methods whose difference is shown by type of shift."""
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
@@ -227,7 +227,7 @@ SCORED = {
 
 
 def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers, columns: Sequence[Column]) -> Table:
-    # Each row is a method with a score; a metric such as "recall, {}" contains the name of the score.
+    # Each row is a pair of a method and a score; in a metric such as "recall, {}", the name of the score replaces {}.
     scores, kept = known_scores(suite), []
     rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
     for column in columns:
@@ -342,7 +342,7 @@ def _people(suite: SuiteResults) -> Table | None:
 
 
 def ablation_groups(suite: SuiteResults) -> list[str]:
-    """Return the names of a suite's ablations: known ablations in page order, then all other ablations."""
+    """Return the names of a suite's ablations: first the known ablations in page order, then all others."""
     found = [group for group in suite.groups if group != MAIN]
     return [group for group in GROUP_TITLES if group in found] + [group for group in found if group not in GROUP_TITLES]
 
@@ -400,7 +400,7 @@ def _plain(value: Any) -> str:
 
 
 def _range(given: Iterable[Any]) -> str:
-    # Return the range of all numbers; the given values are numbers, lists of numbers, or None.
+    # Return the range of all given numbers; each value is a number, a list of numbers, or None.
     numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))
@@ -411,7 +411,7 @@ COSTS = (
     ("predict", "s", "predict_seconds", 1.0, "MAP"),
     ("memory", "MB", "bytes", 1e-6, "MAP"),
 )
-"""Heading, unit, entry, unit factor and reference method of each cost. MAP needs no fit, so ratios of fitting use LLLA."""
+"""Heading, unit, entry, unit factor and reference method for each cost. MAP needs no fit, so fitting times are relative to LLLA."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:

@@ -1,6 +1,6 @@
-"""Tables of formatted texts for the terminal, Markdown, HTML and LaTeX.
+"""Tables of formatted text for the terminal, Markdown, HTML and LaTeX.
 
-Each `Column` defines a heading, a quantity of the records and a number format. All output formats show the same texts.
+Each `Column` defines a heading, the quantity to read from the records, and a number format. All output formats show the same text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
 
 @dataclass(frozen=True)
 class Column:
-    """The heading and number format of a column and, in tables of records, its quantity."""
+    """The heading and number format of a column and, in tables made from records, the quantity to read."""
 
     name: str
     group: str = ""
@@ -40,30 +40,30 @@ class Column:
     digits: int = 1
     on: On = NOWHERE
     factor: float = 1.0
-    """Factor that converts the number in the records to the unit of the column."""
+    """Factor that converts numbers in the records to the unit of the column."""
 
     @property
     def heading(self) -> str:
-        """Name of the column with an arrow in the direction of improvement."""
+        """Name of the column, with an arrow in the direction of improvement."""
         return f"{self.name} {ARROWS[self.better]}" if self.better else self.name
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of formatted texts with a title and a caption."""
+    """A table of formatted text with a title and a caption."""
 
     title: str
     caption: str
     columns: tuple[Column, ...]
     texts: pd.DataFrame
-    """Formatted texts with a row for each method and one level of headings, or two levels if there are groups."""
+    """Formatted text of each cell, with one row per method. Headings have one level, or two levels if there are groups."""
     best: Collection[tuple[str, int]]
     """Row name and column index of each bold cell."""
     aside: Collection[str]
     """Rows that are excluded from the comparison, such as published numbers."""
 
     def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
-        """Return the escaped texts; templates such as "**{}**" mark the best cells and the names of excluded rows."""
+        """Return the escaped text; templates such as "**{}**" mark the best cells and the names of excluded rows."""
         cells = [
             [
                 bold.format(escape(text)) if (row, place) in self.best else escape(text)
@@ -83,9 +83,10 @@ def make_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     best: Collection[tuple[str, int]] | None = None,
 ) -> Table:
-    """Format the numbers of each row and mark the best number of each column; the rows of `aside` are never marked.
+    """Format the numbers in each row and mark the best number in each column; the rows in `aside` are never marked.
 
-    `best` contains the row name and column index of each cell to mark. None marks the estimates over runs that `leaders` returns.
+    `best` contains the row name and column index of each cell to mark. If it is None, the methods that `leaders` returns are
+    marked.
     """
     if best is None:
         best = [
@@ -125,7 +126,7 @@ def _text(number: Number, column: Column) -> str:
 
 
 def on_set(name: str, columns: Mapping[str, Column], group: str = "") -> list[Column]:
-    """Return columns that show metrics on one set; `columns` maps each metric to its heading and format."""
+    """Return columns that show metrics on one set; `columns` maps each metric to a column with its heading and format."""
     return [replace(column, on=On(name, metric), group=group) for metric, column in columns.items()]
 
 
@@ -137,9 +138,9 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Return a table of the methods' numbers; columns without numbers are omitted unless `aside` has rows.
+    """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
 
-    `leads` contains the leading methods of a comparison of one run, by set and metric; see `Comparison.leads`.
+    `leads` contains the best methods of a single-run comparison, by set and metric; see `Comparison.leads`.
     """
     found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
     best = None
@@ -151,7 +152,7 @@ def records_table(
 
 
 def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
-    # Return the methods that lead clearly, with this outlier score if the metric depends on a score.
+    # Return the methods with a clear lead (by this outlier score, if the metric depends on a score).
     lead = leads.get(str(on.sets), {}).get(on.metric)
     return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
 
@@ -160,7 +161,7 @@ def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print the title, table and caption, without standard errors if the table is too wide for the terminal."""
+    """Print the title, the table and the caption; omit standard errors if the table is too wide for the terminal."""
     from rich.measure import Measurement
     from rich.text import Text
 
@@ -184,7 +185,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     shown.add_column("", no_wrap=True)
     for index, column in enumerate(table.columns):
-        # The heading of a group is above its first column, one word per line, so that the numbers determine the width.
+        # The heading of a group is above its first column, with one word per line, so that the numbers determine the column width.
         first = index == 0 or table.columns[index - 1].group != column.group
         name = "\n".join(
             [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
@@ -205,7 +206,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
 
 
 def as_markdown(table: Table) -> str:
-    """Return the title, table and caption as Markdown; a group that all columns share is in the top left cell."""
+    """Return the title, the table and the caption as Markdown; the top left cell shows a group that all columns share."""
     shared = {(column.group, column.better) for column in table.columns}
     if len(shared) == 1 and table.columns[0].group:
         corner = replace(table.columns[0], name=table.columns[0].group).heading
@@ -219,7 +220,7 @@ def as_markdown(table: Table) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return rows of text as a Markdown table; the first `left` columns are left-aligned, all other columns right-aligned."""
+    """Return rows of text as a Markdown table; the first `left` columns are left-aligned, and all others are right-aligned."""
     aligned = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
@@ -232,13 +233,13 @@ def as_html(table: Table) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX: backslashes, tildes and carets become spaces, and a leading hyphen of a number becomes a minus sign."""
+    """Escape text for LaTeX; backslashes, tildes and carets become spaces, and a hyphen before a number becomes a minus sign."""
     plain = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\~^]", " ", text))
     return re.sub(r"^-(?=\d)", "$-$", plain)
 
 
 def as_latex(table: Table) -> str:
-    """Return the table for LaTeX documents with the packages booktabs and longtable, which allows page breaks."""
+    """Return the table as LaTeX code that requires the packages booktabs and longtable; it may span several pages."""
     text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
         column_format="l" + "r" * len(table.columns),
         escape=False,

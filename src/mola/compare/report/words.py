@@ -1,4 +1,4 @@
-"""Sentences of reports: findings computed from the numbers, and remarks."""
+"""Sentences in reports: findings derived from the numbers, and remarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REGRESSION_METHODS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a few sentences, with a title."""
+    """A finding: a title and a few sentences."""
 
     title: str
     text: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """A metric of MAP and of MoLA with the default rule; the sentence gives the metric of the methods between them."""
+    """A metric for MAP and for MoLA with the default rule; the sentence lists its values for the other methods."""
 
     title: str
     before: str
@@ -46,7 +46,7 @@ class Headline:
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
-    """Return the cards at the top of the page, which the terminal also shows."""
+    """Return the cards at the top of the page, which are also printed in the terminal."""
     comparison = result.comparison
     numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
@@ -70,7 +70,7 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
 
 
 def tuning_remarks(result: DemoResult) -> list[str]:
-    """Return sentences about the tuned values, and notes from tuning."""
+    """Return sentences about the tuned values, followed by notes from tuning."""
     chosen = [
         f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, tuned by rule {record.chosen['rule']}."
         for name, record in result.comparison.methods.items()
@@ -80,7 +80,7 @@ def tuning_remarks(result: DemoResult) -> list[str]:
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
-    """Return the remarks below the demo: data, networks, tuned values and limits."""
+    """Return the remarks below the demo about data, networks, tuned values and limitations."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
         f"The data are scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
@@ -112,7 +112,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     else:
         sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
-        # This is the standard error of the accuracy if the mean confidence is correct.
+        # This is the standard error of the accuracy under the assumption that it equals the mean confidence.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
         if abs(gap) > chance:
             sentences.append(f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.")
@@ -149,7 +149,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
-    """Return sentences about tuned values, notes, and inputs that were left out."""
+    """Return sentences about tuned values and inputs that were left out, and the notes."""
     lines = []
     for entry, title in (("prior_precision", "Prior precision"), ("noise", "Noise"), ("temperature", "Temperature")):
         for method, record in comparison.methods.items():
@@ -167,7 +167,7 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Pairs of a method and the ensemble with which it is compared."""
+"""Pairs of a method and the ensemble that it is compared with."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
@@ -181,7 +181,7 @@ def suite_findings(suite: SuiteResults) -> list[Finding]:
 
 def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Finding | None:
     outliers = tuple(one.name for one in shared_outliers(suite, suite.runs))
-    # Each entry has a name, a quantity, a sign (1 if higher is better), digits and a unit factor.
+    # Each entry consists of a name, a quantity, a sign (1 if higher is better), the number of decimals and a unit factor.
     quantities = (
         ("log loss on test data", On("test", "nll"), -1, 4, 1),
         ("calibration error on test data (%)", On("test", "ece"), -1, 2, 100),
@@ -210,7 +210,7 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the remarks below a suite: data, notes from tuning, and computing time."""
+    """Return the remarks below a suite about its data, tuning and computing time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}

@@ -1,4 +1,4 @@
-"""Functions that write reports to disk: the page, figures, tables and numbers."""
+"""Functions that write reports to disk: the page, the figures, the tables and the numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mola.compare.report.tables import as_latex, as_markdown
 from mola.errors import OptionError
 
 Progress = Callable[[str, float], None]
-"""Function that is called with the current step and the completed share of the work."""
+"""Function that is called with a description of the current step and the share of the work that is done."""
 
 
 def _quiet(doing: str, done: float) -> None: ...
 
 
 def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet) -> Path:
-    """Write `index.html`, `numbers.json`, and each figure as `figures/<name>.svg` and `.png`; return the path of the page."""
+    """Write `index.html`, `numbers.json`, and the figures as `figures/<name>.svg` and `.png`; return the path of the page."""
     with _named(directory):
         figures = _draw(demo_figures(result), directory, progress)
         texts = {"numbers.json": _as_json(result.numbers()), "index.html": demo_page(result, list(figures.values()))}
@@ -40,7 +40,7 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet)
 def write_evaluation(
     comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
 ) -> Path:
-    """Write `index.html`, `numbers.json`, `tables.md`, and figures as `figures/<name>.svg` and `.png`; return the path of the page."""
+    """Write `index.html`, `numbers.json`, `tables.md`, and `figures/<name>.svg` and `.png`; return the path of the page."""
     tables = [*evaluation_tables(comparison), detail_table(comparison, FEW)]
     lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
     lines += ["", *[as_markdown(table) for table in tables if table is not None]]

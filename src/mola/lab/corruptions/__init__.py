@@ -1,1 +1,1 @@
-"""The 19 corruptions of CIFAR-10-C at 5 severities, generated from their published parameters. Frost uses a synthetic texture."""
+"""The 19 corruptions of CIFAR-10-C at 5 severities, generated from their published parameters. Frost is synthetic."""

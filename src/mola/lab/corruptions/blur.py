@@ -23,7 +23,7 @@ from mola.lab.corruptions.filters import (
 )
 
 DISK_REACH = 8
-"""Half-width of the grid for the disk of a defocus blur, which has 17 x 17 pixels."""
+"""Half-width of the 17 x 17 pixel grid on which the disk of a defocus blur is drawn."""
 
 
 def gaussian_blur(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
@@ -32,10 +32,10 @@ def gaussian_blur(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
 
 
 def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> Bytes:
-    """Blur the image, replace pixels by neighbouring pixels, and blur the image again.
+    """Blur the image, replace pixels with neighbouring pixels, and blur the image again.
 
-    The published loop runs from the last pixel to the third pixel of each axis. It is meant to swap each pixel with the pixel at the
-    offset (dy, dx), where both offsets are -1 or 0. It copies the neighbour instead, because both names are views of the same array.
+    The published loop runs from the last pixel to the third pixel along each axis. It is meant to swap each pixel with the pixel at
+    the offset (dy, dx), where each offset is -1 or 0. It copies the neighbour instead, because both names are views of the same array.
     Every pixel is read before it changes in that round, so a round is a single gather.
     """
     side = pixels.shape[-1]
@@ -53,9 +53,9 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
 
 
 def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -> Bytes:
-    """Blur each point of light to a disk, which is smoothed by a 3 x 3 Gaussian.
+    """Blur each point of light into a disk, which is smoothed by a 3 x 3 Gaussian.
 
-    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. The disk is a plus of 5
+    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. The disk is a plus sign of 5
     pixels at severity 4 and a square of 9 pixels at severity 5, with almost no smoothing. Disks larger than the grid, such as the disk
     of ImageNet-C at severity 5, use a larger grid and are smoothed by a 5 x 5 Gaussian.
     """
@@ -86,11 +86,11 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     weights = weights / weights.sum()
     angles = np.radians(degrees)[:, None]
     margin = len(weights) - 1
-    # ceil(v - 1/2) rounds to the nearest whole number, and halves down, as in ImageMagick.
+    # ceil(v - 1/2) rounds to the nearest whole number, with halves rounded down, as in ImageMagick.
     down = margin + np.ceil(steps * np.sin(angles) - 0.5).astype(np.int64)
     right = margin + np.ceil(steps * np.cos(angles) - 0.5).astype(np.int64)
     result = np.zeros_like(images)
-    # Images are processed one by one, because slices of one image stay in the cache, unlike a gather over the batch.
+    # Images are processed one by one, because slices of one image stay in the cache, whereas a gather over the batch does not.
     for image, source, rows, columns in zip(
         result, padded(images, margin, "nearest"), down.tolist(), right.tolist(), strict=True
     ):
@@ -100,7 +100,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
 
 
 def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
-    """Return the mean of the image and its centre enlarged by 1.00, 1.01, ..., which includes the original image twice."""
+    """Return the mean of the image and its centre enlarged by 1.00, 1.01, ...; the original image is therefore counted twice."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, end) @ flat).T.reshape(pixels.shape))
@@ -108,7 +108,7 @@ def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
-    # Return the sum of all enlargements as one sparse linear map of the side^2 pixels.
+    # Return the sum of all enlargements as one sparse linear map on the side^2 pixels.
     with importing("the corruption zoom_blur", "scipy", "bench"):
         from scipy import sparse
     factors = np.arange(1, end, 0.01)

@@ -16,10 +16,10 @@ from mola.options import one_of
 
 Corruption = tuple[Callable[..., Bytes], tuple[Any, ...], tuple[Any, ...]]
 """A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; and its parameters in ImageNet-C,
-which are empty if the algorithm of ImageNet-C differs."""
+which are empty if ImageNet-C uses a different algorithm."""
 
-# Zoom factors are np.arange(1, end, 0.01), which gives 7, 12, 16, 21 and 26 factors: rounding includes the first two ends, and
-# the last factor is slightly above 1.25. The published images were generated this way.
+# Zoom factors are np.arange(1, end, 0.01), which gives 7, 12, 16, 21 and 26 factors: through rounding, the first two ranges include
+# their ends, and the last factor is slightly above 1.25. The published images were generated this way.
 BY_NAME: dict[str, Corruption] = {
     "gaussian_noise": (noise.gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)),
     "shot_noise": (noise.shot_noise, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3)),
@@ -87,7 +87,7 @@ PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
 """The 16 corruptions that the paper most likely used; the paper gives their number but not their names."""
 
 IMAGENET_CORRUPTIONS: tuple[str, ...] = tuple(name for name, (_, _, imagenet) in BY_NAME.items() if imagenet)
-"""Corruptions that can be generated with the parameters of ImageNet-C, whose lengths are in pixels of a 224 x 224 image."""
+"""Corruptions that can be generated with ImageNet-C's parameters, whose lengths refer to pixels of a 224 x 224 image."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
@@ -98,15 +98,15 @@ PIECE = 1 << 18
 def corrupt(
     pixels: Tensor, corruption: str, severity: int, *, seed: int = 0, first: int = 0, parameters: str = "cifar10-c"
 ) -> Tensor:
-    """Corrupt images with the parameters of CIFAR-10-C, for 32 x 32 pixels, or with the parameters of ImageNet-C.
+    """Corrupt images with the parameters of CIFAR-10-C, which are meant for 32 x 32 pixels, or with those of ImageNet-C.
 
-    An image's random numbers depend only on the seed, the corruption, the severity and the image's index. A set that is corrupted in
-    parts, each with its `first`, therefore equals the set corrupted at once. The published images are different draws from the same
-    distributions, made with programs (OpenCV, ImageMagick) that round some intermediate results. Averages over many images agree, but
-    single images do not.
+    The random numbers for an image depend only on the seed, the corruption, the severity and the image's index. Corrupting a set in
+    parts, each with its own `first`, therefore gives the same result as corrupting it all at once. The published images are different
+    draws from the same distributions, made with programs (OpenCV, ImageMagick) that round some intermediate results. Averages over
+    many images agree, but individual images differ.
 
     Pixels are bytes (n, 3, side, side) with a side of at least 8. The severity is 1 to 5, or 0 to return the pixels unchanged. `first`
-    is the index of the first image. The parameters "imagenet-c" are for images of about 224 x 224 pixels, and are available for
+    is the index of the first image. The "imagenet-c" parameters are meant for images of about 224 x 224 pixels and are available for
     `IMAGENET_CORRUPTIONS`.
     """
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"

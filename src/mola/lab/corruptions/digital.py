@@ -14,7 +14,7 @@ from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
 
 SIDE = 32
-"""Side of the images for which the lengths of the elastic distortion are given."""
+"""Side of the images for which the lengths in the elastic distortion are specified."""
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
@@ -25,7 +25,7 @@ def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
 
 
 def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
-    """Add a number to V and clip the result to 1; black becomes grey."""
+    """Add a number to V and clip the result at 1; black becomes grey."""
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     raised = np.clip(largest + more, 0, 1)
@@ -34,9 +34,9 @@ def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
 
 
 def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> Bytes:
-    """Multiply S by a factor, add a number, and clip the result to the range from 0 to 1.
+    """Multiply S by a factor, add a number, and clip the result to [0, 1].
 
-    Grey is treated as red without saturation, as in the original.
+    Grey is treated as red with zero saturation, as in the original.
     """
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
@@ -50,7 +50,7 @@ def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> 
 
 
 def jpeg_compression(pixels: Bytes, streams: Streams, quality: int) -> Bytes:
-    """Encode as JPEG and decode again with Pillow, which uses 4:2:0 chroma subsampling."""
+    """Encode the image as JPEG and decode it again with Pillow, which uses 4:2:0 chroma subsampling."""
     with importing("the corruption jpeg_compression", "pillow", "bench"):
         from PIL import Image
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
@@ -86,8 +86,8 @@ def _box(before: int, after: int) -> Floats:
 def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes:
     """Jitter three points around the centre, warp the image to match, and then displace each pixel separately.
 
-    The lengths (size and smoothness of the displacements, jitter of the affine map) are proportional to the side. OpenCV, with which
-    the published images were made, rounds the affine map's positions to 1/32 of a pixel. Here, positions are exact.
+    The lengths (size and smoothness of the displacements, jitter of the affine map) are proportional to the side. OpenCV, which was
+    used to make the published images, rounds the positions under the affine map to 1/32 of a pixel. Here, the positions are exact.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)

@@ -1,8 +1,8 @@
-"""Building blocks of the corruptions: conversion of pixels to values from 0 to 1, random numbers per image, and linear filters.
+"""Building blocks of the corruptions: conversion of pixels to values in [0, 1], random numbers for each image, and linear filters.
 
-Random numbers depend on the image, not on its batch. Filters treat borders like the original image programs. A filter along one axis
-is a small matrix (side x side) that includes the border. A separable filter is therefore two matrix products for a whole batch, and
-is exact for any number of taps.
+Random numbers depend on the image, not on its batch. Filters treat borders as the original image programs do. A filter along one axis
+is a small matrix (side x side) that includes the border. Applying a separable filter to a whole batch therefore takes two matrix
+products, and is exact for any number of taps.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-"""Images (n, channels, side, side) in uint8, as stored."""
+"""Images (n, channels, side, side) as stored, with type uint8."""
 
 Floats = NDArray[np.float64]
-"""Images or layers for computation. They are in float64, because rounding down turns a result just below a whole number into the next
-lower level."""
+"""Images or layers used in computation. They are stored as float64, because a rounding error that puts a result just below a whole
+number would lower the final byte by one level."""
 
 
 def unit(pixels: Bytes) -> Floats:
-    """Convert bytes to values from 0 to 1."""
+    """Convert bytes to values in [0, 1]."""
     return pixels / 255.0
 
 
 def truncated(values: Floats) -> Bytes:
-    """Convert values from 0 to 1 to bytes, rounded down as in the published arrays."""
+    """Convert values in [0, 1] to bytes, rounding down as in the published arrays."""
     return (np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
 def rounded(values: Floats) -> Bytes:
-    """Round values from 0 to 255 to the nearest bytes, as an image program does."""
+    """Round values in [0, 255] to the nearest byte, as image programs do."""
     return np.clip(np.floor(values + 0.5), 0, 255).astype(np.uint8)
 
 
@@ -46,7 +46,7 @@ class Streams:
     """One stream of random numbers for each of `count` images, the first of which has the index `first`.
 
     Philox is a function of a key and a counter. The key is derived from `name`, which contains the seed, the corruption and the
-    severity. The image's index is the upper part of the counter. Streams of different images therefore never overlap, and no stream
+    severity. The image's index forms the upper part of the counter. Streams of different images therefore never overlap, and no stream
     depends on the number of images corrupted at once.
     """
 
@@ -60,16 +60,16 @@ class Streams:
             yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
-        """Stack the draws of `one` for each image; every call restarts the streams."""
+        """Call `one` with each image's stream and stack the draws; every call restarts the streams."""
         return np.stack([one(generator) for generator in self])
 
     def normal(self, shape: tuple[int, ...]) -> Floats:
-        """Draw standard normal numbers of this shape for each image."""
+        """Draw an array of standard normal numbers with this shape for each image."""
         return self.draw(lambda generator: generator.standard_normal(shape))
 
 
 Border = Literal["nearest", "reflect", "mirror"]
-"""Extensions of a b c d beyond its ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
+"""Ways to extend a b c d beyond its ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
 
 
 def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.
 
 
 def gaussian_taps(sigma: float, radius: int) -> Floats:
-    """Return weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, with sum 1."""
+    """Return weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, normalised to sum to 1."""
     if radius == 0:
         return np.ones(1)
     taps = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
@@ -92,7 +92,7 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 
 
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
-    """Apply a Gaussian blur, truncated at `truncate` standard deviations; sigma 0 does not change the images."""
+    """Apply a Gaussian blur, truncated at `truncate` standard deviations; if sigma is 0, the images do not change."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     # Return the matrix of the map from x to sum_k taps[k] x[i + k - r], for 2 r + 1 taps.
     side, radius = images.shape[-1], len(taps) // 2

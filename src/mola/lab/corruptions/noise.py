@@ -8,12 +8,12 @@ from mola.lab.corruptions.filters import Bytes, Streams, truncated, unit
 
 
 def gaussian_noise(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
-    """Replace every value x by x + N(0, sigma^2)."""
+    """Replace every value x with x + N(0, sigma^2)."""
     return truncated(unit(pixels) + sigma * streams.normal(pixels.shape[1:]))
 
 
 def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
-    """Replace every value x by Poisson(c x) / c. The noise grows as c, the number of photons at a white pixel, falls."""
+    """Replace every value x with Poisson(c x) / c. The noise grows as c, the number of photons at a white pixel, falls."""
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
     return truncated(np.stack(caught) / photons)
@@ -22,11 +22,11 @@ def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
     """Add salt-and-pepper noise: set a share of the values to 0 or 1 with equal probability."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
-    # One random number determines both: a value changes if the number is below the share, and becomes 0 if it is below half the share.
+    # One random number decides both: a value changes if the number is below the share, and becomes 0 if it is below half the share.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))
 
 
 def speckle_noise(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
-    """Replace every value x by x + x N(0, sigma^2)."""
+    """Replace every value x with x + x N(0, sigma^2)."""
     values = unit(pixels)
     return truncated(values + sigma * values * streams.normal(pixels.shape[1:]))

@@ -1,11 +1,11 @@
 """Weather corruptions: fog, snow, frost and spatter.
 
-Frost adds a crop of a picture of frost to the image. The original's five photographs are not part of this library. They are replaced
-by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results with synthetic frost
-are not comparable with published results.
+Frost adds a crop of a picture of frost to the image. The five photographs used by the original are not part of this library. They are
+replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results with synthetic
+frost are not comparable with published results.
 
 Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It uses Canny edges and the distances to them,
-computed as in OpenCV for a whole batch.
+computed for a whole batch as in OpenCV.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mola.lab.corruptions.filters import (
 SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
 TAN_22 = 0.4142135623730950488016887242097
 STRAIGHT, DIAGONAL, KNIGHT = 65536, 91750, 143976
-"""OpenCV's lengths of the moves (1, 0), (1, 1) and (2, 1): 1, 1.4 and 2.1969 in units of 1 / 65536."""
+"""OpenCV's lengths for the moves (1, 0), (1, 1) and (2, 1): 1, 1.4 and 2.1969, expressed in units of 1 / 65536."""
 FAR = 1 << 29
 MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
@@ -45,7 +45,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch a ridge above `high`.
 
     The layers are not smoothed. Along the gradient, rounded to one of four directions, the value on a ridge is larger than the
-    preceding value and at least as large as the following value. On diagonals, it is larger than both values.
+    preceding value and at least as large as the following value. On diagonals, it is larger than both of these values.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
@@ -78,10 +78,10 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:
-    """Return the length (n, side, side) of the shortest path from each pixel to an edge in moves of 1, 1.4 and 2.1969.
+    """Return the length (n, side, side) of the shortest path from each pixel to an edge, using moves of length 1, 1.4 and 2.1969.
 
     This is OpenCV's DIST_L2 with a mask of size 5: one forward sweep and one backward sweep, in integer multiples of 1 / 65536. If
-    there are no edges, the distance of all pixels is 8192.
+    there are no edges, all distances are 8192.
     """
     side = edges.shape[-1]
     margin = 2
@@ -112,7 +112,7 @@ def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Byte
 
 
 def plasma(streams: Streams, side: int, decay: float) -> Floats:
-    """Draw clouds (n, side, side) from 0 to 1 with the diamond-square algorithm on a torus; the side must be a power of 2.
+    """Draw clouds (n, side, side) with values in [0, 1] by the diamond-square algorithm on a torus; the side must be a power of 2.
 
     At each level, a new point is the mean of its four neighbours plus w U(-w, w). The centres of the squares come first, and then the
     centres of the diamonds between them. The roughness w starts at 100 and is divided by `decay` after each level.
@@ -142,7 +142,7 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
 
 
 def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
-    """Whiten the image, and add motion-blurred snowflakes and the same snowflakes rotated by 180 degrees.
+    """Whiten the image, and add motion-blurred snowflakes together with a copy of them rotated by 180 degrees.
 
     The radius and sigma are the parameters of the motion blur.
     """
@@ -171,7 +171,7 @@ OCTAVES = 5
 
 
 def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
-    """Return a image + b frost, in levels, clipped at 255; a random crop of a frost picture is drawn for each image."""
+    """Return `ours * image + theirs * frost` in levels, clipped at 255; each image gets a random crop of a frost picture."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
@@ -222,7 +222,7 @@ def _field(generator: np.random.Generator, side: int, frequency: float, directio
 WATER = np.array([175, 238, 238])[:, None, None] / 255
 MUD = np.array([63, 42, 20])[:, None, None] / 255
 LOW, HIGH = 50.0, 150.0
-"""Lower and upper threshold of the Canny edge detector."""
+"""Lower and upper thresholds of the Canny edge detector."""
 REACH = 20.0
 """Largest distance to the rim of a drop; larger distances are clipped."""
 RELIEF = np.array([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
@@ -247,10 +247,10 @@ def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    # Return the strength of the light in drops (n, side, side), at most 1 in each image.
+    # Return the strength (n, side, side) of the light in the drops, at most 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # Before truncation, rounding error must not move a mean that is a whole number below that number.
+    # A whole-number mean must not fall below that number through rounding error before it is truncated.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)
@@ -259,7 +259,7 @@ def _water(liquid: Bytes) -> Floats:
 
 
 def equalised(layers: Bytes) -> Bytes:
-    """Equalise the histogram of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
+    """Equalise the histogram of each layer (n, side, side): level v becomes 255 times the share of pixels with values of at most v.
 
     The lowest level of a layer is not counted and becomes 0. A layer with a single level is unchanged.
     """
@@ -270,7 +270,7 @@ def equalised(layers: Bytes) -> Bytes:
     everyone = np.arange(len(layers))
     least = counts[everyone, lowest]
     flat = least == total
-    # OpenCV computes in float32, which decides how halves are rounded.
+    # OpenCV computes in float32, which affects how halves are rounded.
     scale = np.float32(255) / np.where(flat, 1, total - least).astype(np.float32)
     risen = np.maximum(np.cumsum(counts, axis=1) - least[:, None], 0).astype(np.float32)
     table = np.where(flat[:, None], np.arange(levels), np.rint(risen * scale[:, None])).astype(np.uint8)

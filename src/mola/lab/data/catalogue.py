@@ -1,4 +1,4 @@
-"""The published data sets by name, with the paths and the URLs of their files.
+"""The published data sets by name, with the paths and URLs of their files.
 
 Paths are relative to the data directory and include the folders that torchvision creates. Checksums are from torchvision and from the
 data sets' web pages.
@@ -32,7 +32,7 @@ class Split:
     folders: tuple[str, ...]
     """Folders that may contain the files; the first folder is recommended."""
     files: tuple[tuple[str, ...], ...]
-    """Alternative lists of names. A list names files, which may be compressed by gzip, or a folder of images."""
+    """Alternative lists of names. A list names either files, which may be compressed with gzip, or a folder of images."""
     read: Reader
     """Function that reads the images from the paths of one list."""
     count: int | None = None
@@ -106,7 +106,7 @@ def _emnist(split: str, count: int) -> Split:
     members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
     download = Download(tuple(f"{url}/gzip.zip" for url in urls), "58c8d27c78d21e728a6bc7b3cc06412e", members)
     folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
-    # Columns are stored as rows, and the labels of letters start at 1.
+    # Columns are stored as rows, and the labels for letters start at 1.
     return Split(folders, (files,), partial(read_idx_pair, first_label=1, transposed=True), count, (download,))
 
 
@@ -129,7 +129,7 @@ def _cifar(title: str, classes: int, folder: str, files: Mapping[str, tuple[str,
     for split, names in files.items():
         flat = (
             ("",) if classes == 10 else ()
-        )  # without a CIFAR folder, train.bin and test.bin could belong to any data set
+        )  # outside a CIFAR folder, train.bin and test.bin could belong to any data set
         members = {f"{folder}/{file}": f"{folder}/{file}" for file in names}
         download = Download((f"https://www.cs.toronto.edu/~kriz/{archive}",), md5, members)
         count = 50_000 if split == "train" else 10_000
@@ -236,7 +236,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """Return the folder of the data sets: the given folder, or the value of `MOLA_DATA`."""
+    """Return the folder that contains the data sets: the given folder, or the value of `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(
@@ -267,7 +267,8 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images have the same order as in the files, and labels start at 0. If files are missing, the error lists expected paths and URLs.
+    Images have the same order as in the files, and labels start at 0. If files are missing, the error lists the expected paths and the
+    URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"

@@ -1,8 +1,8 @@
-"""Readers of CIFAR-10-C and CIFAR-10H, which are published as .npy files for the CIFAR-10 test set.
+"""Readers for CIFAR-10-C and CIFAR-10H, which are published as .npy files for the CIFAR-10 test set.
 
-In CIFAR-10-C, the file of each corruption contains the 10,000 test images at severities 1 to 5, shape (50000, 32, 32, 3). One file
-contains their labels. CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about 50, who chose each label, shape
-(10000, 10).
+In CIFAR-10-C, the file for each corruption contains the 10,000 test images at severities 1 to 5, with shape (50000, 32, 32, 3).
+Another file contains their labels. CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about 50, who chose each
+label, with shape (10000, 10).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ARCHIVE = Download(
     "56bf5dcef84df0e2308c6dcbcbbd8499",
     {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CORRUPTIONS, "labels")},
 )
-"""The archive of all corruptions, 2.9 GB."""
+"""The archive of all corruptions (2.9 GB)."""
 
 
 def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
-    """Return the folder in the data directory that contains the published files of all these corruptions; None if there is none."""
+    """Return the folder in the data directory that contains the published files for all these corruptions; None if there is none."""
     names = [f"{name}.npy" for name in (*corruptions, "labels")]
     return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
 
@@ -62,7 +62,7 @@ LEAST_AGREEMENT = 0.95
 
 
 def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor | None:
-    """Read the number of people who chose each label, (10000, 10) in int64; return None if the file is not in the data directory.
+    """Read the number of people who chose each label, (10000, 10) as int64; return None if the file is not in the data directory.
 
     The labels (10000,) of the CIFAR-10 test set are used to check the order of the images.
     """

@@ -1,4 +1,4 @@
-"""Reader of CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and out-of-scope requests.
+"""Reader for CLINC150 (Larson et al., 2019): requests to an assistant with 150 intents, and out-of-scope requests.
 
 The features of a sentence are the mean of its tokens' rows in the embedding table of the package `wordllama`. The package's files are
 read directly. The package is not imported, and nothing is downloaded.
@@ -30,7 +30,7 @@ PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
 """Parts of the file: in-scope requests for training, validation and testing, and out-of-scope requests."""
 
 WIDTH = 256
-"""Number of features of a sentence."""
+"""Number of features per sentence."""
 
 TABLE, TOKENS = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
 
@@ -69,7 +69,7 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
 
 
 def embed(sentences: Sequence[str]) -> Tensor:
-    """Return a row of features for each sentence, (n, WIDTH) in float32; raise `DataError` if a sentence has no words."""
+    """Return a row of features for each sentence, (n, WIDTH) as float32; raise `DataError` if a sentence has no words."""
     table, tokenizer = _package()
     rows = torch.empty(len(sentences), WIDTH)
     for index, encoded in enumerate(tokenizer.encode_batch(list(sentences), add_special_tokens=False)):

@@ -22,7 +22,7 @@ class Download:
     """URLs, which are tried in this order."""
     md5: str
     files: Mapping[str, str]
-    """Paths relative to the data directory, by the names of the archive's members; the name of a single file is ""."""
+    """Paths relative to the data directory, keyed by the names of the archive's members; for a single file, the key is ""."""
 
     def __str__(self) -> str:
         return f"{self.urls[0]} (md5 {self.md5})"

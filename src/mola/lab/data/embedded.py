@@ -1,4 +1,4 @@
-"""Data sets that need no download: scikit-learn's digits, two moons, and inputs that are not digits.
+"""Data sets that require no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
 The digits are 1797 grey images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and value
 range, so that neither property identifies them.
@@ -21,11 +21,11 @@ CLASSES = 10
 MOONS_CENTRE = (0.5, 0.25)
 
 LEAST_CONTRAST = 0.1
-"""Minimum variation in brightness of a patch. It excludes clear sky, which would contain only camera noise after stretching."""
+"""Minimum variation in a patch's brightness. It excludes clear sky, which would show only camera noise after stretching."""
 
 LARGEST_ZOOM = 8
-"""Largest factor by which patches are averaged down. Patches are squares of 8 to 64 pixels, which show textures as well as whole
-petals and roofs."""
+"""Largest factor by which patches are downsampled by averaging. Patches are squares with sides of 8 to 64 pixels, so they show
+textures as well as whole petals and roofs."""
 
 
 def _sklearn(feature: str) -> Any:
@@ -36,7 +36,7 @@ def _sklearn(feature: str) -> Any:
 
 @dataclass(frozen=True)
 class Digits:
-    """The digits in three parts; inputs have the shape (n, 1, 8, 8) in float32, with values between 0 and 1."""
+    """The digits in three parts; inputs are float32 tensors (n, 1, 8, 8) with values between 0 and 1."""
 
     train: Labelled
     val: Labelled
@@ -53,7 +53,7 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points (count, 2) in float32 from two interleaved half circles of radius 1 around the origin, with their classes.
+    """Draw points (count, 2) as float32, with their classes, from two interleaved half circles of radius 1 around the origin.
 
     `noise` is the standard deviation of the points around the half circles.
     """
@@ -63,7 +63,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
 
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, each stretched to the range from 0 to 1."""
+    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each to [0, 1]."""
     datasets = _sklearn("natural-image patches")
     with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only for photographs
         photographs = datasets.load_sample_images().images
@@ -86,6 +86,6 @@ def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
 
 
 def uniform_noise(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw images (count, 1, side, side) in float32 with independent pixels, uniformly distributed between 0 and 1."""
+    """Draw images (count, 1, side, side) as float32 whose pixels are independent and uniformly distributed between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)

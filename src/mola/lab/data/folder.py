@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""File extensions of images, in lower case; case is ignored, because ImageNet's files end in .JPEG."""
+"""File extensions of images in lower case; comparisons ignore case, because ImageNet's files end in .JPEG."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Preparation:
     """Resizing and cropping of an image to the size of a network's inputs.
 
     Attributes:
-        resize: length of the shorter side, which preserves proportions; or (height, width), which does not; None keeps the size.
+        resize: length of the shorter side, which preserves the proportions, or (height, width), which may not; None keeps the size.
             Resizing is bilinear with antialiasing, as in Pillow and torchvision.
         crop: side of the central square to which the resized image is cropped; None keeps the whole image.
         mode: colour mode in Pillow, "RGB" for colour or "L" for grey.
@@ -48,7 +48,7 @@ class Preparation:
     mode: str = "RGB"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Return the pixels (channels, height, width) in uint8."""
+        """Return the pixels (channels, height, width) as uint8."""
         from PIL import Image
 
         image = in_bytes(image).convert(self.mode)
@@ -70,7 +70,7 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Return the image with 8 bits per channel, because Pillow's conversion clips all values above 255 to white."""
+    """Return the image with 8 bits per channel; Pillow's own conversion would clip all values above 255 to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
@@ -91,7 +91,7 @@ class ImageFolder:
 
     paths: tuple[Path, ...]
     labels: Tensor
-    """Class indices (n,) in int64."""
+    """Class indices (n,) as int64."""
     classes: tuple[str, ...]
     """Names of the classes."""
     prepare: Preparation = field(default_factory=Preparation)
@@ -114,7 +114,7 @@ class ImageFolder:
 
         Args:
             size: number of images in a batch; only one batch is in memory at a time.
-            normalise: function that turns pixels in uint8 into network inputs; None returns the pixels.
+            normalise: function that turns uint8 pixels into network inputs; if None, the loader yields the pixels.
             workers: number of threads that decode a batch.
         """
         return FolderBatches(self, size, normalise, workers)
@@ -126,7 +126,7 @@ class ImageFolder:
 
 @dataclass(frozen=True)
 class FolderBatches:
-    """A loader of an image folder, which can be read several times; see `ImageFolder.batches`."""
+    """A loader for an image folder that can be read several times; see `ImageFolder.batches`."""
 
     folder: ImageFolder
     size: int
@@ -152,7 +152,7 @@ class FolderBatches:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the image files in a folder at any depth, sorted by path, without hidden files."""
+    """List the image files in a folder at any depth, sorted by path and excluding hidden files."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and not path.name.startswith("."))
     return sorted(path for path in found if path.is_file())
 
@@ -233,7 +233,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
 
 
 def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
-    """Return the folder with ImageNet-C's images of a corruption at severity 1 to 5; None if it is not in the data directory."""
+    """Return the folder of ImageNet-C's images for a corruption at severity 1 to 5; None if it is not in the data directory."""
     for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():

@@ -1,7 +1,7 @@
 """Labelled images in memory as bytes, and their normalisation: (x / 255 - mean) / std for each channel.
 
-Out-of-distribution inputs are normalised like the network's training data, because a deployed network gets no information about
-the source of an input.
+Out-of-distribution inputs are normalised like the network's training data, because a deployed network has no information about where
+an input comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mola.options import one_of
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels (n, channels, height, width) in uint8 and class indices (n,) in int64."""
+    """Pixels (n, channels, height, width) as uint8 and class indices (n,) as int64."""
 
     pixels: Tensor
     labels: Tensor
@@ -81,7 +81,7 @@ class Normalisation:
             raise OptionError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return (x / 255 - mean) / std in float32."""
+        """Return (x / 255 - mean) / std as float32."""
         if len(self.mean) not in (1, pixels.shape[-3]):
             raise DataError(
                 f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
@@ -90,7 +90,7 @@ class Normalisation:
             torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
             for values in (self.mean, self.std)
         )
-        # Divide by 255 first, as is usual, because another order would change the last bits of a network's inputs.
+        # Divide by 255 first, as is usual, because a different order would change the last bits of a network's inputs.
         return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
 
 

@@ -1,10 +1,10 @@
-"""Readers of image file formats: idx (MNIST and related sets), CIFAR's binary files, and NumPy and MATLAB arrays.
+"""Readers for image file formats: idx (MNIST and related sets), CIFAR's binary files, and NumPy and MATLAB arrays.
 
 **idx**: two zero bytes, the type of the values (8 for unsigned bytes), the number of dimensions, each dimension in four bytes (most
-significant first), then the values in row-major order. The files are often compressed by gzip.
+significant first), then the values in row-major order. The files are often compressed with gzip.
 
-**CIFAR binary**: a record is one label byte (for CIFAR-100, the coarse and the fine label), then the red, the green and the blue plane
-of 32 x 32 pixels. The Python version of these sets, which is a pickle, is not supported.
+**CIFAR binary**: a record is one label byte (for CIFAR-100, a coarse and a fine label), followed by the red, green and blue planes of
+32 x 32 pixels. The Python versions of these sets, which are pickle files, are not supported.
 
 **Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,); or SVHN's .mat with X (32, 32, 3, n)
 and y (n, 1).
@@ -61,7 +61,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
             f"{path} contains {len(content):,} bytes, but its header specifies {start + math.prod(shape):,} bytes "
             f"for the shape {shape}. {FETCH_AGAIN}"
         )
-    # Copy the array, because writing to a tensor over immutable bytes is undefined.
+    # Copy the array, because writing to a tensor backed by immutable bytes is undefined behaviour.
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
 
 
@@ -106,12 +106,12 @@ def open_npy(path: Path) -> np.ndarray:
     return array
 
 
-# SciPy and NumPy do not document their exceptions for damaged files. Truncated and overwritten files raised these exceptions.
+# SciPy and NumPy do not document which exceptions damaged files raise. Truncated and overwritten files raised these exceptions.
 BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 
 
 def read_arrays(paths: Sequence[Path]) -> Images:
-    """Read images (n, 3, 32, 32) from an .npz or .mat file. Without labels, all classes are 0. SVHN's label 10 becomes class 0."""
+    """Read images (n, 3, 32, 32) from an .npz or .mat file. Missing labels become 0, as does SVHN's label 10."""
     (path,) = paths
     content = BytesIO(read_bytes(path))
     try:

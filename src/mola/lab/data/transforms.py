@@ -13,13 +13,13 @@ from mola.errors import importing
 from mola.options import one_of
 
 ANGLES = tuple(range(0, 181, 15))
-"""Rotation angles of the paper's rotated MNIST, in degrees."""
+"""Rotation angles, in degrees, for the paper's rotated MNIST."""
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
     """Mirror each of the images (n, channels, height, width) with probability 1/2, and shift it by up to `padding` pixels per axis.
 
-    The border is filled with 0. For a black border as in the paper's recipe, pass pixels in uint8, before normalisation.
+    The border is filled with 0. For a black border, as in the paper's recipe, pass uint8 pixels before normalisation.
     """
     count, channels, height, width = images.shape
     device = generator.device
@@ -28,7 +28,7 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
     rows = top + torch.arange(height, device=device)
     columns = left + torch.arange(width, device=device)
     columns = torch.where(flipped, columns.flip(1), columns)
-    # Use one index into each flattened image, because a gather over all channels is many times faster than a loop over images.
+    # Index into each flattened image, because one gather over all channels is many times faster than a loop over images.
     padded = functional.pad(images, [padding] * 4)
     index = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
     index = index.view(count, 1, height * width).expand(-1, channels, -1).to(images.device)
@@ -38,8 +38,8 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
     """Rotate images (n, channels, height, width) counter-clockwise about their centre, and fill the border with 0.
 
-    `"nearest"` gives the paper's rotated MNIST: it is Pillow's rotation, which torchvision uses by default. `"bilinear"` is for very
-    small images, because the nearest pixel would break up the strokes of an image of 8 x 8 pixels.
+    `"nearest"` gives the paper's rotated MNIST: it matches Pillow's rotation, which torchvision uses by default. `"bilinear"` is for
+    very small images, because taking the nearest pixel would break up the strokes in an image of 8 x 8 pixels.
     """
     if one_of(interpolation, ("bilinear", "nearest"), "interpolation") == "nearest":
         with importing("rotated images", "pillow", "bench"):
@@ -57,9 +57,9 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:
-    """Convert images to square colour images (n, 3, side, side) in uint8: repeat grey channels, and resize other sizes.
+    """Convert images to square colour images (n, 3, side, side) as uint8: repeat grey channels, and resize images of other sizes.
 
-    Resizing is the same as Pillow's bilinear filter, first along rows and then along columns, with rounding to bytes after each step.
+    Resizing matches Pillow's bilinear filter: first along rows and then along columns, rounding to bytes after each step.
     """
     height = pixels.shape[2]
     for size in ((height, side), (side, side)):

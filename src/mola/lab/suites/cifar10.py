@@ -36,8 +36,8 @@ OUTLIERS = {
 
 
 def _corrupted(images: Images, severity: int, options: DataOptions, published: Path | None) -> Images:
-    # Every image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first
-    # images of the test set.
+    # Each image is corrupted once: image i gets the corruption with index i modulo the number of types. `images` are the first images
+    # of the test set.
     types, pixels = CORRUPTION_SETS[options.corruptions], images.pixels.clone()
     for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
@@ -90,7 +90,7 @@ def _measures(options: DataOptions) -> dict[str, Measure]:
     # Compute the agreement with human labels if CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
-    # Split in the same way as the images: indices take the place of labels.
+    # Split the human labels in the same way as the images, with indices in place of labels.
     _, test = split_validation(Images(images.pixels, torch.arange(len(images))))
     return {} if counts is None else {"people": partial(human_labels, counts[test.evenly(options.test).labels])}
 

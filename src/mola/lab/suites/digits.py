@@ -1,4 +1,4 @@
-"""The suite of scikit-learn's handwritten digits, which runs in a minute and needs no files."""
+"""The suite for scikit-learn's handwritten digits, which runs in a minute and requires no files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mola.lab.suites.image_sources import image_source, rotations, training
 from mola.lab.training import Recipe, digits_mlp
 
 OUTLIERS = 500
-"""Default number of images in each set of outliers."""
+"""Default number of images in each outlier set."""
 
 
 def _images(inputs: Tensor, labels: Tensor | None = None) -> Images:

@@ -21,7 +21,7 @@ from mola.lab.training import Labelled, Recipe
 Change = Callable[[Images], Images]
 
 SAMPLE = 64
-"""Number of images in each set whose inputs are part of the checksum, large enough to include every type of corruption."""
+"""Number of images per set whose inputs enter the checksum; it is large enough to include every type of corruption."""
 
 
 def load(name: str, split: str, options: DataOptions) -> Images:
@@ -53,7 +53,7 @@ def image_source(
     """
     chosen = options.normalisation or normalised
     normalise = normalisation(chosen)
-    # Small colour batches stay in the processor's cache. In measurements, they were 10 % faster than larger batches.
+    # Small batches of colour images stay in the processor's cache and were measured to be 10 % faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
     def read(places: Sequence[int]) -> Batches:
@@ -111,7 +111,7 @@ def in_distribution(name: str, title: str, normalised: str, options: DataOptions
 
 
 def load_outliers(options: DataOptions, names: Iterable[str]) -> dict[str, Images]:
-    """Read sets of outliers. A set that is neither in the data directory nor downloaded is omitted with a warning."""
+    """Read the outlier sets. A set that is neither in the data directory nor downloaded is omitted with a warning."""
     found = {}
     for name in names:
         reason = "is not in the data directory"
@@ -133,7 +133,7 @@ def outlier_sources(
     titles: Mapping[str, str],
     change: Change = lambda images: images,
 ) -> dict[str, Source]:
-    """Create sources of the sets in `titles`, normalised like the training data."""
+    """Create sources for the sets in `titles`, normalised like the training data."""
     return {
         name: image_source(options, normalised, name, titles[name], "outlier", change(images))
         for name, images in load_outliers(options, titles).items()
@@ -143,7 +143,7 @@ def outlier_sources(
 def training(
     read_images: Callable[[DataOptions], Images], normalised: str
 ) -> Callable[[DataOptions, Recipe], TrainingData]:
-    """Return a reader of a suite's training data, augmented if the recipe requires it."""
+    """Return a function that reads a suite's training data, which are augmented if the recipe requires it."""
 
     def read(options: DataOptions, recipe: Recipe) -> TrainingData:
         images = read_images(options).evenly(options.train)

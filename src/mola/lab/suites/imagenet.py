@@ -1,4 +1,4 @@
-"""The suite of ImageNet and ImageNet-C, which are read batch by batch from folders because they do not fit into memory.
+"""The suite for ImageNet and ImageNet-C, which are read batch by batch from folders because they do not fit into memory.
 
 With training images, the suite is the paper's experiment. Without training images (`--cross-fit`), the validation images of each class
 are divided into five parts: two for fitting, one for tuning and two for testing, in five rotations. ImageNet-C is read from the
@@ -30,7 +30,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Share of the validation images used for tuning: 10,000 of 50,000 images here, and 2000 of 10,000 images in other suites."""
+"""Share of the validation images used for tuning: 10,000 of 50,000 images here; other suites use 2000 of 10,000 images."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
@@ -70,8 +70,8 @@ def _source(
     types: tuple[str, ...] = (),
     level: int = 0,
 ) -> Source:
-    # If `kinds` contains a corruption for each image, images are corrupted when they are read. Image i has type i modulo the number of
-    # `types`.
+    # If `kinds` gives a corruption for each image, the images are corrupted when they are read. Image i has type i modulo the number
+    # of `types`.
     normalise = normalisation(options.normalisation or "imagenet")
     change = partial(corrupt, severity=level, seed=CORRUPTION_SEED, parameters="imagenet-c")
 
@@ -125,7 +125,7 @@ def _enlarged(options: DataOptions, name: str, images: Images) -> Source:
 
 
 def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
-    # Return the corruptions, and True if they are read from published files, which must include all severities.
+    # Return the corruptions, and whether they are read from published files, which must include all severities.
     for name in options.types:
         one_of(name, CORRUPTIONS, "types")
     directory, wanted = data_directory(options.directory), options.types or CORRUPTIONS
@@ -217,7 +217,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
             role: whole.part(_places(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
             for role, (title, fifths) in PARTS.items()
         }
-        # Sorted by rank and then by class, so that the types alternate.
+        # The images are sorted by rank and then by class, so that the types alternate.
         tested = _places(ranks[some], PARTS["test"][1], turn)
         order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
         folds.append({**fold, **{one.name: one.part(order) for one in shifts}, **outliers})
@@ -225,7 +225,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
 
 
 def _ranks(labels: Tensor) -> Tensor:
-    # Return the index of each image among the images of its class, counted from 0.
+    # Return the index of each image among the images in its class, counting from 0.
     ranks, seen = torch.zeros_like(labels), dict[int, int]()
     for place, label in enumerate(labels.tolist()):
         ranks[place] = seen.get(label, 0)
@@ -240,7 +240,7 @@ def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
 
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
-    # Return the images to shift: the same number from each chosen class, with the same number of classes for each type of corruption.
+    # Return the images to shift: equally many from each chosen class, with equally many classes for each type of corruption.
     classes = torch.unique(images.labels)
     wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
     count = max(types, wanted // types * types)

@@ -1,4 +1,4 @@
-"""The training loop of networks, SWAG and MIMO. The same seed gives the same weights, even after interruptions."""
+"""The training loop for networks, SWAG and MIMO. The same seed gives the same weights, even after interruptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KIND = "training-checkpoint"
 
 
 class DivergedError(DataError):
-    """Error for a loss that is not finite or far too large, because the learning rate is too high."""
+    """Raised when the loss is infinite, NaN or far too large because the learning rate is too high."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TrainingCheckpoint:
     def restore(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None
     ) -> tuple[int, dict[str, Tensor]]:
-        """Restore the state of a new network, optimiser and schedule; return the number of completed epochs and the other tensors.
+        """Load the state into a new network, optimiser and schedule; return the number of completed epochs and the other tensors.
 
         Raises:
             StorageError: the folder is damaged, belongs to another training run, or contains more than `epochs` epochs.
@@ -95,14 +95,14 @@ class TrainingCheckpoint:
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in sorted(
             below(tensors, "optimiser.").items()
-        ):  # sorted, because files do not preserve the order
+        ):  # sort, because files do not preserve the order
             index, key = name.split(".", 1)
             state.setdefault(int(index), {})[key] = tensor
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
         return document["epochs"], below(tensors, "more.")
 
     def remove(self) -> None:
-        """Delete the checkpoint after the end of the training."""
+        """Delete the checkpoint after training has finished."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -120,8 +120,8 @@ def remaining_epochs(
 ) -> Iterator[int]:
     """Yield the remaining epochs, counted from 0, and save the state after each epoch.
 
-    `state` returns further tensors to save with the network and the optimiser, and `resume` restores these tensors. `on_epoch` is
-    called with the number of completed epochs, after every epoch and once after a restart.
+    `state` returns additional tensors to save with the network and the optimiser, and `resume` restores them. `on_epoch` is called
+    with the number of completed epochs, after every epoch and once after a restart.
     """
     done = 0
     if checkpoint is not None:
@@ -161,7 +161,7 @@ def train_epoch(
     schedule: LRScheduler | None = None,
     seed: int | None = None,
 ) -> None:
-    """Take a step on every batch of a loader.
+    """Take one optimiser step on every batch from a loader.
 
     `loss_of` takes a batch and its name for error messages. It returns the loss and the mean loss above which training is considered
     to have diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current random state.
@@ -174,7 +174,7 @@ def train_epoch(
             optimiser.zero_grad()
             loss, largest = loss_of(batch, place)
             losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):  # checked before the step, which would make the weights invalid
+            if not math.isfinite(losses[-1]):  # check before the step, which would make the weights invalid
                 if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
                     raise DataError(
                         f"{place}: expected finite inputs, got NaN or infinite values. Remove or repair these inputs."

@@ -22,7 +22,7 @@ from mola.network import Batch, batch_count, batches, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-EPOCHS = 0  # purpose of the derived seeds
+EPOCHS = 0  # identifies the seeds derived for epochs
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -30,9 +30,9 @@ MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw the index of a datum in the batch for each member and row, as indices (K, size * batch_repetition) on the CPU.
+    """Draw the batch index of the datum for each member and row, as a tensor (K, size * batch_repetition) on the CPU.
 
-    The batch is repeated and shuffled. Then, for each member, all rows except a share `input_repetition` are shuffled again.
+    The batch is repeated and shuffled. Then, for each member, all rows but a share `input_repetition` of them are shuffled again.
     """
     total = size * batch_repetition
     shared = torch.randperm(total, generator=generator) % size
@@ -60,7 +60,7 @@ def train_mimo(
         train_loader: training data with labels, read once per epoch. Its shuffling and augmentation should draw from torch's random
             state, as in a `DataLoader`. Then the same seed gives the same network, even after interruptions.
         epochs: number of epochs.
-        batch_repetition: number of times that each datum of a batch occurs in a step, for each member.
+        batch_repetition: number of times that each datum in a batch occurs in a step for each member.
         input_repetition: share of the rows in which all members get the same datum.
         optimiser: function from parameters to an optimiser, by default the paper's optimiser for CIFAR-10. The learning rate falls to
             0 along a half cosine, batch by batch.

@@ -1,4 +1,4 @@
-"""Training data in memory, recipes (settings of optimiser and schedule), and perceptrons trained by a recipe."""
+"""Training data in memory, recipes (optimiser and schedule settings), and perceptrons trained with a recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) of another likelihood."""
+    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) for another likelihood."""
 
     inputs: Tensor
     labels: Tensor
@@ -37,7 +37,7 @@ class Labelled:
         return len(self.labels)
 
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-        """Return the data in their order as a loader, a list of (inputs, labels)."""
+        """Return the data in their original order as a loader, which is a list of (inputs, labels)."""
         return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
 
 
@@ -50,7 +50,7 @@ class Shuffled:
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
     """Function that turns a batch of stored inputs into network inputs."""
     images: int | None = None
-    """Number of data in each pass; None uses all data."""
+    """Number of examples in each pass; None uses all examples."""
 
     def __len__(self) -> int:
         return math.ceil(min(len(self.data), self.images or len(self.data)) / self.batch_size)
@@ -91,7 +91,7 @@ class Recipe:
         return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
-        """Create the learning-rate schedule for `count` data, to be stepped after each batch."""
+        """Create the learning-rate schedule for `count` examples, to be stepped after each batch."""
         return CosineAnnealingLR(optimiser, self.epochs * math.ceil(count / self.batch_size))
 
 
@@ -111,7 +111,8 @@ LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
 }
-"""Losses (n,) of each datum as functions of outputs and labels. Half the squared error is the NLL at unit noise."""
+"""Loss functions by name: each maps outputs and labels to the per-datum losses (n,). Half the squared error is the NLL with unit
+noise."""
 
 
 def train_mlps(
@@ -125,7 +126,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train perceptrons that differ only in their seeds, in parallel; `LOSSES` lists the losses."""
+    """Train, in parallel, perceptrons that differ only in their seeds; `LOSSES` lists the losses."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

@@ -1,4 +1,4 @@
-"""Fitting of SWAG: SGD from a trained network with a constant learning rate, one snapshot per epoch, and draws."""
+"""Fitting of SWAG: SGD with a constant learning rate from a trained network, one snapshot per epoch, and draws of networks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mola.network import Batch, batch_count, batches, call, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 
-EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: epochs, BatchNorm statistics of draws, members of MultiSWAG
+EPOCHS, PASSES, MEMBERS = 0, 2, 3  # identify seeds for epochs, BatchNorm statistics and MultiSWAG members
 
 LARGEST_LOSS = 10
-"""Largest mean loss of an epoch, as a multiple of the loss of a constant prediction; beyond it, SGD has diverged."""
+"""Largest mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD has diverged."""
 
 
 def fit_swag(
@@ -54,7 +54,7 @@ def fit_swag(
             augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
-        rank: number of last deviations to keep, at most one per epoch; 0 gives the diagonal form.
+        rank: number of most recent deviations to keep, at most one per epoch; 0 gives the diagonal form.
         samples: number of draws.
         scale: factor by which the covariance is multiplied; None uses 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.
@@ -123,7 +123,7 @@ def fit_multi_swag(
         train_loader: training data with labels.
         seed: random seed from which the seed of each SWAG is drawn.
         checkpoint: folder with a checkpoint for each network.
-        **options: options of `fit_swag`: learning_rate, epochs, rank, samples, ...
+        **options: options for `fit_swag`: learning_rate, epochs, rank, samples, ...
     """
     given = as_networks(networks)
     return MultiSwag(
@@ -141,7 +141,7 @@ def fit_multi_swag(
 
 
 def swag_loss(network: nn.Module, likelihood: Likelihood = CATEGORICAL) -> Callable[[Batch, str], tuple[Tensor, float]]:
-    """Return a function from a batch to its mean loss and to `LARGEST_LOSS` times the loss of a constant prediction."""
+    """Return a function that maps a batch to its mean loss and to `LARGEST_LOSS` times the loss of a constant prediction."""
 
     def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
         if batch.labels is None:
@@ -192,9 +192,9 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Average the statistics of all batches, weighted by batch size, in one pass in train mode with active dropout.
+    """Average the statistics over all batches, weighted by batch size, in one pass in train mode with dropout active.
 
-    The network's statistics are overwritten. The result contains copies of the running means and variances, by the name of the buffer.
+    The network's statistics are overwritten. The result contains copies of the running means and variances, keyed by buffer name.
     """
     norms = norm_layers(network)
     momenta = {name: module.momentum for name, module in norms.items()}

@@ -41,10 +41,10 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Inverse of the held-out share of training rows."""
+"""Reciprocal of the share of training rows that is held out."""
 
 STRUCTURE = "kron-exact"
-"""Structure of the curvature, exact for one output and constant noise."""
+"""Structure of the curvature, which is exact for one output and constant noise."""
 
 RATES = (3e-2, 3e-3)
 """Learning rates for SWAG; the first rate that does not diverge is used."""
@@ -81,7 +81,7 @@ def run_uci(
     """Train networks and compare methods on published splits, at most `splits` of each set, and on gap splits if `gaps` is True.
 
     Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records are kept
-    unless `fresh` is true. `progress` is called with the set, the number of completed splits and the number of all splits.
+    unless `fresh` is true. `progress` is called with the set, the number of completed splits and the total number of splits.
     """
     for name in sets:
         found = read_uci(data, name)
@@ -175,7 +175,7 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
     likelihood = Gaussian(location=split.location, scale=split.scale)
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MolaWarning)  # ignore warnings of the rules about small validation sets
+        warnings.simplefilter("ignore", MolaWarning)  # ignore the rules' warnings about small validation sets
         for method in methods:
             start = time.perf_counter()
             predictor = _predictor(method, networks, likelihood, train, validation, seed)

@@ -20,7 +20,7 @@ from mola.errors import DataError
 from mola.options import one_of
 
 WIDE = "protein-tertiary-structure"
-"""The name of the set whose networks have 100 hidden units, and which has 5 splits."""
+"""Name of the set that has 5 splits and whose networks have 100 hidden units."""
 
 SETS = (
     "bostonHousing",
@@ -61,7 +61,7 @@ class UciSet:
 
     @property
     def hidden(self) -> int:
-        """Number of hidden units in the papers."""
+        """Number of hidden units, as in the papers."""
         return 100 if self.name == WIDE else 50
 
     @cached_property
@@ -73,11 +73,11 @@ class UciSet:
         return digest.hexdigest()
 
     def split(self, number: int) -> Split:
-        """Return the published split with the given index, counted from 0."""
+        """Return the published split with this index, counting from 0."""
         return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:
-        """Return a split whose test rows have the middle third of a feature's values (Foong et al., 2019)."""
+        """Return a split whose test rows are those in the middle third of a feature's values (Foong et al., 2019)."""
         order = self.inputs[:, feature].argsort(stable=True)
         third = len(order) // 3
         return self._divide(order[third : len(order) - third])

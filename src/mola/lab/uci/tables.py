@@ -25,13 +25,13 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 
 
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
-    # Return the mean, the standard error and the number of published splits, each as a frame of sets and methods.
+    # Return the mean, the standard error and the number of published splits, each as a frame with sets and methods as its axes.
     found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
     return {name: found[name].unstack()[list(METHODS)] for name in found}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
-    """Return True by set and method if a mean is within one standard error, the method's or the best method's, of the best mean."""
+    """Return, by set and method, whether a mean is within one standard error (the method's or the best's) of the best mean."""
     found = _estimates(records, score)
     mean, error = found["mean"], found["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
@@ -52,10 +52,10 @@ def score_table(records: Records, score: str) -> str:
 
 
 def gap_table(records: Records) -> str:
-    """Make a table of the splits that hold out the middle of a feature.
+    """Make a table for the splits that hold out the middle of a feature's range.
 
     The NLL is a median over splits, since the worst feature dominates the mean. The coverage of 90 % intervals, and the ratio of the
-    standard deviations on test rows and validation rows, are means.
+    standard deviation on test rows to that on validation rows, are means.
     """
     rows = []
     for (name, method), own in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
