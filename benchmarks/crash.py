@@ -1,11 +1,11 @@
-"""Kill work at random moments: no file may be lost, and a second attempt must give the same results as an undisturbed run.
+"""Kill tasks at random moments: no file may be lost, and a second attempt must give the same results as an undisturbed run.
 
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
-Each of four kinds of work is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint
+Each of four tasks is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint
 after every batch), `bench` (`mola bench digits` on a small subset of the data) and `predict` (`mola predict` that replaces an
 older file). In half of the cases, SIGKILL is sent at a random time. In a quarter of the cases, the kill comes just before a file
-operation, and in a quarter in the middle of a write, when a file reaches a random size.
+operation, and in the remaining quarter in the middle of a write, when a file reaches a random size.
 
 After a kill, either the old result or the new result must be complete (otherwise: `half-written`). The second attempt must
 succeed (otherwise: `lost`) and give the same bytes as work that was never killed (otherwise: `differs`). Hidden `.partial` files
@@ -131,7 +131,7 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
 }
-"""Kinds of work. Each has functions that write the initial files, do the work, and return the result as a digest of each file."""
+"""The tasks. Each has functions that write the initial files, do the work, and return the result as a digest of each file."""
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def run(folder: Path, action: Callable[[], Any]) -> None:
 
 
 class Arena:
-    """A kind of work, the files that exist before it starts, and its result if it is not killed."""
+    """A task, the files that exist before it starts, and its result if it is not killed."""
 
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
@@ -228,7 +228,7 @@ class Arena:
 
 
 def campaign(kind: str, cases: range) -> dict[str, Any]:
-    """Count the outcomes of one kind of work."""
+    """Count the outcomes for one task."""
     outcomes, began = collections.Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         arena = Arena(Path(place), *KINDS[kind])
@@ -252,7 +252,7 @@ def main() -> int:
     parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # otherwise, its thread would be forked
+    tqdm.monitor_interval = 0  # otherwise, the thread of tqdm's monitor would be forked
     kinds, cases = options.kinds, range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")

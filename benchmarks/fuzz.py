@@ -1,4 +1,4 @@
-"""Compare random calls with an independent closed form.
+"""Compare the results of random calls with an independent closed form.
 
     python benchmarks/fuzz.py [--calls 10000] [--seed 0] [--quick] [--case 1234]
 
@@ -7,7 +7,8 @@ in float64 and shares no code with the library.
 
 A call that fails has one of these outcomes:
   wrong     A result differs from the closed form by more than rounding explains. The closed form is computed again with all
-            numbers perturbed by a few rounding errors, and the result may deviate by at most a small multiple of the change.
+            numbers perturbed by a few rounding errors, and the result may deviate by at most a small multiple of the resulting
+            change.
   foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
   refused   The call raised a MolaError.
   changed   The call changed a network, the data or the posterior.
@@ -232,7 +233,7 @@ def call_evidence(problem: Problem) -> bool:
 
 
 def call_with(problem: Problem) -> bool:
-    """Compare the mixture after changing its prior precision, weights and link in random order."""
+    """Compare the mixture with the closed form after changing its prior precision, weights and link in random order."""
     posterior, link = problem.fit(), problem.pick(LINKS)
     precision = (10.0 ** problem.rng.uniform(-8, 8, size=len(problem.networks))).tolist()
     weights = problem.rng.dirichlet(np.ones(len(problem.networks)))

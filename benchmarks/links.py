@@ -51,7 +51,10 @@ Found = tuple[str, Tensor, Tensor, Tensor, bool]
 
 @dataclass
 class Average:
-    """Mean over draws, with its standard error. A first guess is subtracted from the draws, so that a large mean loses no digits."""
+    """Mean over draws, with its standard error.
+
+    A first guess is subtracted from the draws, so that no digits are lost if the mean is large.
+    """
 
     count: int = 0
     guess: Tensor | None = None
@@ -94,7 +97,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, in chunks, the outputs (S, n, D) of networks with drawn weights, and the index of each network."""
+    """Yield, in chunks, the outputs (S, n, D) of networks with drawn weights and, for each draw, the index of its network."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         features = torch.stack([network[:-1](x) for network in posterior.networks])
@@ -105,7 +108,7 @@ def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tenso
 
 
 def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[Found]:
-    """Compare all quantities in a regression prediction."""
+    """Compare all quantities in a regression prediction with their Monte Carlo estimates."""
     gaussian = mola.likelihoods.Gaussian
     likelihood = gaussian(heteroscedastic=True) if heteroscedastic else gaussian(noise=[0.3, 0.7])
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "prior_precision": PRECISION}
@@ -153,7 +156,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
 
 
 def labels(structure: str, samples: int) -> Iterator[Found]:
-    """Compare all quantities in a prediction of binary labels."""
+    """Compare all quantities in a prediction of binary labels with their Monte Carlo estimates."""
     x, y = data(60, 1)
     options: dict[str, Any] = {"structure": structure, "likelihood": "bernoulli", "prior_precision": PRECISION}
     posterior = mola.fit(networks(OUTPUTS), [(x, (y > 0).double())], weights=WEIGHTS, progress=False, **options)
@@ -309,7 +312,7 @@ def scores(experiment: Experiment, structure: str, name: str, posterior: mola.Mo
 
 
 def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Measure the median variance of a logit, common to all classes and in their contrasts."""
+    """Measure the median variance of a logit, split into the part common to all classes and the part in their contrasts."""
     row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
     for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
         curvature, precision = posterior.components[0].layer.curvature, posterior.prior_precision[0]

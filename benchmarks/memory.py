@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--quick]
 
 Each case runs in a separate process. Its result is the peak of resident memory during the call minus the resident memory before
-the call, measured with the Linux counter of peak memory, which is reset before each call. The memory that fitting needs must not
+the call, measured with Linux's peak-memory counter, which is reset before each call. The memory that fitting needs must not
 grow with the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
 
 Scale-out: two processes with one thread each, and one process alone, alternately fit the same networks on the same images. The
@@ -54,7 +54,7 @@ QUICK = (0, 5, 7)
 
 
 def resident(name: str) -> int:
-    """Return the resident bytes of the process now ("VmRSS"), or their peak since the last reset ("VmHWM")."""
+    """Return the current number of resident bytes of the process ("VmRSS"), or its peak since the last reset ("VmHWM")."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -62,7 +62,7 @@ def resident(name: str) -> int:
 
 
 def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
-    """Return the peak of resident bytes during the work, minus the resident bytes before it or minus a given number."""
+    """Return the peak number of resident bytes during the work, minus the number before it or minus a given number."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS") if above is None else above

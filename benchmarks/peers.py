@@ -45,7 +45,8 @@ import mola
 TOLERANCE = 1e-8
 """Relative tolerance. At prior precision 1e-3, condition numbers of 1e6 leave about 10 of float64's digits correct."""
 SETTLED = 1e-6
-"""Largest slope allowed where a search for the maximum evidence ends. It ends when the evidence no longer grows in float64."""
+"""Largest slope allowed at the point where a search for the maximum evidence ends. It ends when the evidence
+no longer grows in float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
 NOISE, STEP = 0.3, 2e-3

@@ -1,4 +1,4 @@
-"""Write a measurement as JSON, together with its environment: the versions and the kind of machine, but no paths."""
+"""Write a measurement as JSON, together with its environment: the software versions and the type of machine, but no paths."""
 
 import json
 import os
@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Return the versions of Python and the packages, the kind of machine, and its current load."""
+    """Return the versions of Python and the packages, the type of machine, and its current load."""
     versions = {}
     for package in ("torch", "numpy", *packages):
         try:

@@ -4,10 +4,10 @@
     python benchmarks/speed.py --peer [--venv DIR]
 
 `fit` and `tune`, with every rule, are compared with bare forward passes over the same batches, and `posterior(x)` is compared
-with `mola.ensemble`. Both run alternately in one process with one thread, and CPU time is measured. `ratio` is the median of tested
-time divided by plain time. `added` is 1 + (time outside the networks) / (time inside), for the tested calls alone; for
-predictions, it is divided by the ensemble's value. Limits apply to `added`, because two bare passes of one network may differ by
-more than the overhead.
+with `mola.ensemble`. Both run alternately in one process with one thread, and CPU time is measured. `ratio` is the median of
+the tested time divided by the plain time. `added` is 1 + (time outside the networks) / (time inside), for the tested calls
+alone; for predictions, it is divided by the ensemble's value. Limits apply to `added`, because two bare passes of one network
+may differ by more than the overhead.
 
 With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, weights and images are random, and
 the arithmetic is the same. With --peer, laplace-torch does the same work in a separate environment (peer_environment.py).

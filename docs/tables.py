@@ -1,8 +1,8 @@
 """Tables in the documentation, generated from stored records; `docs/values.py` inserts them into pages.
 
-The name of a table, such as `cifar10 outliers`, consists of a suite in `results/` and one of its tables. It may also select and rename
-rows and columns: `cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`. All other names
-consist of a source in `SOURCES` and its argument.
+The name of a table, such as `cifar10 outliers`, consists of the names of a suite in `results/` and of one of its tables. It may also
+select and rename rows and columns: `cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`.
+All other names consist of a source in `SOURCES` and its argument.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESULTS, BENCHMARKS = ROOT / "results", ROOT / "benchmarks" / "results"
 
 
 def table(place: str) -> str:
-    """Return the table with this name as Markdown."""
+    """Return the table of the given name as Markdown."""
     name, *selection = [part.strip() for part in place.split(";")]
     source, _, rest = name.partition(" ")
     if source in SOURCES:
         return SOURCES[source](rest)
     if not selection:
         heading, text = as_markdown(suite_table(name)).strip().split("\n", 1)
-        return f"**{heading.removeprefix('### ')}**\n{text}"  # a heading would appear in the table of contents
+        return f"**{heading.removeprefix('### ')}**\n{text}"  # a real heading would appear in the table of contents
     found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
     better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
     header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]
@@ -54,7 +54,7 @@ def _suite_tables(name: str) -> dict[str, Table]:
 
 
 def suite_table(name: str) -> Table:
-    """Return a table of a suite; the name consists of the suite and the table, such as "cifar10 outliers"."""
+    """Return one of the tables of a suite; `name` consists of the names of the suite and the table, as in "cifar10 outliers"."""
     suite, _, rest = name.partition(" ")
     if rest not in (known := _suite_tables(suite)):
         raise KeyError(f"{suite} has no table {rest!r}. Choose one of {', '.join(known)}.")
@@ -87,10 +87,10 @@ def record(name: str) -> Any:
 
 
 class Cells(string.Formatter):
-    """Formatter for cells: `{ece:* 100 .1f}` multiplies the entry by 100, and None becomes a dash."""
+    """Formatter for table cells: `{ece:* 100 .1f}` multiplies the entry `ece` by 100, and None becomes a dash."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return a value as formatted text."""
+        """Format a value as text."""
         if value is None:
             return MISSING
         if not format_spec.startswith("* "):
@@ -121,7 +121,7 @@ def _uci(name: str) -> str:
 
 
 def _closed_forms(likelihood: str) -> str:
-    """Return the largest errors of closed forms relative to Monte Carlo estimates, over structures, inputs and outputs."""
+    """Return the largest deviations of closed forms from Monte Carlo estimates over all structures, inputs and outputs."""
     rows = [row for row in record("closed_forms")["rows"] if row["likelihood"] == likelihood]
     lines = []
     for name in dict.fromkeys(row["quantity"] for row in rows):
@@ -135,7 +135,7 @@ def _closed_forms(likelihood: str) -> str:
 
 
 def _links(name: str) -> str:
-    """Return a table of link scores, of variances, or of link errors at the prior precision that a rule chooses."""
+    """Return a table of scores of the links, of variances, or of errors of the links at the prior precision chosen by a rule."""
     document = record("links_against_monte_carlo")
     if name == "scores":
         columns = [("structure", "{structure}"), ("link", "{link}"), ("λ", "{prior_precision:.2g}")]
@@ -209,7 +209,7 @@ def _saturated(name: str) -> str:
 
 
 def _ranks(name: str) -> str:
-    """Return the mean ranks of scores that sum the far field F, energy E, distance D and entropy H, where r(x) = max(0, x)."""
+    """Return the mean ranks of scores that are sums of the far field F, energy E, distance D and entropy H; r(x) is max(0, x)."""
     chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
     rows = [{"score": one, "one": chosen[one], "two": confirmed[one]} for one in sorted(chosen, key=chosen.__getitem__)]
     columns = [("score", "`{score}`"), ("mean rank, choosing half", "{one:.2f}"), ("confirming half", "{two:.2f}")]
@@ -228,7 +228,7 @@ def _segmentation(name: str) -> str:
 
 
 def _nodes(name: str) -> str:
-    """Return the largest differences between the results of several processes and of a single process."""
+    """Return the largest differences between the results of several processes and those of a single process."""
     rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
     layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
     lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
@@ -236,7 +236,7 @@ def _nodes(name: str) -> str:
 
 
 def _export(name: str) -> str:
-    """Return the largest differences between the outputs of exported files and `predict`."""
+    """Return the largest differences between the outputs of exported files and those of `predict`."""
     names = {"probabilities": "probs", "confidence": "confidence", "entropy": "entropy"}  # names in exported files
     names |= {"mutual_information": "epistemic", "ood_score": "ood_score"}
     columns = [("", "{precision}"), ("allowed", "{tolerance:g}")]
@@ -247,13 +247,13 @@ def _export(name: str) -> str:
 
 
 def _crash(name: str) -> str:
-    """Return the number of killed processes and the number of damaged results, by kind of process."""
+    """Return the number of killed processes and the number of damaged results, by type of process."""
     columns = [("killed", "{kind}"), *((one, f"{{{one}}}") for one in ("kills", "lost", "half-written", "differs"))]
     return listed(record("crash")["rows"], columns)
 
 
 def _many_classes(name: str) -> str:
-    """Return a comparison of `kron-diag` with `kron`."""
+    """Return a table that compares `kron-diag` with `kron`."""
     rows = []
     for row in record("many_classes")["distances"]:
         each, tuned = row["at_one_prior"], row["tuned"]
@@ -281,12 +281,12 @@ def _seconds(value: float) -> str:
 
 
 def verdict(row: dict[str, Any], bar: str) -> list[str]:
-    """Return the limit on a measurement, and whether it was "met" or "missed"."""
+    """Return the limit on a measurement and, if there is a limit, the word "met" or "missed"."""
     return [bar, ("**missed**" if row["missed"] else "met") if bar else ""]
 
 
 def _speed(name: str) -> str:
-    """Return a table of overheads in time or memory, of times compared with laplace-torch, or of the machines used."""
+    """Return a table of overheads in time or memory, of times in comparison with laplace-torch, or of the machines used."""
     if name == "summary":
         defaults = {"fit": ("kron", "dense"), "tune": ("calibrated",), "call": ("by distance",)}
         rows = []
@@ -363,7 +363,7 @@ def _default(name: str) -> str:
 
 
 def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sign: int) -> list[str]:
-    """Return the mean of each method, the default minus DE-T, and the number of runs in which the default is at least as good."""
+    """Return the mean for each method, the default minus DE-T, and the number of runs in which the default is at least as good."""
     estimates = [one for one in numbers(quantity, factor).values() if one is not None]
     gap = estimates[-1].minus(estimates[0])
     ahead = sum(sign * value >= 0 for value in gap.by_run.values())
@@ -372,7 +372,7 @@ def _compared(numbers: Numbers, quantity: On, factor: float, digits: int, *, sig
 
 
 def _default_summary() -> str:
-    """Return the means over runs and sets for each suite."""
+    """Return the results for each suite, averaged over runs and sets."""
     rows = []
     for suite, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST"), ("clinc", "CLINC150"), ("imagenet", "ImageNet")):
         found = _suite(suite)
@@ -420,4 +420,4 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "two-nodes": _nodes,
     "uci": _uci,
 }
-"""Functions that return tables from sources other than suites, by the first word of the table's name."""
+"""Functions that return the tables that do not come from a suite, by the first word of the table's name."""

@@ -2,13 +2,13 @@
 
 Run `python docs/values.py` or `python docs/values.py PAGE ...`. The comment before a number names a table in `docs/tables.py`, a row
 and a column; the number is the mean over runs. Alternatively, the comment names a JSON file, the keys that lead to the number, and a
-format; the format `* 100 .1f` multiplies the number by 100. A key of the form `key=value & key=value` selects the entry of a list
+format; the format `* 100 .1f` multiplies the number by 100. A key of the form `key=value & key=value` selects the list entry
 that has these values, and the key `count` gives the length of a list:
 
     <!-- = cifar10 ablation rules; MoLA by nll; test NLL -->0.1781<!-- /= -->
     <!-- = benchmarks/results/modes.json; mean_far_confidence; MoLA; .0% -->90%<!-- /= -->
 
-Everything between the two comments of a table is replaced:
+Everything between the two comments that enclose a table is replaced:
 
     <!-- table: cifar10 outliers -->
     <!-- end -->
@@ -67,7 +67,7 @@ def _value(place: str) -> str:
 
 
 def fill(page: str) -> str:
-    """Return the page with all numbers and tables filled in from the records."""
+    """Return the text of a page after all numbers and tables have been filled in from the records."""
     for pattern, opening in ((TABLE, "<!-- table: "), (VALUE, "<!-- = ")):
         if len(pattern.findall(page)) != page.count(opening):
             raise ValueError(f"A comment that begins with {opening!r} has no closing comment. Add it.")
@@ -76,7 +76,7 @@ def fill(page: str) -> str:
 
 
 def main() -> None:
-    """Update the pages in place."""
+    """Update the pages on disk."""
     for page in map(Path, sys.argv[1:] or sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if (filled := fill(text)) != text:

@@ -68,7 +68,7 @@ def main() -> None:
     test_images, test_labels = test_set.tensors
     print(mola.evaluate(methods, test_loader))
 
-    # Most rotated digits are unreadable. Confidence should fall with accuracy, and partly does.
+    # Most rotated digits are unreadable. Confidence should fall with accuracy, and to some extent it does.
     rotated = [rotate(test_images, angle) for angle in ANGLES]
     confidence = {name: [metrics.mean_confidence(method(at)) for at in rotated] for name, method in methods.items()}
     accuracy = [metrics.accuracy(mixture(at), test_labels) for at in rotated]

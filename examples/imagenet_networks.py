@@ -9,7 +9,7 @@ functions by name:
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
 Each function returns a trained network that takes images of any size with pixels from 0 to 1, resizes them to 224, 240 or 260 pixels,
-and normalises them by (255 x - 127) / 128.
+and normalises them as (255 x - 127) / 128.
 """
 
 from __future__ import annotations

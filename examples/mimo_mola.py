@@ -84,7 +84,7 @@ def main() -> None:
     }
     outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
 
-    # The OOD score is 1 - confidence without a covariance, and the far-field score with a covariance.
+    # Without a covariance, the OOD score is 1 - confidence; with a covariance, it is the far-field score.
     print(f"{'':18}{'digits':^32}{'confidence %':^20}{'AUROC by ood_score %':^22}")
     print(f"{'':18}{'accuracy %':>12}{'NLL':>8}{'conf. %':>10}" + f"{'photos':>12}{'noise':>9}" * 2)
     for name, method in methods.items():

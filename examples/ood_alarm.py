@@ -58,7 +58,7 @@ def main() -> None:
     usual, unseen = (posterior.predict(some[0]).ood_score for some in (val_set, test_set))
     thresholds = {rate: mola.alarm_threshold(usual, rate) for rate in RATES}
 
-    # The guarantee is an average over validation sets. The table shows the range of the realised rate on 400 test digits.
+    # The guarantee holds on average over validation sets. The table shows the range of the realised rate on 400 test digits.
     print("False alarms among 400 test digits, with thresholds from 400 validation digits:\n")
     print(f"{'requested':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
     for rate, threshold in thresholds.items():

@@ -102,7 +102,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """Draw a row for each kind of picture, with the picture, its labels and the maps."""
+    """Draw a row for each type of picture, with the picture, its labels and the maps."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):

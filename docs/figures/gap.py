@@ -1,4 +1,4 @@
-"""Draw the figure in docs/regression.md for a toy problem in a few seconds: `python docs/figures/gap.py`.
+"""Draw the figure of a toy problem in docs/regression.md: `python docs/figures/gap.py` (takes a few seconds).
 
 Five small networks learn a curve from data on both sides of a gap. The figure shows the means and 90 % intervals of the
 ensemble, MoLA and MoLA scaled by distance, within the range of the data, in the gap and beyond the data. The numbers are written to
@@ -36,7 +36,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(said: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[Tensor, Tensor], wide: bool) -> Figure:
-    """Draw a panel for each method."""
+    """Draw one panel per method."""
     figure = Figure(figsize=(9.0, 2.9) if wide else (4.4, 6.6), facecolor="white", layout="constrained")
     rows, columns = (1, len(said)) if wide else (len(said), 1)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True)
@@ -58,7 +58,7 @@ def draw(said: dict[str, mola.RegressionPrediction], grid: Tensor, train: tuple[
 
 
 def main() -> None:
-    """Train the networks, predict, draw the figure and write the numbers."""
+    """Train the networks, compute predictions, draw the figure and write the numbers."""
     torch.set_num_threads(1)
     train, held = data(240, 0), data(80, 1)
     recipe = Recipe(epochs=200, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")

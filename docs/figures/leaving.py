@@ -1,4 +1,4 @@
-"""Draw the figure in docs/outliers.md for a toy problem in a few seconds: `python docs/figures/leaving.py`.
+"""Draw the figure of a toy problem in docs/outliers.md: `python docs/figures/leaving.py` (takes a few seconds).
 
 Five small networks are trained on scikit-learn's handwritten digits. The test digits then fade step by step into patches of
 photographs.
@@ -22,7 +22,7 @@ import mola
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = tuple(round(step / 16, 4) for step in range(17))
-"""Weight of the photograph in the image at each step."""
+"""Weight of the photograph in the blended image at each step."""
 EXAMPLE = 16
 """Index of the test digit that is shown above the curves."""
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "MoLA": "#009e73"}
@@ -57,7 +57,7 @@ def photographs(count: int) -> Tensor:
 
 
 def draw(confidence: dict[str, list[float]], accuracy: list[float], pictures: Sequence[Tensor], wide: bool) -> Figure:
-    """Draw a row of images of one fading digit, and the curves below it."""
+    """Draw a row of images in which one digit fades, with the curves below it."""
     width, height, top = (8.0, 3.7, 0.82) if wide else (4.4, 4.3, 0.83)
     figure = Figure(figsize=(width, height), facecolor="white")
     left, right, bottom = (0.1, 0.8, 0.08) if wide else (0.13, 0.72, 0.1)

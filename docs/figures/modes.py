@@ -1,4 +1,4 @@
-"""Draw the figures in docs/method.md for a toy problem: `python docs/figures/modes.py`.
+"""Draw the figures of a toy problem in docs/method.md: `python docs/figures/modes.py`.
 
 Five small networks are trained on two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
 The figures show this posterior along the straight lines between the modes, the last layer's posterior around each mode with its
@@ -72,7 +72,7 @@ def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[
         features = torch.cat([network[:-1](inputs), torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
         weights = torch.cat([network[-1].weight, network[-1].bias[:, None]], dim=1)
     probs, logits = torch.softmax(features @ weights.T, dim=1), features @ weights.T
-    # w'(H + lambda I)w is the curvature of the negative log posterior in the direction of the weights.
+    # w'(H + lambda I)w is the curvature of the negative log posterior along the weight vector w.
     spread = (probs * logits.square()).sum(1) - (probs * logits).sum(1).square()
     precision = float(spread.sum() + PRECISION * weights.square().sum())
     scales = np.linspace(*SCALES, 241)

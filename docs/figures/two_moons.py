@@ -1,4 +1,4 @@
-"""Draw the first figure in the README and on the front page in a few seconds: `python docs/figures/two_moons.py`.
+"""Draw the first figure in the README and on the front page: `python docs/figures/two_moons.py` (takes a few seconds).
 
 Five small networks are trained on two moons. The figure shows maps of the confidence of one network (MAP), the ensemble (DE), MoLA
 with the paper's rule and MoLA with the default rule. The numbers are written to `benchmarks/results/two_moons.json`.

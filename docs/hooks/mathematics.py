@@ -1,4 +1,4 @@
-"""MkDocs hook that converts formulas to MathML when the site is built, so that pages need no scripts."""
+"""MkDocs hook that converts formulas to MathML when the site is built, so that the pages need no scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
 def as_mathml(latex: str, *, block: bool) -> str:
-    """Convert a LaTeX formula without dollar signs to MathML, with the LaTeX source as its label."""
+    """Convert a LaTeX formula, given without dollar signs, to MathML that has the LaTeX source as its label."""
     element = convert(latex, display="block" if block else "inline")
     label = html.escape(" ".join(latex.split()), quote=True)
     element = element.replace("<math ", f'<math aria-label="{label}" ', 1)
@@ -24,7 +24,7 @@ def as_mathml(latex: str, *, block: bool) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace the formulas that `pymdownx.arithmatex` has marked."""
+    """Convert the formulas that `pymdownx.arithmatex` has marked to MathML."""
 
     def replaced(match: re.Match[str]) -> str:
         latex = html.unescape(match.group(2)).strip()

@@ -25,11 +25,11 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 """Front matter that excludes file lists and source code from the search index."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
-"""Files that are always in the navigation."""
+"""Files that the navigation always includes."""
 
 
 def place(path: str) -> str:
-    """Return the path of a repository file among the sources of the site, relative to `docs/`."""
+    """Return the path, relative to `docs/`, that a repository file has among the site's source files."""
     if _is_page(path):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -52,7 +52,7 @@ def links(markdown: str, folder: str) -> list[str]:
 
 
 def _content(path: str) -> str | None:
-    """Return the Markdown page for a path, or None for a file that is copied unchanged."""
+    """Return the Markdown text of the page for a path, or None if the file is copied unchanged."""
     whole = ROOT / path
     if whole.is_dir():
         inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
@@ -107,7 +107,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         start, target = match.groups()
         aim = posixpath.normpath(posixpath.join(folder, target))
         if aim.startswith("..") or not (ROOT / aim).exists():
-            return match.group()  # unchanged, so that MkDocs warns about it
+            return match.group()  # left unchanged, so that MkDocs warns about it
         return start + posixpath.relpath(place(aim), posixpath.dirname(uri) or ".")
 
     parts = FENCED.split(markdown)

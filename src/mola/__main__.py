@@ -10,7 +10,7 @@ from mola.errors import MolaError, MolaWarning
 
 
 def main() -> None:
-    """Run the command line. On an expected error, print one line to stderr without a traceback and exit with code 1."""
+    """Run the `mola` command; if an expected error occurs, report it in one line on stderr and exit with code 1."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app
@@ -20,7 +20,7 @@ def main() -> None:
         sys.stderr.write(f"mola: {error}\n")
         sys.exit(1)
     except OSError as error:
-        # For example, the disk is full or the folder is not writable.
+        # This happens, for example, if the disk is full or the folder is not writable.
         if error.filename is None and error.strerror is None:
             raise
         place = "" if error.filename is None else f" ({error.filename})"
@@ -38,7 +38,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    # Show the library's own warnings without the file name and the line of code.
+    # Show the library's own warnings without the file name and the source line.
     if issubclass(category, MolaWarning):
         from mola.app.options import in_flags
 

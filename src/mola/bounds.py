@@ -16,7 +16,7 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
 its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
-logit, the predicted answer has the probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero
+logit, the predicted answer has probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero
 weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
@@ -98,7 +98,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
 
 
 def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
-    """Return the limits of the probabilities (n, C) infinitely far away in the direction of each input.
+    """Return the limit (n, C) of the probabilities as each input is scaled towards infinity.
 
     Args:
         posterior: posterior of networks whose features scale with their inputs.
@@ -153,7 +153,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
 
 def require_probit(link: Link) -> None:
-    """Raise `BoundError` unless the link is the probit, for which the bounds and the limit are proven."""
+    """Raise `BoundError` unless the link is the probit, the only link for which the bounds and the limit are proven."""
     if type(link) is not Probit:
         raise BoundError(
             f"bounds and limit are proven for link 'probit', but this posterior has {link.name!r}. Use with_link('probit')."

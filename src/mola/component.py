@@ -19,7 +19,7 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer without the prior, computed in one pass over the training data."""
+    """The Laplace approximation of a last layer before a prior is added, computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
@@ -91,7 +91,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Return the last layer on the given device, to which the user may have moved the network."""
+        """Return the Laplace approximation on the given device, because the user may have moved the network there."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer

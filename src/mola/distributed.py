@@ -54,7 +54,7 @@ class Team:
 
     @classmethod
     def single(cls) -> Team:
-        """Make a team of this process alone, without a process group."""
+        """Make a team that consists of this process alone and needs no process group."""
         team = cls.__new__(cls)
         team.rank, team.size, team._group = 0, 1, None
         return team
@@ -84,7 +84,7 @@ class Team:
         return self.collect(document if self.first else None)[0]
 
     def agree(self, document: Mapping[str, Any], what: str) -> None:
-        """Raise `OptionError` on every rank unless all ranks pass the same named options; `what` starts the message."""
+        """Raise `OptionError` on every rank unless all ranks pass the same named options; the message begins with `what`."""
         documents = self.collect(dict(document))
         expected = documents[0]
         for rank, got in enumerate(documents):

@@ -69,7 +69,7 @@ def importing(feature: str, package: str, extra: str) -> Iterator[None]:
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Put `place` before the message of any `DataError` or `HeadError` raised inside the block."""
+    """Prepend `place` to the message of any `DataError` or `HeadError` raised inside the block."""
     try:
         yield
     except (DataError, HeadError) as error:
@@ -78,7 +78,7 @@ def located(place: str) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Issue a warning that points to the line outside this library that made the call."""
+    """Issue a warning that points to the line of the user's code that called this library."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
         frame, depth = frame.f_back, depth + 1

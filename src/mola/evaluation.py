@@ -57,7 +57,7 @@ class Evaluation:
     counts: Mapping[tuple[str, str], int]
     """Number of inputs in each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """Sums (15, 3) over 15 confidence bins for labelled classes: number of predictions, sum of confidences, correct predictions."""
+    """Sums (15, 3) over 15 confidence bins for labelled classes: number of predictions, sum of confidences, number correct."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
@@ -114,11 +114,11 @@ def evaluate(
     low confidence (for regression, the predicted standard deviation) and `ood_score` distinguish them from the test data.
 
     Args:
-        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a
-            dict of names to predictors.
+        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a dict that
+            maps names to predictors.
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
-        ood: loaders of outliers by name; labels are ignored.
-        shifted: loaders of labelled data by name, such as corrupted images.
+        ood: loaders of outliers, keyed by name; labels are ignored.
+        shifted: loaders of labelled data, such as corrupted images, keyed by name.
         likelihood: likelihood for callables that do not come from this library; None means "categorical".
         positions: for dense outputs, the number of positions to draw from each input; "all" uses every position.
         ignore_index: label of ignored positions.

@@ -42,7 +42,7 @@ from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
 Logits: TypeAlias = "Callable[[Any], Tensor]"
-"""A function from a network's output to its logits."""
+"""A function that maps a network's output to its logits."""
 
 
 def as_networks(
@@ -144,7 +144,8 @@ def fit(
         head: dotted name of the last linear layer, or one name for each network; None finds the layer.
         logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
             network; None if the output is the logits. Pass the function to `mola.load` as well.
-        distances: also compute the sums needed for distances from the training classes: tables of C x P and P x P numbers per network.
+        distances: also compute the sums needed for distances from the training classes. For each network, they are tables of C x P and
+            P x P numbers.
         positions: how to treat dense outputs (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average" treats
             each input as one datum. A number draws that many positions from each input.
         ignore_index: label of positions to leave out.
@@ -204,7 +205,7 @@ def fit(
             tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
         return Sums(tensors, len(phi), log_likelihood)
 
-    # Sums made in inference mode could not be differentiated later.
+    # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         heads, batches = _find_heads(models, names, train_loader, likelihood, team)
         heads = [replace(one, ignore_index=ignore_index) for one in heads]
@@ -240,7 +241,7 @@ def fit(
                 for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
                     own = sums_of(layer, phi, outputs, rows.labels)
                     # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because sparse entries
-                    # would pile up.
+                    # would accumulate.
                     parts[k] = own if len(rows) == len(batch) else parts[k] + own
             if len(batch):
                 pairs = zip(done.sums, parts, strict=True)
@@ -276,8 +277,8 @@ def _find_heads(
     likelihood: Likelihood,
     team: Team,
 ) -> tuple[list[Head], Iterator[Any]]:
-    # Return the heads, found by watching one pass over the first batch, and all batches. A rank without data copies the heads from
-    # another rank.
+    # Return the heads, which are found by watching a forward pass on the first batch, and all batches. A rank without data copies the
+    # heads from another rank.
     if team.size == 1:
         first, batches = peek(loader, "training loader")
     else:
@@ -337,7 +338,7 @@ def ensemble(
     likelihood: str | Likelihood = "categorical",
     logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
-    """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network, without any data.
+    """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network; no data are needed.
 
     Args:
         networks: one trained network, or K networks.

@@ -54,7 +54,7 @@ def save(
     tokenizer: Any = None,
     processor: Any = None,
 ) -> Path:
-    """Write a posterior and its networks as a folder for a model hub, with a model card.
+    """Write a posterior, its networks and a model card to a folder for a model hub.
 
     Args:
         posterior: the posterior from `mola.fit`.
@@ -68,7 +68,7 @@ def save(
         processor: any object with `save_pretrained` that prepares images; it is saved in the folder.
 
     Returns:
-        The folder. `StorageError` is raised if it contains a model of another library.
+        The folder. `StorageError` is raised if it contains a model from another library.
     """
     if not isinstance(posterior, MoLA) or posterior.structure is None:
         got = "a plain ensemble" if isinstance(posterior, MoLA) else type(posterior).__name__
@@ -138,9 +138,9 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
 
     Args:
         folder: the downloaded folder.
-        build: a function that builds one network of the architecture, whose weights are replaced; a class with `from_pretrained`, such
-            as `AutoModelForImageClassification` from transformers; a list of networks with their weights; or None for transformers
-            networks.
+        build: a function that builds one network of the right architecture, whose weights are then replaced; a class with
+            `from_pretrained`, such as `AutoModelForImageClassification` from transformers; a list of networks that already have
+            their weights; or None for transformers networks.
 
     Returns:
         The posterior. `StorageError` is raised if a file is missing, damaged, newer than this library, or belongs to another network,
@@ -191,7 +191,7 @@ def _clear(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file, expected a folder. Pass the path of a folder.")
     if (folder / CONFIG).exists():
-        _read_config(folder)  # raises StorageError for the folder of another library
+        _read_config(folder)  # raises StorageError for a folder that another library wrote
         (folder / CONFIG).unlink()
         for name in ("networks", "tokenizer", "processor", "posterior"):
             shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Load a posterior from any kind of folder that this library writes."""
+"""Load a posterior from any folder that this library has written."""
 
 from __future__ import annotations
 

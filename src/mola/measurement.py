@@ -24,7 +24,7 @@ TPR = 0.95
 """Share of the inliers that pass the threshold of FPR95."""
 
 WIDTH = 0.025
-"""Half-width, as a share of the inliers, of the finite difference for the slope of the ROC curve at `TPR`."""
+"""Half-width, as a share of the inliers, of the finite difference that estimates the slope of the ROC curve at `TPR`."""
 
 Groups = tuple[Tensor | None, Tensor | None]
 """Group indices of the inliers and of the outliers."""
@@ -142,7 +142,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
             area = area_between(yes[no_rows], yes[yes_rows])
             areas.append(area.value)
             for rows, placed in zip((no_rows, yes_rows), area.contributions, strict=True):
-                # Scale deviations from the area so that their mean over all rows equals their mean over these rows.
+                # Scale the deviations from the area so that their mean over all rows equals their mean over the selected rows.
                 contributions[rows] = (placed - area.value) * len(yes) / len(placed)
     if not areas:
         return None

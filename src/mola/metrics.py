@@ -1,8 +1,8 @@
-"""Metrics of probabilities and labels, and of outlier scores, as pure functions of tensors.
+"""Metrics for predicted probabilities and for outlier scores, as pure functions of tensors.
 
 A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics for the
-confidence, with in-distribution data as positives. With score = -confidence, the values are equal. The treatment of ties never depends
-on the order of the data.
+confidence, with in-distribution data as positives. With score = -confidence, both definitions give the same values. The treatment of
+ties never depends on the order of the data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def brier(probs: Tensor, labels: Tensor) -> float:
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return sums (bins, 3) over equal-width confidence bins: number of predictions, sum of confidences, correct predictions.
+    """Return sums (bins, 3) over equal-width confidence bins: number of predictions, sum of confidences, number correct.
 
     The confidence is the largest probability. Bins are closed on the right. Every prediction is counted; the last bin includes
     confidence 1.
@@ -64,7 +64,7 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
 
 
 def calibration_gap(binned: Tensor) -> float:
-    """Return the mean of each bin's |confidence - accuracy| over all predictions, from the sums of `bin_confidences`."""
+    """Return the mean over all predictions of their bin's |confidence - accuracy|, from the sums of `bin_confidences`."""
     return float(calibration_gaps(binned))
 
 
@@ -84,7 +84,7 @@ def largest_gap(binned: Tensor) -> float:
 
 
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Return the sums of `bin_sums` with the bins of the authors' scripts, for comparison with published values.
+    """Return the same sums as `bin_sums`, but for the bins of the authors' scripts, for comparison with published values.
 
     Bins are closed on the left, and predictions in the last bin are left out. Very confident wrong
     predictions therefore do not raise the calibration error.

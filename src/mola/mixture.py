@@ -88,7 +88,7 @@ class Mixture(nn.Module):
         return members
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch. Messages refer to the batch as `place`."""
+        """Predict one batch. Error messages refer to the batch as `place`."""
         if not isinstance(self.likelihood, ClassificationLikelihood):
             return self._predict_regression(inputs, seed, place)
         members = torch.stack(self._member_outputs(inputs, seed))

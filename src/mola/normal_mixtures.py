@@ -2,7 +2,8 @@ r"""Mixtures of normal distributions: density, distribution function, quantiles 
 
 .. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
 
-Means and variances are tensors (K, ...) with the components first, and weights are (K,). All functions compute in float64.
+Means and variances are tensors (K, ...) with the components along the first axis, and weights have shape (K,). All functions compute
+in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HALVINGS = 60
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # Return weights (K, 1, ..., 1), means, and standard deviations in place of variances, in float64.
+    # Return the weights (K, 1, ..., 1), the means and the standard deviations, all in float64.
     means, deviations = to_float64(means), to_float64(variances).sqrt()
     return to_float64(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
 
@@ -70,7 +71,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
 
 
 def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
-    r"""Return the continuous ranked probability score (CRPS) of targets (n, D), the integral of :math:`(F(t) - 1[t \ge y])^2`.
+    r"""Return the continuous ranked probability score (CRPS) of targets (n, D): the integral of :math:`(F(t) - 1[t \ge y])^2`.
 
     The score has the targets' units, and lower is better. For a point prediction it is the absolute error.
     """

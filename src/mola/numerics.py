@@ -19,7 +19,7 @@ Generator = torch.Generator | np.random.Generator | None
 """A source of random numbers; None means PyTorch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
-"""Largest number of dimensions drawn from a Sobol sequence. In more dimensions, the gain vanishes and the table is slow to build."""
+"""Largest number of dimensions drawn from a Sobol sequence. Beyond it, the gain is negligible and the table is slow to build."""
 
 
 def float64_device(device: torch.device) -> torch.device:

@@ -23,7 +23,7 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """Return the name if it is known; otherwise raise `OptionError`, which lists the known names and `otherwise`."""
+    """Return the name if it is known; otherwise raise an `OptionError` that lists the known names and `otherwise`."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
@@ -41,7 +41,7 @@ MEANT = {
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """Return a hint for the end of a message, with the known name closest in spelling, or "" if no name is close."""
+    """Return a hint that ends a message and suggests the known name closest in spelling, or "" if no name is close."""
     if not isinstance(name, str):
         return ""
     meant = MEANT.get(name.lower())

@@ -18,7 +18,7 @@ DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
 
 
 def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return one minus the largest probability (n,); for multi-label data, average it over the labels."""
+    """Return one minus the largest probability (n,), averaged over the labels for multi-label data."""
     score = 1 - likelihood.choices(probs).amax(-1)
     return score if likelihood.mutually_exclusive else score.mean(-1)
 

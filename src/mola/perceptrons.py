@@ -61,7 +61,7 @@ def train_mlps(
         loss: loss to minimise.
         hidden: widths of the hidden layers.
         members: number of networks K.
-        seed: random seed for all members; a larger ensemble begins with the same members.
+        seed: random seed for all members; a larger ensemble with the same seed begins with the same members.
         epochs: number of passes over the data, reshuffled for every epoch and member.
         batch_size: number of rows per training step.
         learning_rate: initial learning rate.

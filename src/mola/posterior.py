@@ -46,7 +46,7 @@ from mola.uncertainty import entropy, epistemic_share
 from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
 ROW_NUMBERS = 2**21
-"""Largest number of values per component in one chunk of rows: 16 MB in float64."""
+"""Largest number of values per component in one chunk of rows; in float64, they take 16 MB."""
 
 
 class WeightSamples(NamedTuple):
@@ -183,7 +183,7 @@ class MoLA(Mixture):
         return "\n".join([*lines, f"  weights: {weights}", ")"])
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training mode of this module alone. The networks keep their modes, and always predict in evaluation mode."""
+        """Set the training mode of this module alone. The networks keep their own modes, but always predict in evaluation mode."""
         self.training = mode
         return self
 
@@ -243,7 +243,7 @@ class MoLA(Mixture):
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the members of the mixture at given rows, for the settings of this posterior or for candidates.
+        """Return the members of the mixture at the given rows, for the settings of this posterior or for candidates.
 
         The formulas are in `mola.scaling`.
         """
@@ -263,11 +263,11 @@ class MoLA(Mixture):
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """Return the predictive distribution at given rows, for the settings of this posterior or for candidates."""
+        """Return the predictive distribution at the given rows, for the settings of this posterior or for candidates."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
-        """Predict one batch. Messages refer to the batch as `place`."""
+        """Predict one batch. Error messages refer to the batch as `place`."""
         with located(place):
             captured = self.capture(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
@@ -449,11 +449,11 @@ class MoLA(Mixture):
         return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """Return the regression with a different noise level, which rules then leave unchanged.
+        """Return the regression with a different noise level, which tuning rules then leave unchanged.
 
         Args:
             noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. For
-                heteroscedastic networks it is a factor.
+                heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
         """
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
@@ -551,7 +551,7 @@ class MoLA(Mixture):
         return moved.with_parts(components=components, scaling=scaling, tuning=tuning)
 
     def reference_on(self, data: HeldOut) -> Reference:
-        """Return the typical distances, norms and outlier scores of validation data."""
+        """Return the typical distances, norms and outlier scores of the validation data."""
         reference = data.feature_scales(
             [layer.distance for one in self.components if (layer := one.on(torch.device("cpu")))]
         )

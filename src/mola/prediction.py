@@ -34,7 +34,7 @@ Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
 
 class _Fields:
     axes: ClassVar[dict[str, int]]
-    """Names of the fields, and the axis of the inputs in each field."""
+    """Axis of the inputs in each field, keyed by the field's name."""
     axis: int
     """Axis of the classes or outputs: the last axis, or 1 in (n, C, H, W)."""
     likelihood: Any
@@ -89,7 +89,7 @@ class _Fields:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Join the predictions of several batches."""
+        """Join the predictions for several batches."""
         if len(parts) == 1:
             return parts[0]
         first, axis = next(iter(cls.axes.items()))
@@ -170,10 +170,10 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities for n inputs, of C classes or of "yes" for C labels, with a decomposition of their uncertainty.
+    """Probabilities of C classes, or of "yes" for C labels, at n inputs, with a decomposition of the uncertainty.
 
     For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
-    shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
+    shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
     """
 
     axes: ClassVar[dict[str, int]] = {
@@ -501,7 +501,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of a regression's members relative to the noise: the outlier score if there are no features.
+    """Return the disagreement (n,) of a regression's members relative to the noise; without features, it is the outlier score.
 
     Args:
         weights: mixture weights (K,).

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""Minimum count of a bin in the diagram, and its minimum share of all predictions; the accuracy of smaller bins is mostly noise. The
-calibration error includes all bins."""
+"""Minimum number of predictions in a bin that is drawn, and their minimum share of all predictions. The accuracy of smaller bins is
+mostly noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
 """Sums (bins, 3) of predictions, confidences and correct predictions in each bin, and matplotlib's options for the line."""
@@ -24,7 +24,7 @@ def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3",
 
     Args:
         panel: axes to draw on.
-        curves: curves by label; a curve without any bin to draw is left out.
+        curves: curves, keyed by label; a curve without any bin to draw is left out.
         ink: colour of the diagonal, which marks perfect calibration.
         min_count: minimum number of predictions a bin must contain to be drawn.
     """

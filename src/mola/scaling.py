@@ -39,7 +39,7 @@ LOG_LARGEST_DISTANCE = 40.0
 """Logarithm of the largest divisor due to distance. This divisor already makes every logit vanish."""
 
 LOG_LARGEST = 600.0
-"""Logarithm of the largest total divisor, chosen within the range of float64."""
+"""Logarithm of the largest total divisor, chosen to stay within the range of float64."""
 
 
 class FeatureScale(NamedTuple):
@@ -74,7 +74,7 @@ class Reference:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """Return the reference from the dictionary that `as_json` returned."""
+        """Rebuild the reference from the dictionary that `as_json` returned."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
@@ -106,7 +106,7 @@ class Candidates:
         return len(self.temperature)
 
     def split(self, size: int) -> Iterator[Candidates]:
-        """Yield the candidates in parts of at most `size`."""
+        """Yield the candidates in chunks of at most `size` settings."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             fields = (self.precision, self.temperature, self.pooling, self.exponent, self.onset)

@@ -34,7 +34,7 @@ with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
 Array = np.ndarray[Any, Any]
 
 STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
-"""Steps per epoch at the default batch size, and the limits of the default batch size."""
+"""Target number of steps per epoch for the default batch size, and the smallest and largest default batch size."""
 
 ROWS = 4096
 """Number of rows in a batch when fitting and predicting."""
@@ -58,7 +58,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     tuning_: Tuning | None
 
     def _store(self, parameters: dict[str, Any]) -> None:
-        # scikit-learn requires each parameter of __init__ as an unchanged attribute.
+        # scikit-learn requires each parameter of __init__ to be stored unchanged as an attribute.
         for name in parameters.keys() - {"self"}:
             setattr(self, name, parameters[name])
 
@@ -120,7 +120,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             return self
         aside = torch.from_numpy(self._set_aside(labels, random))
         with warnings.catch_warnings():
-            # The warnings are in tuning_.notes. On small tables, the search often ends at a limit, and a cross-validation would repeat
+            # The warnings are in tuning_.notes. On small tables, the search often ends at a limit, and cross-validation would repeat
             # the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
             start = posterior(~aside)
@@ -222,7 +222,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 
         Args:
             X: feature values (n, features), without missing values.
-            y: class labels (n,) of any kind, with at least two classes; or labels (n, L), each 0 or 1.
+            y: class labels (n,) of any type, with at least two classes; or labels (n, L), each 0 or 1.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
@@ -268,7 +268,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for regression on tabular data.
 
-    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest with the
+    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest to minimise the
     squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the
     prior precision and the noise on the held-out rows. Finally, it retrains the networks on all rows and applies this prior
     precision and noise. With `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too
@@ -376,8 +376,9 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
-    # Apply the values tuned on held-out data to networks trained on all data. Reference distances keep their ratio to the distances of
-    # the training data, because held-out data are farther away by this ratio.
+    # Apply the settings tuned on held-out data to the networks trained on all data. No data remain on which to measure these networks'
+    # reference distances, so their training distances are multiplied by the ratio of held-out to training distances of the tuned
+    # networks.
     scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
     if scaling.reference is not None and before is not None and now is not None:
         scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)

@@ -20,7 +20,7 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Name of the column with the index of each row's input, used if an input can have several rows."""
+"""Name of the column that holds the index of each row's input, used if an input can have several rows."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
 
     @classmethod
     def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
-        """Return a table with the columns of all batches."""
+        """Return a table with the rows of all batches."""
         tally = cls()
         for columns in batches:
             tally.add(columns)
@@ -83,7 +83,7 @@ class Tally:
         return mean_of(self[column], self.groups)
 
     def classified(self) -> dict[str, Measurement]:
-        """Return the classification metrics of labelled data, from the scores of a `Predictive`."""
+        """Return the classification metrics for labelled data, from the scores of a `Predictive`."""
         return {
             "accuracy": self.mean("correct"),
             "nll": self.mean("nll"),

@@ -97,7 +97,7 @@ def epistemic_share(
         means: logits (n, C) of each component.
         spreads: spread of each component's logits; None if there is no covariance.
         weights: mixture weights (K,).
-        seed: seed of the draws, which every component shares.
+        seed: seed for the draws, which all components share.
     """
     if not likelihood.mutually_exclusive:
         return _label_share(means, spreads, weights)

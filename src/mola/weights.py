@@ -20,7 +20,7 @@ def uniform_weights(count: int) -> Tensor:
 
 
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
-    """Return given weights (K,) in float64, or raise `OptionError` unless they are K non-negative numbers that sum to 1."""
+    """Return the given weights (K,) in float64, or raise `OptionError` unless they are K non-negative numbers that sum to 1."""
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -40,7 +40,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
-    """Return "uniform" or "evidence", or the given weights, checked by `check_weights`."""
+    """Return "uniform" or "evidence" unchanged, or the given weights after a check by `check_weights`."""
     if not isinstance(weights, str):
         return check_weights(weights, count)
     if weights == "stacking":
@@ -51,7 +51,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes the weights one-hot."""
+    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes them nearly one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 

@@ -62,7 +62,7 @@ class Option:
     shown: str | None = None
     """Text shown in the help for the default value."""
     parse: Callable[[Any], Any] | None = None
-    """Function that converts a string or a value from a run file. Its `ValueError` names the expected value."""
+    """Function that converts a string or a value from a run file. The message of its `ValueError` describes the expected value."""
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
@@ -70,7 +70,7 @@ class Option:
     argument: bool = False
     """True if the value can be given without a flag. An argument may also have flags."""
     is_path: bool = False
-    """True if a value that looks like a path names a file or folder."""
+    """True if values that look like paths are treated as names of files or folders."""
     names: Collection[str] = ()
     """Values that are never treated as paths."""
     kept: bool = True
@@ -127,7 +127,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """Convert a value with the `parse` function of its option; `OptionError` names the expected value."""
+    """Convert a value with the `parse` function of its option; the message of an `OptionError` describes the expected value."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:

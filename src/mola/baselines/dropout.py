@@ -36,7 +36,8 @@ class McDropout(Mixture):
 
     Args:
         network: the trained network, which is not modified. Its dropout must consist of layers (`nn.Dropout` and its variants),
-            because calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of its inputs is the batch.
+            because calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of each input is the batch
+            dimension.
         samples: number of draws.
         seed: random seed for the masks.
         likelihood: likelihood of the outputs, as in `mola.fit`.
@@ -105,7 +106,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # For a given mask, every kind of dropout is an affine function of each input, which its values at 0 and 1 determine.
+    # For a given mask, every kind of dropout is an affine function of each input, so its values at 0 and 1 determine it.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

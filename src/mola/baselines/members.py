@@ -1,4 +1,4 @@
-"""Functions shared by the baselines that average several members: for seeds, outputs of one pass, and parts of saved files."""
+"""Functions for seeds, outputs and saved tensors, shared by the baselines that average several members."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of tensors that are missing, unknown or have the wrong shape."""
+    """Return the names of tensors that are missing or unknown, or that have the wrong shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return sorted({name for name, _ in shapes.items() ^ expected.items()})

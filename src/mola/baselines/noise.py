@@ -29,7 +29,7 @@ Scaled = TypeVar("Scaled", bound=Mixture)
 
 
 def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
-    """Return the predictor with the noise, for each output, that maximises the likelihood of the validation targets.
+    """Return the predictor with each output's noise chosen to maximise the likelihood of the validation targets.
 
     Args:
         predictor: a regression predictor: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or an `McDropout`.

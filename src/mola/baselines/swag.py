@@ -58,7 +58,7 @@ class Moments:
     """Number of snapshots."""
     mean: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    """Sum of squared deviations from the mean for each weight, by Welford's method, which avoids cancellation in float32."""
+    """Sum of squared deviations from the mean for each weight, computed by Welford's method, which avoids cancellation in float32."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The last K deviations, shape (K, ...), oldest first."""
 
@@ -87,7 +87,7 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Draw weights from the Gaussian with its covariance multiplied by `scale`."""
+        """Draw weights from the Gaussian after its covariance is multiplied by `scale`."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
@@ -117,9 +117,9 @@ class Swag(Mixture):
     `seed` determines the draws, so a prediction depends neither on its batch nor on earlier predictions.
 
     Args:
-        network: a copy of the network for this object alone; its parameters are set to the mean.
+        network: a copy of the network that only this object uses; its parameters are set to the mean.
         moments: moments of the parameters that SGD changed.
-        statistics: BatchNorm statistics (samples, ...) of all draws, by the name of the buffer.
+        statistics: BatchNorm statistics (samples, ...) of all draws, by buffer name.
         samples: number of draws.
         scale: factor by which the covariance is multiplied.
         seed: random seed for the draws.

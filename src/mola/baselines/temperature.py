@@ -28,7 +28,7 @@ from mola.posterior import MoLA
 from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
-RANGE = 1e4  # search from 1/RANGE to RANGE times the logits' mean range; beyond, the loss barely changes
+RANGE = 1e4  # search from 1/RANGE to RANGE times the logits' mean range; beyond these ends, the loss barely changes
 GRID = 129  # number of grid points, enough to separate several minima: seven per factor of e
 CHUNK = 2**22  # number of logits processed at a time
 
@@ -42,7 +42,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
         labels: class indices (n,).
-        weights: weights (K,) of the members, which sum to 1; None gives each member 1 / K.
+        weights: weights (K,) of the members, which sum to 1; None gives each member the weight 1 / K.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:

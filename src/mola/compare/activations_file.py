@@ -1,4 +1,4 @@
-"""Stored features and logits of K networks on a data set, read in slices because a large set does not fit in memory.
+"""Stored features and logits of K networks on a data set, read in slices because a large data set does not fit in memory.
 
 Each network has one safetensors file per set or, if the set is large, one file per slice of the set.
 """
@@ -22,13 +22,13 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.saving.files import partial_file
 
 BATCH = 1024
-"""Number of rows per batch in fitting and prediction."""
+"""Number of rows per batch during fitting and prediction."""
 
 NUMBERS_AT_ONCE = 2**23
 """Maximum number of feature values per network in a slice."""
 
 WHOLE = ("weight", "bias")
-"""Names of the head's tensors, which are stored whole rather than in rows."""
+"""Names of the head's tensors, which are stored whole rather than row by row."""
 
 
 def write_rows(
@@ -38,7 +38,7 @@ def write_rows(
     whole: Mapping[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
-    """Write batches (`count` rows in total) and whole tensors to one safetensors file, whose folder is created if necessary."""
+    """Write batches (`count` rows in total) and whole tensors to one safetensors file; create its folder if necessary."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
     found = len(next(iter(rows.values())))
     if found != count:
@@ -50,7 +50,7 @@ def write_rows(
 
 
 class TensorFile:
-    """A data set in one or more safetensors files, given in row order; `content` describes the data in error messages."""
+    """A data set stored in one or more safetensors files, given in row order; `content` describes the data in error messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -71,7 +71,7 @@ class TensorFile:
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows `start` to `stop` of a tensor, or the whole tensor if its name is in `WHOLE`."""
+        """Return rows `start` to `stop` (exclusive) of a tensor, or the whole tensor if its name is in `WHOLE`."""
         if name in WHOLE:
             whole: Tensor = self.parts[0].get_tensor(name)
             return whole
@@ -87,7 +87,7 @@ class TensorFile:
         return torch.cat(found)
 
     def rows(self, name: str, places: Sequence[int]) -> Tensor:
-        """Return the rows of a tensor at `places`, in the given order; consecutive rows are read together."""
+        """Return the rows of a tensor at the indices `places`, in the given order; consecutive rows are read together."""
         if len(places) == 0:
             return self.read(name, 0, 0)
         breaks = [index for index, (one, after) in enumerate(pairwise(places), 1) if after != one + 1]
@@ -113,14 +113,14 @@ class HeadOnly(nn.Module):
         return logits
 
     def scaled(self, temperature: float) -> HeadOnly:
-        """Return the head with its logits divided by a temperature."""
+        """Return a head whose logits are those of this head divided by a temperature."""
         bias = None if self.head.bias is None else self.head.bias.detach() / temperature
         return HeadOnly(self.head.weight.detach() / temperature, bias, self.index).eval()
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Features and logits of K networks for some data."""
+    """Features and logits of K networks for a slice of the data."""
 
     features: Tensor
     """Features, shape (n, K, P); the features of narrower networks are padded with zeros."""
@@ -149,7 +149,7 @@ class Stored:
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """Open the file (or the files, in row order) of each network; all networks must have activations of the same set."""
+        """Open the file (or the files, in row order) of each network; all networks must have activations for the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
@@ -159,16 +159,16 @@ class Stored:
         return cls(files, range(files[0].shape("labels")[0]))
 
     def only(self, networks: slice) -> Stored:
-        """Return the activations of a slice of the networks."""
+        """Return the stored activations of a subset of the networks, given as a slice."""
         return Stored(self.files[networks], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
-        """Return the activations of the data at `places`, in the given order."""
+        """Return the stored activations for the data at the indices `places`, in the given order."""
         return Stored(self.files, tuple(places))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
-        """The last layers of the K networks, as networks whose inputs are features."""
+        """The last layers of the K networks, as networks whose inputs are the stored features."""
         return tuple(
             HeadOnly(file.read("weight"), file.read("bias") if "bias" in file else None, index).eval()
             for index, file in enumerate(self.files)
@@ -200,5 +200,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """Return the logits (K, n, C) of all data at once; use this only for small sets, such as the validation data."""
+        """Return the logits (K, n, C) for all data at once; use this only for small sets, such as the validation data."""
         return torch.stack([file.rows("logits", self.places) for file in self.files])

@@ -17,7 +17,7 @@ SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Names of the outlier scores of classifiers; every score is higher for outliers."""
 
 ALL_SCORES = (*SCORES, "variance")
-"""Names of the outlier scores of classifiers and of regression models, whose score is the predictive variance."""
+"""Names of all outlier scores: those of classifiers, and the predictive variance, which is the score of regression models."""
 
 FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
 """Columns that are not outlier scores. For multi-label data, "question" is the index of the label. Columns with brackets, such as
@@ -37,7 +37,8 @@ def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tenso
     The sum runs over the M largest probabilities. The small exponent makes the score sensitive to the small probabilities of the other
     classes when a network is almost certain. The default values of gamma and M are the authors' choice for 1000 classes.
     """
-    # The complement of the largest probability is the sum of all others, because 1 - p rounds to 0 for float32 numbers near 1.
+    # The complement of the largest probability is computed as the sum of all others, because 1 - p
+    # rounds to 0 for float32 numbers near 1.
     ordered = probs.double().sort(dim=1, descending=True).values.clamp(0, 1)
     rest = 1 - ordered
     rest[:, 0] = ordered[:, 1:].sum(1)
@@ -51,7 +52,7 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return all `SCORES` (n,) that can be computed, in float64; `weights` (K,) weight the scores of the logits (K, n, C)."""
+    """Return all `SCORES` (n,) that can be computed, as float64; `weights` (K,) weight the scores computed from logits (K, n, C)."""
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {
@@ -81,10 +82,10 @@ class Answer:
     """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; labels are class indices (n,), or zeros and ones (n, C) for multi-label data, or None."""
+        """Return the columns of a tally; `labels` are class indices (n,), zeros and ones (n, C) for multi-label data, or None."""
         probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
         limits = torch.finfo(probs.dtype)
-        if not self.likelihood.mutually_exclusive:  # 1 - p may round to 0
+        if not self.likelihood.mutually_exclusive:  # clamp both ends, because 1 - p may also round to 0
             return self._by_label(probs.double().clamp(limits.eps, 1 - limits.eps), labels)
         # A probability that has underflowed to 0 is replaced by the smallest positive normal number of its data type.
         probs = probs.clamp_min(limits.tiny).double()

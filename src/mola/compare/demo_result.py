@@ -1,6 +1,7 @@
 """Results of the demo: a comparison on digits, confidence far from the digits, and confidence maps around two moons.
 
-The report reads nothing else. Unless stated otherwise, dictionaries by method have the names in `METHODS` as keys, in this order.
+The report reads nothing else. Unless stated otherwise, dictionaries that map methods to results have the
+names in `METHODS` as keys, in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ DEFAULT = "MoLA (calibrated)"
 """Name of MoLA tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
-"""Names of the methods: one network, an ensemble without and with temperature, and MoLA with the paper's and with the default rule."""
+"""Names of the methods: one network, an ensemble without and with temperature, and MoLA with the paper's rule and the default rule."""
 
 Array = NDArray[np.float64]
 
@@ -42,17 +43,17 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DistanceResult:
-    """Confidence for inputs that are scaled away from the data."""
+    """Confidence on inputs that are multiplied by increasing factors to move them away from the data."""
 
     scales: Array
     curves: dict[str, dict[str, Array]]
-    """Mean confidence at each scale, by kind of input and method."""
+    """Mean confidence at each scale, by type of input and method."""
     limits: dict[str, dict[str, float]]
-    """Mean of the exact far-field limit, by kind of input and method, for methods with a Laplace approximation."""
+    """Mean of the exact far-field limit, by type of input and method, for methods with a Laplace approximation."""
     bounds: dict[str, dict[str, float]]
-    """Mean of the theorem's bound, by kind of input and method, for methods without a distance exponent."""
+    """Mean of the theorem's bound, by type of input and method, for methods without a distance exponent."""
     precisions: Array
-    """Prior precisions at which MoLA's next three curves are computed."""
+    """Prior precisions at which the next three curves, all for MoLA, are computed."""
     test_confidence: Array
     """Mean confidence on the test digits, at each prior precision."""
     limit: Array
@@ -66,7 +67,7 @@ class MoonsResult:
     """Confidence over the plane around two moons."""
 
     points: Array
-    """Training data, shape (n, 2)."""
+    """Training inputs, shape (n, 2)."""
     labels: NDArray[np.int64]
     reach: float
     """Half the side length of the square that the maps cover: both axes run from -reach to reach."""
@@ -88,7 +89,7 @@ class DemoResult:
     """Versions of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return the settings and results, without curves and maps, as plain JSON values for `numbers.json`."""
+        """Return the settings and results, except the curves and maps, as plain JSON values for `numbers.json`."""
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,

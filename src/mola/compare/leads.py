@@ -27,7 +27,7 @@ class Lead:
     best: Name
     value: float
     level: tuple[Name, ...]
-    """Entries of other methods whose value equals the best, for example because their scores come from identical logits."""
+    """Entries of other methods whose value equals the best value, for example because their scores come from identical logits."""
     rival: Name | None
     """The second-best entry if the lead is clear, and otherwise the best of the entries that are not clearly behind."""
     ahead: float | None
@@ -35,7 +35,7 @@ class Lead:
     error: float | None
     """Standard error of the difference."""
     clear: tuple[Name, ...]
-    """Entries that lead every other method by more than `CLEAR` standard errors of the difference."""
+    """Entries that lead the entries of every other method by more than `CLEAR` standard errors of the difference."""
 
 
 Better = Literal["low", "high"]

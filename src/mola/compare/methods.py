@@ -1,4 +1,4 @@
-"""Methods of a comparison, which are declared as values and then fitted and used for prediction.
+"""Methods of a comparison, declared as plain objects that can then be fitted and used for prediction.
 
 `LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
 `mola.fit` and `tune` to stored features.
@@ -34,16 +34,16 @@ FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
 
 @dataclass(frozen=True)
 class Material:
-    """Data and settings of one run."""
+    """Data and settings for one run."""
 
     read: Callable[[str], Stored]
     """Function that returns the stored features and logits of the set with a given name."""
     threshold: float | None
-    """Target confidence in the paper's rule."""
+    """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
     """Function that creates outlier scores from the activations of the training set and the validation set."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
-    """Function that returns a posterior for a structure and heads from stored sums; used if training activations are not stored."""
+    """Function that builds a posterior from stored sums, given a structure and heads; used if no training activations are stored."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Method(Protocol[MaterialT]):
 
     @property
     def group(self) -> str:
-        """The group of methods that are compared with each other."""
+        """The group of the method; methods in the same group are compared with each other."""
 
     @property
     def components(self) -> int | None:
@@ -87,7 +87,7 @@ class Method(Protocol[MaterialT]):
 
 @contextmanager
 def noting() -> Iterator[list[str]]:
-    """Collect the library's warnings in a list that is complete when the context ends; other warnings are shown as usual."""
+    """Collect the library's warnings in a list, which is filled when the context ends; other warnings are shown as usual."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MolaWarning)
@@ -109,7 +109,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions that return a rule, by name; their argument is the target confidence in the paper's rule."""
+"""Functions that return a rule, by name; the argument of each is the target confidence of the paper's rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
@@ -127,11 +127,11 @@ class LastLayer:
     rule: str = "threshold"
     weights: str = "uniform"
     temperature: bool = False
-    """If True, all logits are divided by one temperature, which is tuned by validation NLL."""
+    """If True, all logits are divided by one temperature, which is chosen to minimise the validation NLL."""
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that the ensemble averages."""
     detectors: bool = False
-    """If True, outlier scores are compared, including scores computed from features and logits."""
+    """If True, the comparison includes outlier scores, among them those computed from features and logits."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")

@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
 Suites store records as JSON (`mola-bench`, version 1). Only comparisons of a single run have per-class results and standard errors
-over data. A suite computes its standard errors over runs, and its files omit these entries.
+over data. A suite computes standard errors over runs instead, and its files omit these entries.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class SetInfo:
     parts: str = ""
     """Unit of `count`, "label" or "position"; empty if `count` is the number of inputs."""
     inputs: int | None = None
-    """Number of inputs, if `count` is a number of labels or positions."""
+    """Number of inputs, if `count` is the number of labels or positions."""
 
 
 @dataclass(frozen=True)
 class OutputResult:
-    """Results of a method for one output of a regression."""
+    """Results of a method for one output of a regression model."""
 
     metrics: dict[str, float]
     """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets inside the 90 % intervals."""
@@ -54,7 +54,7 @@ class OutputResult:
 
 @dataclass(frozen=True)
 class RegressionDetail:
-    """Detailed results of a regression, in addition to its metrics."""
+    """Detailed results for regression, in addition to the metrics."""
 
     coverage: list[list[float | None]]
     """For each central interval: its probability, the share of targets inside it, and the standard error of that share."""
@@ -62,7 +62,7 @@ class RegressionDetail:
     """Calibration of each output's standard deviation. Each group of data points has three entries: its size, the root mean square of
     the predicted standard deviations, and the root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """Examples for each output: the target, the predicted mean, and both ends of the 90 % interval."""
+    """Examples for each output, each consisting of the target, the predicted mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
     """Results for the first few outputs, by name."""
 
@@ -81,7 +81,7 @@ class LabelledResult:
     histogram: list[int]
     """Number of predictions in each of the `CONFIDENCE_BINS` confidence bins; empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
-    """Standard errors of accuracy, nll, brier, ece and confidence over data; all are None if there is only one datum."""
+    """Standard errors of accuracy, nll, brier, ece and confidence over data; each is None if there is only one datum."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
     "average_precision" and the "ece" of the predicted probability of the label. Dense outputs also have "iou"."""
@@ -106,7 +106,7 @@ class OutlierResult:
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Standard errors of the "auroc" and "fpr95" of each outlier score, over data."""
     std: float | None = None
-    """Predicted standard deviation of a regression, averaged over inputs and outputs."""
+    """Predicted standard deviation of a regression model, averaged over inputs and outputs."""
     std_error: float | None = None
     """Standard error of `std` over data."""
 
@@ -142,7 +142,7 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     """Time in seconds to "fit" (including tuning) and to "predict". In suites, both start from stored activations."""
     labelled: dict[str, LabelledResult]
-    """Results on the labelled sets by name, starting with the test set."""
+    """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Record:
     tuning; 0 if every run has its own networks. Files omit this entry because it follows from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a suite's record as plain JSON values, without the entries that only single-run comparisons have."""
+        """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("labelled", "outliers"):
             document[name] = {
@@ -215,7 +215,7 @@ SCHEMA: dict[str, Any] = {
 
 ENTRIES: dict[str, set[str]] = {name: set(SCHEMA[name][str]) for name in ("labelled", "outliers", "examples")}
 ENTRIES["labelled"].add("types")
-"""Entries that each result in a suite's record may have."""
+"""Names of the entries that each type of result may have in a suite's record."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ class AnswerResult:
     promised: float
     certainty: float
     threshold: float | None
-    """Confidence above which inputs that raise no alarm are answered, or None if no threshold guarantees the rate."""
+    """Confidence above which an input that raises no alarm is answered, or None if no threshold guarantees the error rate."""
     answered: float | None = None
-    """Answered share of the test data."""
+    """Share of the test inputs that are answered."""
     realised: float | None = None
     """Error rate of the answers."""
     why: str = ""
@@ -280,7 +280,7 @@ class DecisionResult:
     answers: list[AnswerResult]
     sets: SetResult | None
     intervals: list[IntervalResult] = field(default_factory=list)
-    """Calibrated intervals of a regression."""
+    """Calibrated intervals of a regression model."""
 
 
 @dataclass(frozen=True)
@@ -291,9 +291,9 @@ class Comparison:
     sets: dict[str, SetInfo]
     """Data sets by name: first the test set, then the shifted sets in order of level, then the outliers."""
     records: tuple[Record, ...]
-    """Records in the order of the methods; all runs of a method are adjacent."""
+    """Records in the order of the methods; all records of a method are adjacent."""
     classes: tuple[str, ...] = ()
-    """Names of the classes, or of a regression's outputs, in the order of the networks' outputs."""
+    """Names of the classes (for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
     """Best method by each metric on each set, in single-run comparisons. Labelled sets have the metrics "accuracy", "nll", "brier" and
     "ece", whose entries are named `(method,)`. Outlier sets have "confidence" and "max probability" (the AUROC of this score), named
@@ -303,14 +303,14 @@ class Comparison:
     notes: tuple[str, ...] = ()
     """Notes from tuning, and other caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Inputs of each set that could not be used, and the reasons."""
+    """For each set, the inputs that could not be used, and the reasons."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the comparison: versions, computing time and files."""
     decisions: DecisionResult | None = None
     """Decisions on the test data, if the posterior's folder has validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """For regression, the difference between the metrics of each other method and those of `own`, with standard errors."""
+    """For regression, the metrics of each other method minus those of `own`, with standard errors."""
 
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""
@@ -354,7 +354,7 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """Name of the method without a posterior: the deep ensemble, or a single network."""
+        """Name of the method without a posterior: the deep ensemble, or MAP if there is only one network."""
         return "DE" if "DE" in self.methods else "MAP"
 
 

@@ -32,7 +32,7 @@ INTERVAL = 0.9
 """Probability of the intervals shown for examples."""
 
 MOST_OUTPUTS = 16
-"""Maximum number of outputs with separate results."""
+"""Maximum number of outputs for which separate results are stored."""
 
 EXAMPLES = 300
 """Maximum number of targets in a figure; they are evenly spaced in the data set."""
@@ -57,14 +57,14 @@ class RegressionAnswer:
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Return the columns of a tally; the targets have shape (n, D), or (n,) if D = 1, or are None if the data are unlabelled.
 
-        Column "name[d]" belongs to output d, and column "name[p]" to the intervals of probability p.
+        Column "name[d]" belongs to output d, and column "name[p]" belongs to the intervals of probability p.
         """
         prediction = self.prediction
         row: dict[str, Tensor] = {} if self.inputs is None else {INPUT: self.inputs}
         row["std[all]"] = prediction.std.mean(1)
         if labels is not None:
             row |= self._measured(labels[:, None] if labels.dim() == 1 else labels)
-        # Outputs may have different units. A ranking by the mean logarithm does not depend on these units.
+        # Outputs may have different units, but a ranking by the mean logarithm does not depend on them.
         row["variance"] = prediction.variance.log().mean(1)
         if self.ood_score is not None:
             row["ood score"] = self.ood_score

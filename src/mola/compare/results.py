@@ -41,7 +41,7 @@ LABEL_METRICS = ("auroc", "average_precision", "miou")
 """Names of additional metrics: two means over labels for multi-label data, and mean intersection over union for dense outputs."""
 
 EXAMPLES = 8
-"""Number of inputs that a report shows from each set."""
+"""Number of inputs from each set that a report shows."""
 
 CURVE_POINTS = 100
 """Maximum number of points in a risk-coverage curve."""
@@ -76,10 +76,10 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Return all metrics of a method that are defined for the labelled data.
+    """Return all metrics that are defined for a method on the labelled data.
 
     If `detail` is True, the result includes the bins for figures. `classes` (for regression, the names of the outputs) adds results
-    for each class, and `types` adds results for each type of shift. The type of datum i is i modulo the number of types.
+    for each class, and `types` adds results for each type of shift. The index of the type of datum i is i modulo the number of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -110,7 +110,7 @@ def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[
         "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
-    if bool(legacy[:, 0].sum() > 0):  # false if every prediction is certain
+    if bool(legacy[:, 0].sum() > 0):  # False if every prediction is certain
         found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
     if "question" in tally.columns:
         found |= {name: float(each.nanmean()) for name, each in _by_label(tally).items() if name != "ece"}
@@ -164,7 +164,7 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     for place, name in enumerate(types[: tally.count]):
         part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
         numbers = {metric: one.value for metric, one in part.classified().items()}
-        # Six digits exceed the precision of metrics on a few hundred examples and keep files small.
+        # Six digits are more than metrics on a few hundred examples can resolve, and keep files small.
         found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return found
 
@@ -196,7 +196,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> Out
 
 
 def risk_curve(tally: Tally) -> list[list[float]]:
-    """Return at most `CURVE_POINTS` pairs of coverage and error rate, from the most confident predictions to all predictions."""
+    """Return at most `CURVE_POINTS` pairs of coverage and error rate, from only the most confident predictions to all predictions."""
     coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
     places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
     return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
@@ -216,7 +216,7 @@ def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResu
 
 
 def examples_of(tally: Tally) -> Examples:
-    """Return the confidence and class of the first few predictions."""
+    """Return the confidences and predicted classes for the first few inputs."""
     confidence, predicted = (tally[name][:EXAMPLES] for name in ("confidence", "predicted"))
     return Examples(confidence.tolist(), predicted.long().tolist())
 
@@ -250,7 +250,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on outliers over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
+    """Return the best methods on outliers: over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

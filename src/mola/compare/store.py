@@ -23,7 +23,7 @@ AGAIN = "Delete it and run the suite again. The other records are kept."
 
 
 class Store:
-    """A folder with the results of all suites."""
+    """A folder that contains the results of all suites."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -53,7 +53,7 @@ class Store:
         return read_record(path) if path.exists() else None
 
     def paths(self, suite: str) -> list[Path]:
-        """Return the paths of all records of a suite."""
+        """Return the paths of all records in a suite."""
         return sorted((self.directory / suite).glob("*/run-*.json"))
 
     def records(self, suite: str) -> list[Record]:

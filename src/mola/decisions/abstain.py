@@ -21,12 +21,12 @@ last tests use the full :math:`\delta`. The number of thresholds costs nothing, 
 need no special treatment.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
-is a test passed below :math:`\tau^*`. There are two cases. In the first case, the level was passed on from above, and the test at
-:math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of examples above :math:`\tau^*`, the probability
-of this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which it was
-spent, the test succeeds with a probability of at most this part. The probabilities of both cases add up to at most :math:`\delta`. The
-assumption is violated if the most certain predictions are wrong more often than less certain ones. Each additional crossing then adds
-at most :math:`\delta` to the probability of failure.
+requires that a test below :math:`\tau^*` succeeds. There are two cases. In the first case, the level was passed on from above, and the
+test at :math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of examples above :math:`\tau^*`, the
+probability of this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which
+it was spent, the test succeeds with a probability of at most this part. The probabilities of both cases add up to at most
+:math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than less certain ones. Each additional
+crossing then adds at most :math:`\delta` to the probability of failure.
 
 The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
 over draws of the calibration data. The guarantee does not extend to shifted data.
@@ -76,7 +76,7 @@ class AnswerThreshold(float):
 
     @property
     def share(self) -> float:
-        """Share of the calibration data that are answered."""
+        """Share of the calibration examples that are answered."""
         return self.answered / self.count
 
     def __call__(self, prediction: Prediction | Any) -> Tensor:

@@ -1,6 +1,6 @@
 """Alarms for outliers: a threshold that the OOD scores of in-distribution inputs exceed at no more than a given rate.
 
-The threshold is the split-conformal quantile of `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels
+The threshold is the split-conformal quantile from `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels
 nor outliers are needed. The rate of false alarms says nothing about the share of outliers that are detected, which depends on the
 outliers (Bates et al., 2023).
 """
@@ -20,12 +20,12 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
 
     The guarantee holds on average over draws of the validation data, for any number n of scores and any distribution of the scores.
     From one validation set to another, the rate of false alarms varies with a standard deviation of about sqrt(alpha (1 - alpha) / n),
-    where alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, one in 20 new scores exceeds the
-    largest of n = 19 scores.
+    where alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, one in 20 new scores on average
+    exceeds the largest of n = 19 scores.
 
-    Validation data must not have been used in training or for early stopping. Tuning a `mola.MoLA` on the same data has a negligible
+    The validation data must not have been used for training or early stopping. Tuning a `mola.MoLA` on the same data has a negligible
     effect on `Prediction.ood_score`. The score does not depend on the prior precision, and uses only the mean and the standard
-    deviation of three scores of the validation data.
+    deviation of three scores on the validation data.
 
     Args:
         scores: OOD scores (n,) of validation data, higher for outliers: a tensor, an array or a list, or a `Prediction`, whose

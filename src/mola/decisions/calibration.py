@@ -19,7 +19,7 @@ from mola.errors import DataError
 from mola.prediction import Prediction
 
 SUM_TOLERANCE = 1e-3
-"""Accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
+"""Largest accepted deviation of a row's sum from 1, large enough for probabilities in half precision."""
 
 
 def probs_of(prediction: Any) -> Tensor:
@@ -41,7 +41,7 @@ def probs_of(prediction: Any) -> Tensor:
 
 
 def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the total probability of the classes ranked above each class of probs (n, C), and the rank of each class from 1.
+    """Return the total probability of the classes ranked above each class of probs (n, C), and the rank of each class (1 is best).
 
     Among equally probable classes, the smaller index ranks first.
     """
@@ -64,13 +64,13 @@ class Calibration:
     mass_above: Tensor
     """Total probability of the classes ranked above the true class."""
     true_rank: Tensor
-    """Rank of the true class, from 1."""
+    """Rank of the true class; the most probable class has rank 1."""
     classes: int
     """Number of classes C."""
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Make calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C); return a `Calibration` as is."""
+        """Make calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C); return a `Calibration` unchanged."""
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)

@@ -46,7 +46,7 @@ class PredictionIntervals:
     """True if the coverage holds for all outputs of a datum at once."""
 
     def __call__(self, prediction: RegressionPrediction | Any) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty becomes its midpoint.
+        """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty shrinks to its midpoint.
 
         Args:
             prediction: prediction from the same predictor that was calibrated.
@@ -70,7 +70,7 @@ def prediction_intervals(
     *,
     joint: bool = False,
 ) -> PredictionIntervals:
-    """Calibrate intervals, on labelled data, that contain the target with a given probability.
+    """Calibrate, on labelled data, intervals that contain the target with a given probability.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
     `mola.decisions.intervals` describes the methods and the proof.

@@ -64,7 +64,7 @@ class PredictionSets:
 
     @property
     def least_probability(self) -> float:
-        """Smallest probability of a class that "lac" includes, equal for all inputs; 0 includes all classes."""
+        """Smallest probability at which "lac" includes a class, the same for all inputs; 0 includes all classes."""
         if self.method != "lac" or self.threshold.ndim:
             raise OptionError(
                 "only sets of method 'lac' that are not by class have a least probability. Use method='lac' and by=None."
@@ -106,7 +106,7 @@ def prediction_sets(
     at_least_one: bool = False,
     generator: torch.Generator | None = None,
 ) -> PredictionSets:
-    """Calibrate sets of classes, on labelled data, that contain the true class with a given probability.
+    """Calibrate, on labelled data, sets of classes that contain the true class with a given probability.
 
     The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
     `mola.decisions.sets` describes the methods and the proof.

@@ -102,7 +102,7 @@ class Pixels(nn.Module):
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return normalised pixels in float32."""
+        """Return normalised pixels as float32."""
         return (pixels.to(torch.float32) / 255 - self.get_buffer("mean")) / self.get_buffer("std")
 
     def extra_repr(self) -> str:
@@ -168,7 +168,7 @@ class PosteriorGraph(nn.Module):
         return self.signature.inputs(tensors)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the fields by name, in the shapes that `posterior.predict` returns."""
+        """Return the fields by name, with the shapes that `posterior.predict` returns."""
         posterior = self.held[0]
         prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -52,7 +52,7 @@ DECISIONS = (
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""Each decision, with the name of its threshold and of the output that is compared with it."""
+"""Name of each decision, of its threshold, and of the output that is compared with the threshold."""
 
 
 class LoadedExport:
@@ -91,7 +91,7 @@ class LoadedExport:
             ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Apply the thresholds in `document`, which may be changed.
+        """Apply the thresholds in `document`. You may change them there beforehand.
 
         Args:
             outputs: outputs of a call, including the output that each threshold needs: "ood_score", "confidence" or "probs".
@@ -161,7 +161,7 @@ def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
 
 
 def require(package: str) -> Any:
-    """Import a package of the `export` extra."""
+    """Import a package from the `export` extra."""
     with importing("ONNX export", package, "export"):
         return importlib.import_module(package)
 

@@ -39,8 +39,8 @@ TOLERANCE = 1e-4
 above the standard deviation) and absolute below. Measured differences are below 1e-5 (tests/library/test_export.py)."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""Largest accepted difference for networks in half precision, which has only three digits and which each runtime rounds
-differently."""
+"""Largest accepted difference for networks in half precision, which has only three significant digits. Rounding also
+differs between runtimes."""
 
 BATCHES = (1, 3, 8)
 """Sizes of the batches on which the file's outputs are compared with PyTorch's."""
@@ -49,7 +49,7 @@ OPSET = 18
 """Version of the ONNX operator set: the newest that PyTorch writes without conversion."""
 
 LARGEST = 2**31 - 1
-"""Largest size of one ONNX file in bytes, which is limited by protobuf."""
+"""Largest size of an ONNX file in bytes, a limit that protobuf sets."""
 
 Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
 """A function that turns a trace, the traced module and the file's properties into the content of the file."""
@@ -99,7 +99,7 @@ def onnx(
 ) -> Written:
     """Write a posterior as one ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
-    Outputs have the names and values of the fields of `posterior.predict`, including random draws. The batch may have any size.
+    Outputs have the names and values of the fields of `posterior.predict`, based on the same random draws. Batches may have any size.
     Inputs that contain NaN give outputs that contain NaN. The file contains classes, inputs, prior precisions, weights, link,
     structure and rule as JSON properties, whose names begin with "mola.".
 
@@ -116,7 +116,7 @@ def onnx(
         preparation: a module that is first applied to the single input, such as `mola.export.Pixels`.
         ood_threshold: OOD score above which an input is an outlier.
         answer_threshold: confidence above which an input is answered, from `mola.abstain_threshold`.
-        set_threshold: lowest probability of the classes in a prediction set, from `mola.prediction_sets`.
+        set_threshold: lowest probability at which a class belongs to a prediction set, from `mola.prediction_sets`.
         check: run the file and compare its outputs with the posterior before the file is written.
 
     Returns:

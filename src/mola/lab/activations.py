@@ -31,7 +31,7 @@ from mola.saving.weights import load_weights
 Progress = Callable[[str, float], None]
 
 SLICE = 1024
-"""Number of examples in each file of a large set; an interrupted run loses at most this many."""
+"""Number of examples in each file of a large set; an interrupted process loses the activations of at most this many examples."""
 
 LOADED = 8
 """Maximum number of networks in memory at once."""
@@ -189,7 +189,10 @@ class Activations:
     def compute_sums(
         self, networks: Sequence[Network], source: Source, structure: str, progress: Progress, team: Team
     ) -> None:
-        """Fit all networks in one pass over a training set, which the processes divide up. Checkpoints are saved during the pass."""
+        """Fit all networks in one pass over a training set, which is divided among the processes.
+
+        Checkpoints are saved during the pass.
+        """
         path = self._sums(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides, because other ranks may check later
             return

@@ -16,8 +16,8 @@ STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
 LONG = ("beyond", "whole")
-"""Comparisons that take hours: methods that train networks, and Laplace approximations of whole networks. Reports show them in
-the tables of "main"."""
+"""Comparisons that take hours: methods that train networks, and Laplace approximations of whole networks. Reports show their
+methods in the tables for "main"."""
 
 NAMED = (*LONG, "tempered", "many-classes")
 """Comparisons not included in "all". "tempered" applies Laplace approximations after temperature scaling, for underconfident networks.
@@ -29,7 +29,7 @@ rules for the prior precision; mixture weights; and those in `NAMED`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
-    """Return the methods of one of `COMPARISONS`; `budget` applies to methods that train networks."""
+    """Return the methods in one of `COMPARISONS`; `budget` applies to methods that train networks."""
     found: dict[str, list[SuiteMethod]] = {
         "main": [
             LastLayer("MAP", components=1, detectors=True),
@@ -86,7 +86,8 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
-        # Mean-field is excluded, because with 1000 classes its C x C pairs per input and candidate take half an hour per method.
+        # Mean-field is excluded, because with 1000 classes, computing C x C pairs per input and candidate takes half an hour per
+        # method.
         "many-classes": [
             LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")

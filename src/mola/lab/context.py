@@ -53,7 +53,7 @@ class StoredPrediction:
 
 @dataclass(frozen=True)
 class Context(Material):
-    """Data and networks of one run. Last-layer methods need only the stored activations of `Material`."""
+    """Data and networks of one run. Last-layer methods need only the stored activations in `Material`."""
 
     suite: Suite
     network: str

@@ -30,7 +30,7 @@ FEWER = 16
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
-"""One part of a fit: a function that takes a loader, the loader, and the number of calls."""
+"""One part of a fit: a function, the loader that is passed to it, and the number of times that it is called."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def measure_cost(
 
     Repeats are interleaved, so that the load on the machine affects all methods equally. The results are medians of single-threaded
     CPU time. Methods are fitted on the first `images` training images and again on half of them, and the time is extrapolated linearly
-    to all images. Tuning and the training of the networks are not included. SWAG takes the suite's number of snapshots and draws, each
-    with a pass over all training images. Without a budget, SWAG and MIMO are omitted.
+    to all images. Tuning and the training of the networks are not included. SWAG uses the numbers of snapshots and draws in the
+    budget, each of which requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
-    Denormal numbers, which slow a processor down many times over, are flushed to zero during the measurement: weight decay leaves
+    Denormal numbers, which make a processor many times slower, are flushed to zero during the measurement: weight decay leaves
     thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)

@@ -1,4 +1,4 @@
-"""The demo: train, fit, tune and compare methods on scikit-learn's digits, scale inputs far from the data, and map two moons."""
+"""The demo: train, fit, tune and compare methods on scikit-learn's digits, scale inputs far beyond the data, and map two moons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mola.posterior import MoLA
 from mola.tally import Tally
 
 FAR = 1000.0
-"""Factor by which the inputs in far-away sets are scaled."""
+"""Factor by which the inputs in the far-away sets are scaled."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -113,7 +113,7 @@ PRECISIONS = np.logspace(-16, 4, 41)
 
 
 def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
-    """Scale noise and test digits by up to a million, and compare the confidence with the exact limit and the bound in the Theorem."""
+    """Scale noise and test digits by up to a million, and compare the confidence with its exact limit and the Theorem's bound."""
 
     def limit(method: MoLA, inputs: Tensor) -> float:
         return mean_confidence(method.far_field_limit(inputs))
@@ -125,7 +125,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
         return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
 
     tuned = {name: method for name, method in methods.items() if method.structure is not None}
-    # With a distance exponent, the bound differs for each input, and falls to 1/C like the limit.
+    # With a distance exponent, the bound differs for each input, and falls to 1/C, as does the limit.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
@@ -172,7 +172,7 @@ Progress = Callable[[str, float], None]
 """Function that is called with the current step and the completed share of the work, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Measured share of the total time that has passed after each part."""
+"""Share of the total time that has passed after each part of the demo, as measured."""
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:

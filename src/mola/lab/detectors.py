@@ -29,13 +29,14 @@ Parts = Callable[[], Iterable[Tensor]]
 """Function that returns features in chunks of rows; every call starts again at the first row."""
 
 PAIRS_AT_ONCE = 2**23
-"""Number of distances to training points that are in memory at once."""
+"""Maximum number of distances to training points that are held in memory at once."""
 
 NEIGHBOUR = 50
-"""The score is the distance to the k-th nearest neighbour; this k is the authors' choice for CIFAR-10."""
+"""Default k for the score, which is the distance to the k-th nearest neighbour; this is the authors' choice for CIFAR-10."""
 
 BANK = 10_000
-"""Number of evenly spaced training points in which nearest neighbours are sought. More points would cost much and change little."""
+"""Number of evenly spaced training points among which nearest neighbours are sought. More points would take longer and hardly
+change the scores."""
 
 
 def _directions(features: Tensor) -> Tensor:

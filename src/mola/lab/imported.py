@@ -1,4 +1,4 @@
-"""Import of functions from the user's code, which are named as `package.module:function`."""
+"""Import of functions from the user's code, by names of the form `package.module:function`."""
 
 from __future__ import annotations
 

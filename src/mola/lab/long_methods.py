@@ -1,4 +1,4 @@
-"""Slow methods that can be resumed: SWAG, MultiSWAG, Laplace approximations for whole networks, MIMO and MIMO-MoLA."""
+"""Slow methods whose fits can be resumed: SWAG, MultiSWAG, Laplace approximations for whole networks, MIMO and MIMO-MoLA."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fit_mimo(
     folder: Path | None,
     device: str = "cpu",
 ) -> Mimo:
-    """Train the MIMO form of an architecture with the suite's recipe, or resume from a checkpoint."""
+    """Train the MIMO version of an architecture with the suite's recipe, or resume from a checkpoint."""
     example = _example(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -122,7 +122,7 @@ class MimoHeads:
     method: LastLayer
     budget: MimoBudget
     components: int | None = 0
-    """Number of the suite's networks that the method uses: always 0, because a MIMO network is trained for it."""
+    """Number of the suite's networks that the method uses: always 0, because it trains a MIMO network of its own."""
 
     @property
     def name(self) -> str:
@@ -172,7 +172,7 @@ class WholeNetworks:
     name: str
     structure: str | None = None
     subnetwork: int | None = None
-    """Largest number of weights in the approximation; a smaller network uses all its weights."""
+    """Maximum number of weights that the approximation covers; for a smaller network, it covers all weights."""
     components: int | None = None
     group: str = "main"
 

@@ -15,11 +15,11 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function from a set's name to a method's predictions and the labels, batch by batch, with or without OOD scores."""
+"""Function that takes a set's name and whether to compute OOD scores, and yields a method's predictions and the labels by batch."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
-"""Function that computes numbers, by name, for every method of a suite's main comparison."""
+"""Function that computes named numbers from the predictions of each method in a suite's main comparison."""
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
@@ -36,10 +36,11 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
-    """Return the agreement with human labels for the test data, given as counts (n, C) in the order of the test set.
+    """Return the agreement with human labels, which are given as counts (n, C) in the order of the test set.
 
-    The result contains the `cross-entropy` of the probabilities relative to the shares of human labels, and the `divergence`, which is
-    the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation with this entropy.
+    The result contains the `cross-entropy` between the shares of human labels and the predicted probabilities, and the
+    `divergence`, which is the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation
+    between the score and this entropy.
     """
     shares = counts.double() / counts.double().sum(1, keepdim=True)
     doubt = entropy(shares)
@@ -50,7 +51,8 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
         for name, score in answer.scores.items():
             scores.setdefault(name, []).append(score)
     probs = torch.cat(parts)
-    # Probabilities of 0, whose loss is infinite, are replaced by the smallest number of their type, as in the log loss.
+    # Probabilities of 0, whose loss is infinite, are replaced by the smallest positive normal number of their type, as in the log
+    # loss.
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
     loss = float(-(shares * log_probs).sum(1).mean())
     found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
@@ -60,11 +62,11 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
     """Return the smallest rejection threshold that gives the most correct decisions; inputs with scores above it are rejected.
 
-    `inside` contains scores (n,) of in-distribution data, `right` is True if their class is predicted correctly, and `outside`
-    contains scores (m,) of outliers.
+    `inside` contains the scores (n,) of in-distribution data, `right` (n,) is True where their class is predicted correctly, and
+    `outside` contains the scores (m,) of outliers.
     """
     scores = torch.cat([inside, outside]).double()
-    # Inputs below the threshold are accepted: +1 for each correct class, -1 for each outlier.
+    # Inputs at or below the threshold are accepted: a correctly classified input counts as +1, and an outlier as -1.
     gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
     values, places = np.unique(scores.numpy(), return_inverse=True)
     total = np.bincount(places, gains.numpy(), len(values)).cumsum()
@@ -73,11 +75,11 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 
 
 def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
-    """Return the in-scope accuracy and the out-of-scope recall with one threshold for each score, as in Larson et al. (2019).
+    """Return the in-scope accuracy and the out-of-scope recall using one threshold per score, as in Larson et al. (2019).
 
-    The threshold maximises the accuracy on validation inputs, with an additional out-of-scope class ("oos-threshold" in the paper).
-    `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The `in-scope accuracy` is
-    the share of in-scope test data that are accepted and classified correctly.
+    The threshold maximises the accuracy on validation inputs, where out-of-scope inputs form an additional class ("oos-threshold"
+    in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The
+    `in-scope accuracy` is the share of in-scope test data that are accepted and classified correctly.
     """
     known, unknown, inside, outside = (
         Tally.of(answer.columns(labels) for answer, labels in answers(name, True)) for name in (*validation, *test)

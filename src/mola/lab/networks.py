@@ -3,13 +3,16 @@
 A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's functions, and architectures
 from timm and torchvision, are named individually:
 
-| name | network | |---|---| | `package.module:function` | the function's return value, with its weights | |
-`package.module:function=FILE` | the function's return value, with weights from a file | | `timm:NAME=FILE` | an architecture of timm |
-| `torchvision:NAME=FILE` | an architecture of torchvision |
+| name | network |
+|---|---|
+| `package.module:function` | the function's return value, with its own weights |
+| `package.module:function=FILE` | the function's return value, with weights from a file |
+| `timm:NAME=FILE` | an architecture from timm, with weights from a file |
+| `torchvision:NAME=FILE` | an architecture from torchvision, with weights from a file |
 
 Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with
-pixels from 0 to 1. Networks from timm and torchvision resize and normalise images as their library does. A function must return a
-network that resizes and normalises its images, such as a `mola.network.Resized`.
+pixel values from 0 to 1. Networks from timm and torchvision resize and normalise images as their library does. A function must
+return a network that resizes and normalises its images, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ class Training:
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
-    """Train missing networks, divided among the processes of a team, and return all files. Interrupted training resumes."""
+    """Train the missing networks, divided among the processes of a team, and return the paths of all networks.
+
+    Interrupted training resumes from its checkpoint.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     name, build = training.suite.builder(training.network)
     progress(f"reading {training.suite.title}", 0.0)
@@ -160,12 +166,12 @@ TIMM, TORCHVISION = "timm:", "torchvision:"
 
 
 def are_names(text: str) -> bool:
-    """Return True if the text names individual networks, and False if it is a folder."""
+    """Return True if the text names individual networks, and False if it is the path of a folder."""
     return ":" in text and not Path(text).expanduser().is_dir()
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open networks by their names in the table above, separated by commas; library networks get `classes` outputs."""
+    """Open the networks in a comma-separated list of names (see the table above); networks from libraries get `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
@@ -209,7 +215,7 @@ def _made(name: str, classes: int) -> nn.Module:
 
 
 def _resized(name: str, classes: int) -> nn.Module:
-    # The network resizes and normalises images as the library's evaluation does.
+    # The network resizes and normalises images as in the library's own evaluation.
     if name.startswith(TIMM):
         network = timm_builder(name.removeprefix(TIMM))(classes)
         found = getattr(network, "pretrained_cfg", None) or {}

@@ -1,4 +1,7 @@
-"""Execution of a suite: compute the activations once, then apply every method in every run. Each record is written once complete."""
+"""Execution of a suite: compute the activations once, then apply every method in every run.
+
+Each record is written as soon as it is complete.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,15 @@ from mola.lab.training import Labelled
 from mola.tally import Tally
 
 PROTOCOL = 1
-"""Version of the protocol. Increase it when a change to fitting, links, tuning or metrics would make older records differ."""
+"""Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Share of the total time spent on activations, measured on images."""
+"""Share of the total time that is spent on activations, as measured for images."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Networks, sets, runs and methods of a benchmark, which are checked before the computation starts."""
+    """The networks, sets, runs and methods of a benchmark; they are checked before the computation starts."""
 
     suite: Suite
     network: str
@@ -55,9 +58,10 @@ class Plan:
     budget: Budget | None = None
     """Budget for methods that train networks; None uses the suite's budget."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """Measures, keyed as in the records, that are computed for every method of the main comparison besides the common metrics."""
+    """Measures, keyed as in the records, that are computed for every method in the main comparison in addition to the common
+    metrics."""
     stream: bool = False
-    """True to sum training data as they are read instead of storing their activations."""
+    """True to accumulate sums over the training data as they are read, instead of storing their activations."""
 
     def __post_init__(self) -> None:
         first: dict[str, Network] = {}
@@ -124,7 +128,8 @@ class Plan:
 
 
 def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
-    # Return the suite's document from the results folder, or an empty one. Reject another experiment, or delete it if `fresh`.
+    # Return the suite's document from the results folder, or an empty one. If the folder contains another experiment, raise an
+    # error, or delete that experiment if `fresh`.
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}
@@ -213,7 +218,7 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method without a record, or all methods if `fresh`; raise `OptionError` with a list of methods that could not be run.
+    """Run every method that has no valid record, or all methods if `fresh`; raise `OptionError` listing the methods that failed.
 
     A single process of the team computes each record, so that results do not depend on the number of processes.
     """
@@ -249,7 +254,7 @@ def run_suite(
     training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
-        # Methods that train share their networks within a run, so one process runs all these methods.
+        # Methods that train networks share them within a run, so a single process runs all of these methods.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)

@@ -128,14 +128,14 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """Maximum number of training images, chosen at even spacing; None uses all images."""
+    """Maximum number of training images, which are evenly spaced; None uses all images."""
     outliers: int | None = None
     """Maximum number of images in each outlier set; None uses all images."""
     test: int | None = None
     """Maximum number of test images, whether shifted or not; None uses all images."""
     download: bool = False
     normalisation: str | None = None
-    """Name of the normalisation of all inputs, including outliers; None uses the suite's normalisation."""
+    """Name of the normalisation for all inputs, including outliers; None uses the suite's normalisation."""
     corruptions: str = "paper"
     """Corruptions of CIFAR-10-C: "paper" for the paper's 16 types, or "all" for the 19 published types."""
     shifted: int | None = None
@@ -157,8 +157,8 @@ class DataOptions:
         always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # Outliers are normalised like the training data. Options with default values are omitted, because most records do not contain
-        # them.
+        # Outliers are normalised like the training data. The optional entries are omitted if they have their default values,
+        # because most records do not contain them.
         return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 

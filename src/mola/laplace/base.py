@@ -173,7 +173,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, such as a factor of the noise variance."""
+        """Return the curvature divided by a number, such as a factor that multiplies the noise variance."""
 
 
 @dataclass(frozen=True)

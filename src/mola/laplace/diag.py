@@ -75,7 +75,7 @@ class DiagCurvature(Curvature):
         return centred_variance(variance) if centred and self.hidden else variance
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `diag(v)`, or its centred part if a shift of all outputs is hidden."""
+        """Return `diag(v)`, or its centred part if a shift common to all outputs is hidden."""
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 

@@ -17,8 +17,8 @@ from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
 """Ridge added to the covariance within classes, relative to its Frobenius norm. For networks on MNIST and CIFAR-10, every ridge from
-1e-10 to 1e-3 gives the same ranking. With few data points or few features (two moons, two images per class), any smaller ridge is
-too small."""
+1e-10 to 1e-3 gives the same ranking. With few data points or few features (two moons, two images per class), no smaller ridge is
+sufficient."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
 """Rounding error of a sum of unit vectors, divided by the square root of the number of data points."""
@@ -75,7 +75,7 @@ class ClassDistance:
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:
-        """Return the class means and the inverse covariance from the sums, or None if the sums have no distances."""
+        """Return the class means and the inverse covariance from the sums, or None if the sums for distances were not computed."""
         if COUNTS not in sums.tensors:
             return None
         counts, totals, gram, norms = (

@@ -2,8 +2,8 @@ r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \ph
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with
 :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus
-:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`. A direction without curvature is therefore exactly null. The eigenproblem, of size RP, is
-solved only in the directions with curvature. In the hidden direction, the posterior equals the prior.
+:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem, of
+size RP, is solved only in the directions with curvature. In the hidden direction, the posterior equals the prior.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Kron(Structure):
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:
-        """Return the running average if it is set, as a dictionary for JSON."""
+        """Return `running_average`, if it is set, as a dictionary for JSON."""
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 

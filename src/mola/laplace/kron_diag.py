@@ -80,7 +80,7 @@ class KronDiag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """Eigendecompose B, and find the graph with the summed degrees."""
+        """Eigendecompose B, and find the graph that has the degrees in the sums."""
         values, vectors = eigensystem(sums.tensors["gram"] / sums.count)
         degrees, separate = (sums.tensors.get(name) for name in ("degrees", "separate"))
         separate = None if separate is None else separate.cpu() / sums.count
@@ -152,7 +152,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (rest + root * self.total * self.nodes), rest
 
     def shared(self, precision: Precision) -> Tensor:
-        """Return k (..., C) of the rank-one part in `U = diag(gamma) + k k'`. If a shift is hidden, U must be centred afterwards."""
+        """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a shift is hidden, U must be centred afterwards."""
         gamma, rest = self.own(precision)
         edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
         if self.separate is not None:

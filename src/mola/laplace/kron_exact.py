@@ -70,5 +70,5 @@ class KronExactCurvature(KronCurvature):
         return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
 
     def smallest_class_variance(self, precision: float) -> Tensor:
-        """Return the smallest entry of each output's table, because each covariance is diagonal in B's eigenbasis."""
+        """Return the smallest entry of each output's table, which is the smallest eigenvalue of the output's covariance."""
         return self.class_table(precision).amin(1)

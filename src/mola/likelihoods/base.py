@@ -127,7 +127,7 @@ class RegressionPredictive(ABC):
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
-"""A function from the mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
+"""A function that maps the mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
 
 
 class Likelihood(ABC):
@@ -233,7 +233,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> Predictive:
-        """Return the predictive distribution with these probabilities (..., n, C)."""
+        """Return the predictive distribution that has the given probabilities (..., n, C)."""
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -121,11 +121,11 @@ class Bernoulli(ClassificationLikelihood):
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
-        """Return the predictive distribution with these probabilities (..., n, C)."""
+        """Return the predictive distribution that has the given probabilities (..., n, C)."""
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """Return 2 for a single label: the groups are no and yes. With several labels, all data form one group."""
+        """Return 2 for a single label (the groups are no and yes), or 1 for several labels, for which all data form one group."""
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ class Categorical(ClassificationLikelihood):
         return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
-        """Return the predictive distribution with these probabilities (..., n, C)."""
+        """Return the predictive distribution that has the given probabilities (..., n, C)."""
         return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:

@@ -83,8 +83,8 @@ class Gaussian(RegressionLikelihood):
     Args:
         noise: standard deviation of the targets around the mean, in the targets' units: one number, or one for each output. None
             estimates the noise from the residuals of the training data, and tuning may change it. For heteroscedastic networks, the
-            noise is a factor of the predicted standard deviation, and None means 1.
-        shared: True if all outputs share one estimated noise.
+            noise is a factor that multiplies the predicted standard deviation, and None means 1.
+        shared: True if all outputs share one estimated noise level.
         location: mean that was subtracted from the targets in training: one number, or D numbers.
         scale: standard deviation by which the targets were divided in training: one number, or D numbers.
         heteroscedastic: True if the network also predicts a variance for each target, so that it has 2 D outputs.
@@ -235,7 +235,7 @@ class Gaussian(RegressionLikelihood):
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the curvature at unit noise, which is 1 or one over the predicted variance. The noise can then be chosen later."""
+        """Return the curvature at unit noise, which is 1 or the reciprocal of the predicted variance; the noise is chosen later."""
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
@@ -288,7 +288,7 @@ class Gaussian(RegressionLikelihood):
         return replace(sums, tensors=sums.tensors | {"separate": unit / variance})
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
-        """Return the log-likelihood of all training targets at this noise."""
+        """Return the log-likelihood of all training targets at this noise level."""
         if "targets" not in sums.tensors:
             return None
         squares, logs, *_ = sums.tensors["targets"].cpu()

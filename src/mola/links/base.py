@@ -30,10 +30,10 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Return the probabilities (..., n, C) for logits with a mean (..., n, C) and a spread (None if they have no covariance)."""
+        """Return probabilities (..., n, C) for logits with the given mean (..., n, C) and spread (None if there is no covariance)."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the link is defined for a likelihood."""
+        """Return True if the link is defined for the given likelihood."""
         return likelihood.classification and (likelihood.mutually_exclusive or not self.classes_only)
 
     def row_size(self, outputs: int) -> int:

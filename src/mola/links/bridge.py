@@ -25,7 +25,7 @@ class Bridge(Link):
     remain.
 
     Args:
-        normalised: scale the mean and the variance to a common spread first (laplace-torch's `bridge_norm`). The scaling undoes any
+        normalised: first scale the mean and the variance to a common spread (laplace-torch's `bridge_norm`). The scaling undoes any
             division of the logits, so neither the temperature nor the distance changes the probabilities.
     """
 

@@ -15,7 +15,7 @@ from mola.links.base import Link
 from mola.links.probit import Probit
 
 MOST_CLASSES = 2**13
-"""Largest number of classes. At this number, each table of all pairs takes half a gigabyte per datum."""
+"""Largest number of classes allowed. At this number, each table of all pairs takes half a gigabyte per datum."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return the size of several matrices of all pairs of classes. Computing them is twice as fast if they fit into the cache."""
+        """Return the total size of several matrices (C, C), which are computed twice as fast if they fit into the cache."""
         return 16 * outputs**2
 
     def __call__(

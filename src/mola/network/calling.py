@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast during the posterior's computations, because it is meant only for the networks."""
+    """Disable autocast during the posterior's computations, because autocast is meant only for the networks."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -78,7 +78,7 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs passed without a loader, possibly empty; raise `DataError` for a list, which is an iterable of batches."""
+    """Return inputs that were passed without a loader; raise `DataError` for a list, which is an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
             "expected one batch, got a list, which is an iterable of batches. Pass it to predict. One batch is a tensor, a tuple of "
@@ -158,7 +158,7 @@ def signature_of(network: nn.Module) -> inspect.Signature:
 
 
 def check_network(network: nn.Module) -> None:
-    """Raise an error if the network is not a module, or if its weights are on the meta device or lazy."""
+    """Raise an error if the network is not a module, or if any of its weights is lazy or on the meta device."""
     if not isinstance(network, nn.Module):
         raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
     for name, parameter in network.named_parameters():
@@ -175,7 +175,7 @@ def check_network(network: nn.Module) -> None:
 
 
 def state_checksum(network: nn.Module) -> str:
-    """Return the SHA-256 checksum of a network's state dict, over names, dtypes, shapes and bytes."""
+    """Return the SHA-256 checksum of the names, dtypes, shapes and bytes of all tensors in a network's state dict."""
     check_network(network)
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(network).state_dict().items()):

@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Features phi (m, P) with the constant 1 and outputs (m, C) of every network in float64, and any labels, for m rows."""
+    """Features phi (m, P), including the constant 1, and outputs (m, C) of every network in float64, and any labels, for m rows."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -56,7 +56,7 @@ class Captured:
         return Captured(known, rows, layout, head)
 
     def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return phi (m, P) with the constant 1 and outputs (m, C) of the selected rows in float64; None selects all rows.
+        """Return phi (m, P), including the constant 1, and outputs (m, C) of the selected rows in float64; None selects all rows.
 
         Rows are numbered by input, then by position.
         """
@@ -161,7 +161,7 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
 def find_heads(
     networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Head]:
-    """Find the head of every network, or check a named head; all networks must have outputs of one kind.
+    """Find the head of every network, or check a named head; all networks must have outputs of the same kind.
 
     Call this function inside `evaluating(*networks)`.
     """

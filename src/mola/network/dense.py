@@ -1,7 +1,7 @@
-"""Convert dense outputs, such as one output for each pixel of an image or token of a text, to rows and back.
+"""Convert dense outputs, such as one output for each pixel of an image or each token of a text, to rows and back.
 
 A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence is applied to every token. Each position is
-therefore a datum, and all other packages use only rows of features, outputs and labels. Outputs (n, C) have one position. Dense
+therefore a datum, and all other packages work only with rows of features, outputs and labels. Outputs (n, C) have one position. Dense
 outputs have one of two layouts:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
@@ -92,7 +92,7 @@ class Layout:
 
 
 def drawn_positions(count: int, most: int, index: int) -> Tensor:
-    """Draw `most` of `count` positions without replacement, in ascending order; return all if there are at most `most`.
+    """Draw `most` of `count` positions without replacement, in ascending order; return all of them if `count` is at most `most`.
 
     The seed is `index`, the input's index in the data, so the draw does not depend on the batch size.
     """

@@ -3,11 +3,12 @@
 The head is the linear layer whose output *is* the network's output. It need not be the last layer defined, nor the last layer to run.
 If a network changes the logits after its last linear layer, the error message names the layer and the change.
 
-One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions.
-Language models return the scores (n, T, C) of their last layer at the last token of each text. Segmentation networks resize the
-output of a 1x1 convolution to the size of the image. To find the head's input at the returned positions, the input is appended to the
-layer's output as additional columns or channels during the pass. Any averaging of positions then applies to both. Averages with
-weights that sum to 1 commute with the layer, so the logits at the resized features, and their variances, are exact.
+One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions. For
+example, the last layer of a language model computes scores (n, T, C), and the network returns only the scores at the last token of
+each text. Segmentation networks resize the output of a 1x1 convolution to the size of the image. To find the head's input at the
+returned positions, the input is appended to the layer's output as additional columns or channels during the pass. Any averaging of
+positions then applies to both. Averages with weights that sum to 1 commute with the layer, so the logits at the resized features, and
+their variances, are exact.
 
 A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
 linear layer. In this case, each position is a datum (`dense.py`).
@@ -110,7 +111,7 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
-    """Call `hook(layer, input, output)` after each call of these layers inside the block, including calls from other threads."""
+    """Call `hook(layer, input, output)` after each call to these layers inside the block, including calls from other threads."""
 
     def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
         # Keywords are optional, because torch may call a hook without keywords while another thread is registering it.
@@ -126,7 +127,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input and output, at the positions that the network returns, of a head that runs at every position."""
+    """Return the input and output of a head that runs at every position, restricted to the positions that the network returns."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
@@ -166,7 +167,7 @@ def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
-    # Run one forward pass; return its output and all calls of linear and convolutional layers. Tensors of dense layers are kept only
+    # Run one forward pass; return its output and all calls to linear and convolutional layers. Tensors of dense layers are kept only
     # for the layers in `keep` and for the last layer.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
@@ -201,7 +202,7 @@ def find_head(
     Args:
         network: a trained network.
         inputs: one batch of inputs.
-        name: dotted name of the layer that must be the head; None to find the head.
+        name: dotted name of the layer that must be the head; None finds the head automatically.
         likelihood: likelihood that checks the outputs.
     """
     check_network(network)
@@ -290,7 +291,10 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
 
 
 def head_by_name(network: nn.Module, name: str) -> Head:
-    """Return the linear layer or 1x1 convolution with a dotted name, as in `named_modules`; "" is the network itself."""
+    """Return the head that consists of the named linear layer or 1x1 convolution.
+
+    The name is dotted, as in `named_modules`. The empty name refers to the network itself.
+    """
     if not isinstance(name, str):
         raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
     modules = _named_layers(network)

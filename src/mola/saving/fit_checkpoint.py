@@ -55,7 +55,7 @@ class FitProgress:
 
 
 class FitCheckpoint:
-    """A store of a fit's progress in a folder. If there is no folder, nothing is stored.
+    """A store of a fit's progress in a folder. If the folder is None, nothing is stored.
 
     Args:
         folder: folder shared by all processes of the fit, or None.
@@ -145,7 +145,7 @@ def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Ten
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Return the sums of each component; the inverse of `pack_sums`."""
+    """Return the sums of each component. This function is the inverse of `pack_sums`."""
     return [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
@@ -157,7 +157,7 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """Update the checksum with one more batch, using each tensor's shape, dtype and sum of bits for each datum.
+    """Update the checksum with one more batch, using the shape and dtype of each tensor, and the sum of its bits for each datum.
 
     The bits are summed as integers, so that the checksum is the same on every machine.
     """

@@ -34,7 +34,7 @@ ENTRIES = (
 WRAPPERS = frozenset({"module", "_orig_mod"})  # name parts inserted by DataParallel and torch.compile, at any level
 PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules and other wrappers store the network
 MAX_COMPRESSION = (
-    20  # largest accepted ratio of sizes; torch.save does not compress, and TorchScript compresses only slightly
+    20  # largest ratio of unpacked to packed size; torch.save does not compress, and TorchScript hardly does
 )
 MAGIC = b"l\xfc\x9cF\xf9"  # start of the magic number with which files from PyTorch before 1.6 begin
 SHOWN = 3  # number of names listed for each kind of mismatch
@@ -44,7 +44,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
     """Write a network's parameters and buffers atomically as safetensors. The folder is created if it does not exist.
 
     Args:
-        network: any module with a `state_dict` of tensors.
+        network: any module whose `state_dict` contains only tensors.
         path: the file to write.
         metadata: short texts to store with the weights, such as the network's name.
     """
@@ -106,7 +106,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     removed. Values are converted to the network's precision and device.
 
     Args:
-        network: network with the architecture of the weights; it is changed in place.
+        network: network with the architecture that the weights belong to; it is changed in place.
         path: safetensors file or `torch.save` file, which is read without running code.
     """
     content = read_state(path)
@@ -191,7 +191,7 @@ def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _plain_names(names: Collection[str]) -> dict[str, str]:
-    # Map names without the prefixes of wrappers to full names. If two such names are equal, keep the prefixes.
+    # Map names without the prefixes of wrappers to full names. If two names become equal, keep the prefixes.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for prefix in PREFIXES:
         if all(name.startswith(f"{prefix}.") for name in plain):

@@ -7,7 +7,7 @@ All losses are mean log losses on the validation data, each at the temperature T
 2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each only if its paired gain exceeds two standard
    errors.
 3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus half of
-   the gain over the temperature-scaled ensemble, or plus `price` times the loss if that is more. Logits shrink only beyond the 90 %
+   the gain over the temperature-scaled ensemble or `price` times the loss, whichever is larger. Logits shrink only beyond the 90 %
    quantile of the validation data's distances.
 4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision whose increase in loss at the same T, plus one
    standard error, is at most 0.5 %. The covariance lowers confidence and adds the uncertainty within each network.
@@ -47,19 +47,19 @@ POOLINGS = (0.75, 0.5, 0.25, 0.0)
 """Pooling coefficients tried first. The neighbours of the best coefficient are tried next."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Distance exponents tried. Beyond 2, logits would shrink faster with the distance than with the norm of the features. Confidence
-would then drop sharply on inputs that differ only slightly from the validation data, and the validation data could not reveal this."""
+"""Distance exponents tried. With a larger exponent, confidence would drop sharply on inputs that differ only slightly from the
+validation data, and the validation data could not reveal this."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Smallest and largest temperatures tried."""
 
 SHARPENING = 0.5
-"""Standard deviation of a Gaussian prior on `log T`, applied only below 0. Without this prior, logits would be sharpened without limit
-whenever all validation data are classified correctly, as is common with a few hundred examples. The prior has no effect above T = 1,
-and little effect with thousands of examples."""
+"""Standard deviation of a Gaussian prior on `log T`, applied only where `log T` is negative. Without this prior, logits would be
+sharpened without limit whenever all validation data are classified correctly, as is common with a few hundred examples. The prior has
+no effect above T = 1, and little effect with thousands of examples."""
 
 ONSET = 0.9
-"""Quantile of the validation data's distances beyond which logits shrink."""
+"""Level of the quantile of the validation data's distances beyond which logits shrink."""
 
 SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that may be spent on the distance exponent."""
@@ -82,12 +82,12 @@ class Calibrated(Rule):
 
     Args:
         price: largest relative increase in validation log loss that caution may cause; half of the gain from pooling and covariance is
-            allowed instead if that is more.
+            the limit instead if it is larger.
     """
 
     price: float = 0.01
     fixes_weights = True
-    """True, because evidence-based weights depend on the prior precision. Without covariance, they would select one network."""
+    """True, because evidence-based weights depend on the prior precision. Without covariance, they would select a single network."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
@@ -171,7 +171,7 @@ class Search:
         return self._clearly_better(self._at_best_temperature(covariances, best.temperature), best)
 
     def most_cautious(self, best: Setting, most: float) -> Setting:
-        """Return the largest distance exponent whose loss does not exceed `most`, searching a coarse grid and then a finer one."""
+        """Return the setting with the largest distance exponent whose loss is at most `most`, using a coarse and then a finer grid."""
         chosen, exponents = best, list(EXPONENTS)
         for _ in range(2):
             settings = [(best.precision, best.pooling, exponent) for exponent in exponents]
@@ -187,7 +187,7 @@ class Search:
         return chosen
 
     def free_covariance(self, chosen: Setting) -> Setting:
-        """Return the smallest prior precision whose cost at the same temperature is negligible."""
+        """Return the setting with the smallest prior precision whose cost at the same temperature is negligible."""
         settings = [(precision, chosen.pooling, chosen.exponent) for precision in FREE_PRECISIONS]
         losses = self._losses(settings, np.full((len(settings), 1), chosen.temperature))[:, 0]
         found = [Setting(*setting, chosen.temperature, each) for setting, each in zip(settings, losses, strict=True)]

@@ -14,10 +14,10 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""Improvement in accuracy, or in correlation, above which the labels are clearly in a different order and are rejected."""
+"""Improvement in accuracy, or in correlation, above which a different order fits clearly better, so that the labels are rejected."""
 
 CHANCE = 1e-4
-"""Largest accepted probability that predictions unrelated to the labels are mistaken for labels in a different order."""
+"""Largest accepted probability of finding a different order by chance when predictions and labels are unrelated."""
 
 ENOUGH_DATA = 50
 """Smallest number of examples for which the columns of labels and predictions are compared."""
@@ -68,7 +68,7 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
 
     Args:
         labels: labels (n, C): 0, 1, or NaN if a label is missing.
-        probs: predicted probabilities (n, C) of yes.
+        probs: predicted probabilities (n, C) of label 1.
         where: name of the loader.
     """
     known = ~labels.isnan()

@@ -24,14 +24,14 @@ POSITIONS_KEPT = 256
 little."""
 
 LONG = 0.99
-"""Quantile of the validation data's feature norms up to which a norm counts as typical."""
+"""Level of the quantile of the validation data's feature norms up to which a norm counts as typical."""
 
 COPIES = 0.1
-"""Smallest median distance, relative to the training data's distance. A smaller median means that most validation data are copies of
-training data, so it would not be representative of new data."""
+"""Lower bound on the median distance, relative to the training data's distance. A smaller median means that most validation data are
+copies of training data, which do not represent new data."""
 
 FAR_OFF = 2.0
-"""Root mean squared error of a regression, in standard deviations of the targets, above which the targets seem to have the wrong
+"""Root mean squared error of a regression, in standard deviations of the targets, above which the targets seem to be in the wrong
 units."""
 
 NO_SPREAD = 1e-6
@@ -53,7 +53,7 @@ class HeldOut:
     one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
-    """Processes that hold the shards. Results are computed over the data of all processes."""
+    """Processes that hold the shards of the data. Results are computed over the data of all processes."""
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -112,7 +112,7 @@ class HeldOut:
             )
 
     def score_groups(self) -> Tensor:
-        """Return the index (m,) of the input that each score belongs to. Multi-label data have a score for each known label."""
+        """Return the indices (m,) of the inputs that the scores belong to. Multi-label data have a score for each known label."""
         own = torch.arange(len(self), device="cpu")
         if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
@@ -122,7 +122,7 @@ class HeldOut:
         return found
 
     def accuracy(self) -> tuple[float, float]:
-        """Return the networks' mean accuracy and its standard error, computed over the data because all networks share them."""
+        """Return the networks' mean accuracy and its standard error over the data, which all networks share."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
@@ -213,7 +213,7 @@ def read_held_out(
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())
-    # A rank without data stores tensors with no rows that otherwise have the same shapes as on the other ranks.
+    # A rank without data stores tensors that have no rows but otherwise the same shapes as on the other ranks.
     mine = bool(outputs[0])
     if not any(team.collect(mine)):
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")

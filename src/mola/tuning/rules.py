@@ -45,10 +45,10 @@ ALIKE = 1e-3
 scores, the difference is relative."""
 
 NEAR = 0.005
-"""Excess of the mean confidence over the target up to which the summary does not mention it."""
+"""Largest excess of the mean confidence over the target that the summary does not mention."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Factors by which the current noise of a regression is multiplied first. Finer factors are tried next."""
+"""Multiples of the current noise that are tried first for a regression. Multiples on a finer grid are tried next."""
 
 
 # --- the paper's rule ----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Score(Rule):
 
     Args:
         score: "nll", "brier" or "ece" for classification, "nll" or "crps" for regression.
-        grid: prior precisions to choose from; None uses the paper's grid, which is extended if an end is best.
+        grid: prior precisions to choose from; None uses the paper's grid, which is extended if its best value is at an end.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
@@ -219,7 +219,7 @@ class Outliers(Rule):
     Args:
         loader: batches of outliers, whose labels are ignored.
         weight: weight of the penalty.
-        grid: prior precisions to choose from; None uses the paper's grid, which is extended if an end is best.
+        grid: prior precisions to choose from; None uses the paper's grid, which is extended if its best value is at an end.
     """
 
     loader: Iterable[Any] = field(repr=False)

@@ -34,7 +34,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a function for the scores that need no labels: confidence, and cross-entropy with the uniform distribution."""
+    """Return a function that computes the scores that need no labels: confidence, and cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return scores (L, m) of L candidates for each datum, or for each known label of multi-label data, over all processes.
+    """Return the scores (L, m) of L candidates for each datum of all processes, or for each known label of multi-label data.
 
     The settings of the candidates are broadcast against each other.
 
@@ -105,7 +105,7 @@ def mean_scores(
 
 
 def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
-    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs, at least `least`."""
+    """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs (at least `least`)."""
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
     # The labels of one input are not independent, so the differences are first summed for each input.

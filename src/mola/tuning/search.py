@@ -1,7 +1,7 @@
 """The search for the best prior precision.
 
-Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid is extended if an end is
-best.
+Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid is extended if its
+best value is at an end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
 """First and last indices of the paper's grid, which has 100 values from 1e-4 to 1e3, and the step sizes of the search."""
 
 LOWEST, HIGHEST = -279, 225
-"""Indices up to which the grid may be extended, for the values 2e-24 and 8e11. Below this range, the prior has no influence; above it,
-no covariance remains."""
+"""Smallest and largest indices of the extended grid, with the values 2e-24 and 8e11. Below this range, the prior has no influence;
+above it, no covariance remains."""
 
 SAME = 1e-9
-"""Relative difference up to which two scores are considered equal, because of rounding."""
+"""Relative difference up to which two scores are considered equal, to allow for rounding."""
 
 
 def warned(note: str) -> str:
@@ -78,7 +78,7 @@ class PrecisionSearch:
                 self.tried[index] = {name: float(values[place]) for name, values in found.items()}
 
     def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Return the index of the smallest score. Without `smooth`, every value of the grid is tried."""
+        """Return the index of the smallest score. If `smooth` is False, every value of the grid is tried."""
 
         def best() -> int:
             return min(sorted(self.tried), key=lambda index: self.tried[index][score])

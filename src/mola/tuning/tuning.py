@@ -57,17 +57,17 @@ class Rule:
     needs_labels = True
     """True if the validation data must have labels."""
     fixes_weights = False
-    """True if evidence-based weights keep their values from before tuning, although the rule changes the prior precision."""
+    """True if evidence-based weights keep their values from before tuning, even though the rule changes the prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the rule is defined for a likelihood. By default, it is defined for every classification."""
+        """Return True if the rule is defined for a likelihood. By default, it is defined for every classification likelihood."""
         return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision and the scaling of logits.
 
         Args:
-            posterior: the posterior at its initial prior precision, with temperature 1, pooling 1 and distance exponent 0.
-            data: features and outputs of the validation data; None if the rule does not set `needs_data`.
+            posterior: the posterior at its initial prior precision, with temperature 1, pooling coefficient 1 and distance exponent 0.
+            data: features and outputs of the validation data; None if `needs_data` is False.
         """
         raise NotImplementedError

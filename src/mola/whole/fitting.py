@@ -61,10 +61,10 @@ def fit(
     is `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
 
     Args:
-        networks: one trained classifier, or K classifiers. Their architectures may differ, but their number of classes must be the
-            same.
-        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels". A
-            subnetwork needs two passes, so it does not accept an iterator.
+        networks: one trained classifier, or K classifiers. Their architectures may differ, but they must have the same number
+            of classes.
+        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels". For a
+            subnetwork, which needs two passes, an iterator is not accepted.
         val_loader: validation data. If given, the posterior is tuned on these data.
         rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact

@@ -1,9 +1,9 @@
 r"""Jacobians of the logits with respect to a network's weights, for a few data points at a time.
 
-`torch.func` differentiates any network datum by datum. Consider a linear or convolutional layer that is applied at T positions of a
-datum. Let :math:`a_t` be its inputs, including the constant 1 of the bias, and :math:`g_t` the gradients of a logit with respect to
-its outputs. The Jacobian is then :math:`\sum_t g_t a_t^\top`. K-FAC needs only these factors, and rotating them is far cheaper than
-rotating their product.
+`torch.func` differentiates any network for one datum at a time. Consider a linear or convolutional layer that is applied at T
+positions of a datum. Let :math:`a_t` be its inputs, including the constant 1 of the bias, and :math:`g_t` the gradients of a logit
+with respect to its outputs. The derivative of this logit with respect to the layer's weights is then :math:`\sum_t g_t a_t^\top`.
+K-FAC needs only these factors, and rotating them is far cheaper than rotating their product.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WeightLayout:
         return self.flat(dict(network.named_parameters()))
 
     def data_at_once(self, outputs: int) -> int:
-        """Return the number of data points whose Jacobians have at most `NUMBERS_AT_ONCE` entries."""
+        """Return the largest number of data points whose Jacobians have at most `NUMBERS_AT_ONCE` entries."""
         return max(1, NUMBERS_AT_ONCE // (outputs * self.total))
 
 
@@ -151,7 +151,10 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 def jacobians(
     network: nn.Module, names: Sequence[str], inputs: Inputs, directions: Directions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits (n, C) in float64, and derivatives (n, R, ...) of their projections onto R directions for each named parameter."""
+    """Return logits (n, C), and the derivatives (n, R, ...) of their projections onto R directions, in float64.
+
+    The derivatives are with respect to each named parameter.
+    """
     size, tensors = size_of(inputs), _tensors(network)
     leaves, form = tree_flatten(tree_map(_single, inputs))
     batched = [_is_batched(leaf, size) for leaf in leaves]

@@ -9,7 +9,7 @@ with inputs a and gradients g at T positions by
 This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of one layer whose gradients
 are the Jacobian rows and whose input is the constant 1. The diagonal is the special case in which there are no layers. A
 `WholeCurvature` is an orthogonal basis of weight space with one eigenvalue h for each direction. In the coordinates z (n, C, D) of the
-Jacobians in this basis, every formula is a sum over :math:`1 / (h + \lambda)`.
+Jacobians in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WholeStructure(Structure):
     Args:
         layout: layout of the weights.
         outputs: number of classes.
-        name: "kron" (K-FAC of the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
+        name: "kron" (K-FAC for the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
             exact matrix) or "subnetwork" (the exact matrix of some weights).
     """
 
@@ -169,7 +169,7 @@ class WholeCurvature(Curvature):
         return self.outputs - 1
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return draws from the centred covariance, computed with its Cholesky root in the contrasts."""
+        """Return draws from the centred covariance, computed with its Cholesky root in the basis of contrasts."""
         basis = contrasts(self.outputs).to(self.values)
         seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
         scale = seen.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(seen.dtype).tiny)

@@ -1,4 +1,4 @@
-"""The `mola` command line, with one module for each command. A command parses options, calls one function and prints the result."""
+"""The `mola` command line, with one module for each command. Commands parse options, call one function and print the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
 add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
 
 SHARED = ("fit", "evaluate", "predict", "train", "bench")
-"""Commands whose work several processes can share. Each process would repeat all the work of any other command."""
+"""Commands whose work can be shared by several processes. For any other command, each process would repeat all the work."""
 
 
 def _version(wanted: bool) -> None:

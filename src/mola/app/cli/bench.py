@@ -18,8 +18,9 @@ from mola.options import one_of
 def bench(options: BenchOptions) -> None:
     """Run a suite of experiments on trained networks.
 
-    The networks' activations are computed once and stored; every method, prior and ablation uses them. Each record is
-    written as soon as it is complete, and the same command resumes after the last record. `mola report` shows the results.
+    The networks' activations are computed once, stored, and reused for every method, prior and ablation. Each record is
+    written as soon as it is complete, and running the same command again resumes after the last record. `mola report` shows the
+    results.
     """
     one_of(options.suite, (*SUITES, "uci"), "suite")
     check_folder(options.results)

@@ -25,7 +25,7 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
     """Register a function that takes a dataclass of options (`mola.app.options`); its docstring is the help.
 
-    `stopped` is the message shown after Ctrl-C. It says what an interrupted run leaves behind.
+    `stopped` is the message shown after Ctrl-C; it says what an interrupted run leaves behind.
     """
     kind = get_type_hints(function)["options"]
     declared = options_of(kind)
@@ -68,7 +68,7 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # Return names and annotations for typer. Every default is None, so that flags that were given can be told from defaults.
+    # Return names and annotations for typer. Every default is None, to distinguish flags that were given from defaults.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),
@@ -114,7 +114,8 @@ def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(command: str, kind: type, declared: list[Option], given: dict[str, Any]) -> dict[str, Any]:
-    # Return the options in a run file. The file may come from a stranger, so code that only the file names needs the user's consent.
+    # Return the options in a run file. The file may come from a stranger, so code that is named only in the file needs the
+    # user's consent.
     path: Path | None = given.get("config")
     if path is None:
         return {}
@@ -128,7 +129,7 @@ def _from_file(command: str, kind: type, declared: list[Option], given: dict[str
 
 
 def write_run(options: Any, command: str, path: Path) -> Path:
-    """Write the file that repeats a run with `--config`."""
+    """Write the run file, which can be passed to `--config` to repeat the run."""
     write_atomically(path, to_toml(as_document(options, command, path.parent)).encode())
     return path
 

@@ -22,7 +22,7 @@ FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Half of the largest seed that scikit-learn's generators accept, because the two moons use two seeds."""
+"""Largest seed allowed: half of the largest that scikit-learn's generators accept, because the two moons use two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def demo(options: DemoOptions) -> None:
     """Compare one network, deep ensembles and MoLA on handwritten digits, with the paper's rule and the default rule.
 
     Trains five small networks on data included in scikit-learn, fits and tunes posteriors, and compares the methods on test data,
-    rotated digits and OOD inputs. Writes a page with tables and figures. Takes about a minute.
+    rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
     """
     # Imported before any work, so that a missing extra is reported early.
     from mola.compare.report.writing import write_demo

@@ -21,7 +21,7 @@ DRAWING_BEGINS = 0.8
 """Fraction of the total time that passes before the figures are drawn."""
 
 MOST_LINES = 25
-"""Largest number of lines printed to the terminal, including the line with the path of the page."""
+"""Maximum number of lines printed to the terminal, including the line that gives the path of the report."""
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -29,8 +29,8 @@ def evaluate(options: EvaluateOptions) -> None:
 
     Classification and multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and for each class, plus selective
     prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood: OOD detection
-    with every score of each method. All numbers have standard errors. Dense outputs are compared at 256 positions of each input.
-    Writes a self-contained index.html, numbers.json, tables.md, the figures, and run.toml for --config.
+    with every score of each method. All numbers have standard errors. Dense outputs are compared at 256 positions in each
+    input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and run.toml for --config.
 
         mola evaluate posterior --test images/test --ood images/strange
     """
@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _shown(console: Console, comparison: Comparison) -> list[str]:
-    # Return the main finding, the main table, and as many other results as fit on a screen. The page contains all results.
+    # Return the main finding, the main table, and as many other results as fit on a screen. The report contains all results.
     from mola.compare.report.words import evaluation_findings
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]

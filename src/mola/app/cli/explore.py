@@ -1,4 +1,4 @@
-"""`mola explore`: explore a posterior interactively on a local page."""
+"""`mola explore`: explore a posterior interactively on a local web page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mola.errors import OptionError
 
 
 def explore(options: ExploreOptions) -> None:
-    """Change an image on a local page and watch the confidence.
+    """Change an image on a local web page and watch the confidence change.
 
     Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw an image. Shows the predicted
     classes, the confidence, MoLA's uncertainty, and the OOD score relative to the validation data. Without a folder, opens the
-    digits demo. Only this machine can open the page. Press Ctrl-C to stop.
+    digits demo. The page can be opened only on this machine. Press Ctrl-C to stop.
 
         mola explore posterior
     """

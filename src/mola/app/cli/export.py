@@ -20,8 +20,8 @@ from mola.export import Written
 def export(options: ExportOptions) -> None:
     """Export the networks and the Bayesian head as one file that outputs probabilities and uncertainty.
 
-    The file accepts batches of any size. Class names, tuning and the thresholds of the decisions below are stored as properties
-    that can be changed. The file is compared with PyTorch on random inputs and is written only if the outputs agree.
+    The file accepts batches of any size. Class names, tuning and the thresholds for the decisions below are stored as
+    properties that can be changed. The file is compared with PyTorch on random inputs and is written only if the outputs agree.
 
         mola export posterior --onnx model.onnx
     """

@@ -26,7 +26,7 @@ class InfoOptions:
 
 
 def info(options: InfoOptions) -> None:
-    """Show the tuning, content and history of a posterior, without loading networks.
+    """Show the tuning, contents and history of a posterior without loading its networks.
 
     Also verifies the checksums of the files.
 

@@ -1,4 +1,4 @@
-"""`mola report`: write tables, figures and a page from stored results."""
+"""`mola report`: write tables, figures and a web page from stored results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReportOptions(Quiet):
 
 
 def report(options: ReportOptions) -> None:
-    """Show benchmark results in tables, figures and a page, next to the paper's numbers.
+    """Present benchmark results as tables, figures and a web page, alongside the paper's numbers.
 
     Reads only the records of `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex and the
     figures. Takes a few seconds.

@@ -44,8 +44,8 @@ class TrainOptions(Computing, Device):
 def train(options: TrainOptions) -> None:
     """Train the networks of a suite, each with its own seed.
 
-    Finished networks are saved as NN.safetensors; unfinished networks are saved after every epoch. The same command resumes training
-    and gives identical weights.
+    Finished networks are saved as NN.safetensors; unfinished networks are saved after every epoch. Running the same command
+    again resumes training and gives the same weights as an uninterrupted run.
     """
     from mola.distributed import join
     from mola.lab.networks import Training, train_networks

@@ -1,4 +1,4 @@
-"""A local page for exploring a posterior: the user changes a picture and compares MAP, the deep ensemble and MoLA."""
+"""A local web page for exploring a posterior: the user changes a picture and compares MAP, the deep ensemble and MoLA."""
 
 from __future__ import annotations
 

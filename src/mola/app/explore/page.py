@@ -1,7 +1,7 @@
 """The explorer's page: a single gradio HTML component whose script calls `Explorer.look` after every change by the user.
 
-Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server closes the stream
-of answers.
+Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server is closing
+the stream of answers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""Time limit per picture, in seconds. If the networks are slower, the curve over all angles is left out."""
+"""Time limit per picture, in seconds. If the networks take longer, the curve over all angles is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side of the drawing pad, in pixels on the page, and width of a stroke, in pixels of a network input."""
+"""Side length of the drawing pad, in pixels on the page, and width of a stroke, in pixels of the network input."""
 
 
 def percent(share: float) -> str:
@@ -124,7 +124,7 @@ class Explorer:
 
 
 def controls(subject: Subject) -> str:
-    """Return the HTML of the page before any answer."""
+    """Return the HTML that the page shows before the first answer."""
     return TEMPLATES.get_template("page.html").render(
         title=subject.title,
         notes=subject.notes,

@@ -21,11 +21,12 @@ with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps
 
 MAX_SIDE = 1024
-"""Largest side of a picture, in pixels. Larger pictures are shrunk, because networks with larger inputs are too slow for sliders."""
+"""Maximum side length of a picture, in pixels. Larger pictures are shrunk, because networks with larger inputs
+are too slow to respond to sliders."""
 
 PREFIX = "data:image/png;base64,"
 MAX_CHARACTERS = 8 * MAX_SIDE**2
-"""Largest length of a picture encoded as text: 4 incompressible bytes per pixel in base64, plus a margin."""
+"""Maximum length of a picture encoded as text: 4 incompressible bytes per pixel in base64, plus a margin."""
 
 
 class Slider(NamedTuple):
@@ -50,7 +51,7 @@ SLIDERS = {
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for `change` from a request by the page; values outside a slider's range are clipped."""
+    """Return the arguments for `change` that a request from the page contains; values outside a slider's range are clipped."""
     values = {
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
@@ -107,7 +108,7 @@ class Sight:
             )
 
     def read(self, text: str) -> Image.Image:
-        """Decode a picture from the page (`data:image/png;base64,...`), with the size and mode of the network inputs."""
+        """Decode a picture from the page (`data:image/png;base64,...`), and convert it to the size and mode of the network inputs."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
             raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
         try:
@@ -120,7 +121,7 @@ class Sight:
         return self.fit(image)
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize and crop a picture like the training data; crop the centre if the size still differs."""
+        """Resize and crop a picture in the same way as the training data; crop the centre if the size still differs."""
         mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
         prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):

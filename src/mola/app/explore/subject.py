@@ -1,4 +1,4 @@
-"""Content of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
+"""Contents of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
 
 `open_subject` reads a folder written by `mola fit`; `digits_subject` trains, fits and tunes the digits demo in a few seconds.
 """
@@ -43,7 +43,7 @@ class Reference:
     """Size of the validation set."""
 
     def share_below(self, score: float) -> float:
-        """Return the fraction of the data with a lower score."""
+        """Return the fraction of the validation data that have a lower score."""
         return float((self.scores < score).double().mean())
 
 
@@ -58,7 +58,7 @@ class Subject:
     examples: tuple[Example, ...]
     """Names and pictures of the examples; the page starts with the first example."""
     reference: Reference | None
-    """OOD scores of the validation data, or None without validation data."""
+    """OOD scores of the validation data, or None if there are no validation data."""
     notes: tuple[str, ...] = ()
     """Notes that explain why content is missing."""
 

@@ -21,7 +21,7 @@ from mola.errors import DataError, StorageError
 from mola.saving.files import DOCUMENT
 
 SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
-"""Spark column type for each NumPy kind."""
+"""Spark column type for each kind of NumPy dtype."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class BatchPredictor:
         return pandas.concat([batch[list(self.keep)], frame], axis=1)
 
     def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
-        """Return the Spark schema of the columns, such as "id long, label long"; `keep` maps each column to keep to its type."""
+        """Return the Spark schema of the columns, such as "id long, label long"; `keep` maps each copied column to its type."""
         kinds = dict(keep or {})
         for name, values in self._predict(np.empty(0)).items():
             kinds[name] = "array<double>" if values.ndim > 1 else SPARK_TYPES[values.dtype.kind]

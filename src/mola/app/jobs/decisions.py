@@ -48,7 +48,7 @@ SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_var
 
 
 def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
-    """Return the values to save for labelled data, by name; without guarantees, return only the OOD scores (n,).
+    """Return the values to save for labelled data, by name; if `guarantees` is false, return only the OOD scores (n,).
 
     For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
     targets (n, D).

@@ -64,7 +64,8 @@ POSITIONS = 256
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
-"""Suffix for networks without Laplace approximations: "-T" for temperature scaling (classes), "-N" for scaled noise (regression)."""
+"""Suffix for the names of scaled networks without Laplace approximations: "-T" for temperature scaling (classes),
+"-N" for scaled noise (regression)."""
 
 LOGITS = "DE-L"
 """Name of the method that averages the networks' logits and scales the mean by a temperature."""
@@ -134,7 +135,7 @@ class _Methods:
         return found
 
     def columns(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the columns of every method's tally for a batch, and the batch size; `start` inputs come before the batch."""
+        """Return the columns of every method's tally for a batch, and the batch size; `start` inputs precede the batch."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, head = len(whole), self.posterior.components[0].head
@@ -181,7 +182,7 @@ def run_evaluate(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> Comparison:
-    """Compare the methods. Each process in a team reads its part of every set, and all processes return the same numbers."""
+    """Compare the methods. Each process in a team reads its share of every set, and all processes return the same numbers."""
     began = time.perf_counter()
     test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):

@@ -136,7 +136,8 @@ def run_fit(
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # The validation data are read once, before the training data, which may take hours, so that a wrong class order is found early.
+    # The validation data are read once, before the pass over the training data, which may take hours, so that a wrong class
+    # order is found early.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
@@ -166,7 +167,7 @@ def run_fit(
     job = replace(job, weights=tuple(map(str, weights)))
     document = as_document(job, "fit", output) | {"result": _result(posterior, data, measured)}
     if together.first:
-        # Write the posterior and its job atomically. Then write the job again, for people and for `mola fit --config`.
+        # Write the posterior and its job atomically. Then write the job again, for human readers and for `mola fit --config`.
         text = to_toml(document)
         packed, tensors = pack(posterior)
         write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors | saved_columns(columns))
@@ -221,7 +222,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics for the networks alone and for the posterior, and the values for each datum that decisions need.
+    # Return metrics for the networks alone and for the posterior, and, for each datum, the values that decisions need.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
     # For regression, the networks without the posterior use the noise that minimises the loss on these data.
@@ -355,7 +356,7 @@ class Material:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job)
 
     def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """Return a loader for a set that reports progress from `start` to `end`, as fractions of all the work."""
+        """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of all the work."""
         self.progress(doing, start)
 
         def on_share(share: float) -> None:

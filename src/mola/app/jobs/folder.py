@@ -2,7 +2,7 @@
 
 The posterior's document also contains the job: its options and, under `result`, the results of the fit (classes, shape of the
 inputs, alarm threshold). Both are replaced atomically, so that a posterior is never used with the preparation of another
-posterior. The `job.toml` file next to the document is for people and for `mola fit --config`.
+posterior. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULT = {
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
 LARGEST_INPUT = 2**28
-"""Largest number of values in one input. A document that gives a larger number is damaged."""
+"""Maximum number of values in one input. A document that gives a larger number is damaged."""
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
 
@@ -81,7 +81,7 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
-        """Open data by name and prepare them like the training data. Unless `by_user`, code that the folder names is checked."""
+        """Open data by name and prepare them like the training data. Unless `by_user` is true, check code that the folder names."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} names the data {name}, which do not exist: {absent}")
@@ -97,7 +97,7 @@ def _check_present(path: Path) -> None:
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """Return the checked job and document of a posterior's folder, without building networks."""
+    """Check and return the job and the document in a posterior's folder, without building networks."""
     _check_present(path)
     document = files.read_document(path).get("job")
     if document is None:

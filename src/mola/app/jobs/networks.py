@@ -7,7 +7,7 @@
 | `timm:NAME` | a timm architecture, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
 
-One name with K weight files gives K networks, and so do K names. Only the user's functions can run code.
+One name with K weight files gives K networks, and so do K names. Only the user's own functions can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 CONFIG, PROCESSOR, WEIGHTS = "config.json", "preprocessor_config.json", "model.safetensors"
 CROP_PCT = 0.875
-"""Fraction of the shorter side that timm keeps when it crops, by default."""
+"""Fraction of the shorter side that timm keeps by default when it crops."""
 
 KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",

@@ -1,4 +1,4 @@
-"""`mola predict`: predict with the posterior in a folder, and write a file with the predictions for each input.
+"""`mola predict`: predict with the posterior in a folder, and write the prediction for each input to a file.
 
 Process r of R predicts batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the order
 of the data. Each process holds at most one batch, and the processes need no shared file system.

@@ -59,7 +59,7 @@ def regression_prediction(
 
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Return the first `count` networks' noise factors (D,), which maximise the likelihood of all processes' validation data."""
+    """Return the maximum-likelihood noise factors (D,) of the first `count` networks on all processes' validation data."""
     given, targets = [], None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)

@@ -80,7 +80,7 @@ class Account:
             raise DataError(f"{where} contains no usable input.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """Return one line for each of the first few inputs in each set, and the number of remaining inputs."""
+        """Return one line for each of the first few inputs left out of each set, and the number of remaining ones."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")

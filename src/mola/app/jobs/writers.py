@@ -71,7 +71,7 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
 
 
 class Writer:
-    """Writer of predictions in batches. Batches are held back until one with a usable input determines the columns."""
+    """Writer of predictions in batches. Batches are held back until a batch that contains a usable input determines the columns."""
 
     def __init__(self) -> None:
         self.first: Portion | None = None

@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a figure, with several lines."""
+    """A panel of a figure that shows several lines."""
 
     title: str
     lines: Sequence[Line]
@@ -100,7 +100,7 @@ def suite_components(suite: SuiteResults) -> Figure:
     numbers = Numbers(methods)
     sweep: dict[
         float, dict[str, str]
-    ] = {}  # methods by number of components and family; "DE K=2" belongs to the family "DE"
+    ] = {}  # maps numbers of components and families to methods; "DE K=2" belongs to the family "DE"
     for method, records in methods.items():
         sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
     sweep = dict(sorted(sweep.items()))
@@ -124,7 +124,7 @@ def suite_components(suite: SuiteResults) -> Figure:
 
 
 def draw_reliability_panels(comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]]) -> Figure:
-    """Plot accuracy against confidence, with all runs pooled; `panels` maps each title to a level of shift and some methods."""
+    """Plot accuracy against confidence, with all runs pooled; `panels` maps each title to a level of shift and the methods to plot."""
     figure, axes = canvas(-(-len(panels) // 2), 2, 3.4)
     drawn = strokes(comparison.runs)
     for axis, (title, (level, methods)) in zip(axes, panels.items(), strict=False):
@@ -177,7 +177,7 @@ def _output_title(comparison: Comparison, output: str) -> str:
 
 
 def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]]) -> Figure:
-    """Plot the observed coverage of central intervals against the nominal coverage; `panels` maps each title to some methods."""
+    """Plot the observed coverage of central intervals against the nominal coverage; `panels` maps each title to its methods."""
     details, drawn = _details(comparison), strokes(comparison.methods)
     settings = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal coverage", "ylabel": "share of targets inside"}
     made = []
@@ -228,7 +228,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 def demo_distance(result: DemoResult) -> Figure:
-    """Plot the confidence, with its limit and bound, against distance, and the limit and the bound against the prior precision."""
+    """Plot the confidence, its limit and its bound against distance, and the limit and the bound against the prior precision."""
     distance, drawn, green = result.distance, strokes(METHODS), COLOURS["MoLA"]
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []

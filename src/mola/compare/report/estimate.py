@@ -15,7 +15,7 @@ from typing import Literal
 from mola.compare.leads import CLEAR
 
 SAME = 1e-9
-"""Tolerance below which the difference between two methods, and its standard error, count as zero."""
+"""Tolerance for ties: two methods tie if both their difference and its standard error are below it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Estimate:
     """Standard error of the mean; None if it is unknown, for example after a single run."""
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Value of each run, needed to compute differences between methods."""
+    """Value for each run, needed to compute differences between methods."""
     overlap: float = field(default=0.0, compare=False, repr=False)
     """Correction for runs that share data; see `mola.compare.record.Record.overlap`."""
 
@@ -80,10 +80,10 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 
 
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Return the best method and all methods that tie with it, if they lead all other methods by more than chance.
+    """Return the best method and all methods that tie with it, if they lead all other methods by more than chance would explain.
 
-    The lead must be as significant as `mola.compare.leads.CLEAR` standard errors of a normal distribution. Under Student's
-    t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
+    The lead must be as significant as a lead of `mola.compare.leads.CLEAR` standard errors under a normal distribution.
+    Under Student's t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
     known = {name: one for name, one in found.items() if one is not None}

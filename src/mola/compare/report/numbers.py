@@ -1,4 +1,4 @@
-"""Numbers from records, and estimates of their means over runs."""
+"""Access to the numbers in records, and estimates of their means over runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None
 
 
 class Numbers:
-    """Estimates over the runs of several methods; for a single run, the standard error is over data."""
+    """Estimates over the runs of several methods; if there is only one run, the standard error is over data."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
         records = [record for found in methods.values() for record in found]
@@ -92,11 +92,11 @@ class Numbers:
         return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
-        """Return the quantity for the mean of a metric over all sets at one level of shift."""
+        """Return the quantity that is the mean of a metric over all sets at one level of shift."""
         return On(self._sets.get(level, ()), metric, kind=kind)
 
     def shifted(self, metric: str) -> On:
-        """Return the quantity for the mean of a metric over all shifted sets."""
+        """Return the quantity that is the mean of a metric over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
 
 
@@ -106,7 +106,7 @@ def levels_of(comparison: Comparison) -> list[float]:
 
 
 def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
-    """Return the outlier sets that all records have in common, because means over different sets are not comparable."""
+    """Return the outlier sets that all records have in common; means over different sets would not be comparable."""
     records = [record for found in methods.values() for record in found]
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 

@@ -22,14 +22,14 @@ from mola.compare.report.tables import Table, as_html
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """The results of a suite, with their tables and figures."""
+    """The results of a suite, together with the tables and figures made from them."""
 
     suite: SuiteResults
     tables: dict[str, Table]
     figures: dict[str, Drawn]
 
     def named(self, beginning: str) -> list[Table]:
-        """Return the tables whose names begin with this prefix."""
+        """Return the tables whose names begin with the given prefix."""
         return [table for name, table in self.tables.items() if name.startswith(beginning)]
 
 

@@ -1,4 +1,4 @@
-"""Numbers from the paper (arXiv 2111.03577), which reports show next to ours.
+"""Numbers from the paper (arXiv 2111.03577), which reports show next to our own.
 
 Mean confidence (MMC) and AUROC are in %. Means and standard errors are over five runs. The paper calls MultiSWAG "MSWAG".
 """
@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
         ("full", "probit"): (-0.1584, -0.4253, -0.7041, -1.0762, -1.3116, -1.4996),
     }
 }
-"""Log-likelihoods of LLLA at severities 0 to 5, by suite, structure and link."""
+"""Published log-likelihoods of LLLA at severities 0 to 5, by suite, structure and link."""
 
 CURVES: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     "imagenet": {
@@ -86,4 +86,4 @@ COST: dict[str, tuple[float | None, float, float]] = {
     "MoLA": (155.70, 4.04, 58.0),
     "MultiSWAG": (6718.42, 114.48, 2200.0),
 }
-"""Time to fit and time to predict in seconds, and memory in megabytes, by method."""
+"""Published times for fitting and prediction in seconds, and memory in megabytes, by method."""

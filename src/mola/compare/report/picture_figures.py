@@ -14,7 +14,7 @@ from mola.compare.report.numbers import BY_CONFIDENCE, Numbers, On
 from mola.compare.report.style import INK, WIDTH, Axes, Figure, canvas, colours, quiet_axes, shared_legend, strokes
 
 IMAGES = 6
-"""Number of images in a row."""
+"""Number of images per row."""
 
 SIZE, BAR, STEP = 0.86, 0.115, 0.145
 """Side length of an image, height of a bar and distance between bars, relative to the distance between adjacent images."""
@@ -24,7 +24,7 @@ MOST_SHIFTED = 2
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
-    """Return the sets that have images and the confidences of at least one method."""
+    """Return the sets for which there are images and the confidences of at least one method."""
     shown = {name for records in comparison.runs.values() for name in records[0].examples}
     known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
@@ -63,7 +63,7 @@ def draw_examples(comparison: Comparison) -> Figure:
 
 def _bar(panel: Axes, place: tuple[float, float], confidence: float, colour: Any, *, hollow: bool) -> None:
     left, middle = place
-    full = SIZE - 0.24  # the remaining width is for the number
+    full = SIZE - 0.24  # the remaining width is left for the number
     panel.barh(middle, full, BAR, left, facecolor=INK, alpha=0.08, linewidth=0)
     face = "none" if hollow else colour
     panel.barh(middle, confidence * full, BAR, left, facecolor=face, edgecolor=colour, linewidth=0.8)
@@ -123,7 +123,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
                 panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
         means = {"mean": numbers(On(one.name, "confidence")), "AUROC": numbers(On(one.name, "auroc", BY_CONFIDENCE))}
         words = [f"{name} {found.mean:.3f}" for name, by in means.items() if (found := by[method]) is not None]
-        # The text is above the panel because it would hide bars inside the panel.
+        # The text is placed above the panel because inside the panel it would hide bars.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data" if sets else "share of the test data", fontsize=8)
     return figure

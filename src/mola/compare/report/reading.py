@@ -1,4 +1,4 @@
-"""Suites read from a store, with warnings about records that cannot be read or compared."""
+"""Functions that read suites from a store and warn about records that cannot be read or compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mola.options import one_of
 from mola.saving.schema import Optional, check
 
 MAIN = "main"
-"""Name of the group of methods that a suite compares; all other groups are ablations."""
+"""Name of the group that contains the methods compared by a suite; all other groups are ablations."""
 
 METHODS = {
     "MAP": "the first network, unchanged",
@@ -108,7 +108,7 @@ class SuiteResults(Comparison):
 
 
 def known_scores(suite: SuiteResults) -> list[str]:
-    """Return the outlier scores in the records: first the known scores in table order, then all others by name."""
+    """Return the outlier scores in the records: first the known scores in table order, then all others in alphabetical order."""
     results = [result for records in suite.runs.values() for record in records for result in record.outliers.values()]
     found = {score for result in results for score in result.scores}
     return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
@@ -225,7 +225,7 @@ def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
 # --- records that can be compared ------------------------------------------------------------------------------------
 
 OWN_WEIGHTS = re.compile("SWAG|MIMO")
-"""Pattern that matches methods that train their own weights."""
+"""Pattern that matches the names of methods that train their own weights."""
 
 
 def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
@@ -234,7 +234,7 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
         yield f"This folder contains records of another suite: {', '.join(strangers)}."
     for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
         together = list(found)
-        different: dict[str, list[str]] = {}  # names of sets, by the methods whose data differ
+        different: dict[str, list[str]] = {}  # names of the sets that differ, by the methods that used different data
         for name in dict.fromkeys(name for record in together for name in record.data):
             methods: dict[str, list[str]] = {}
             for record in together:
@@ -252,6 +252,6 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return a text with the first few names and the number of remaining names."""
+    """Return a text that lists the first few names and gives the number of remaining names."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -60,7 +60,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (regression) or per class (classification), limited to the `most` worst classes."""
+    """Return a table with one row per output (regression) or per class (classification; only the `most` worst classes, if given)."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -90,13 +90,13 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
 def _by_score(numbers: Numbers, like: Column) -> list[Column]:
     columns = [replace(like, name=SCORE_NAMES[score], on=replace(like.on, score=score)) for score in ALL_SCORES]
     known = [one for column in columns for one in numbers(column.on, 100).values() if one is not None]
-    # A second decimal is meaningful if all errors are below 0.1 percentage points.
+    # A second decimal place is meaningful if all errors are below 0.1 percentage points.
     digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
     return [replace(column, digits=digits) for column in columns]
 
 
 def _decision_tables(comparison: Comparison) -> list[Table]:
-    # The rows compare the guarantees obtained from the validation data with the rates on the test data.
+    # The rows compare the guarantees obtained from the validation data with the rates observed on the test data.
     found = comparison.decisions
     if found is None:
         return []
@@ -168,7 +168,7 @@ MOST_DIGITS = 8
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
     # Return the number of decimals that shows two digits of the smallest error but at most five digits of the largest value,
-    # because the errors of constant quantities are almost zero.
+    # because the error of a constant quantity is almost zero.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
     if largest == 0:

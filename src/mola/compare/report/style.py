@@ -1,4 +1,4 @@
-"""Style and file formats of figures: colours and line styles of methods, SVG for pages and PNG for documents."""
+"""Style and file formats of figures: colours and line styles of methods, SVG for web pages and PNG for documents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MIMO": ("#9467bd", DASHED),
     "MIMO-MoLA": ("#9467bd", "-"),
 }
-"""Colour and line style of each known method. Related methods share a colour, and the less important one is dashed."""
+"""Colour and line style of each known method. Related methods share a colour; the lines of the less important ones are dashed."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
@@ -69,7 +69,7 @@ SETTINGS: dict[Any, Any] = {
     "figure.constrained_layout.w_pad": 0.07,
     "figure.facecolor": "none",
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so figures look the same everywhere
+    "font.sans-serif": ["DejaVu Sans"],  # this font comes with matplotlib, so figures look the same everywhere
     "font.size": 9,
     "grid.alpha": 0.15,
     "grid.color": INK,
@@ -96,14 +96,14 @@ def colours(methods: Iterable[str]) -> dict[str, str]:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Apply the matplotlib settings in `SETTINGS` within the context."""
+    """Apply the matplotlib settings in `SETTINGS` for the duration of the context."""
     return mpl.rc_context(SETTINGS)
 
 
 def canvas(
     rows: int, columns: int, row_height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its grid of panels, row by row. The figure has no window, so it need not be closed."""
+    """Return a figure and the panels of its grid, row by row. The figure has no window, so it need not be closed."""
     figure = Figure(figsize=(width, rows * row_height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.flat)
@@ -163,7 +163,7 @@ class Drawn:
 
 
 def render(name: str, planned: Planned) -> Drawn:
-    """Draw a figure; its name becomes part of every id in the SVG."""
+    """Draw the figure; `name` becomes part of every id in the SVG."""
     with drawing():
         figure = planned.make()
         figure.draw_without_rendering()

@@ -21,7 +21,7 @@ from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Names of the tables that are printed in the terminal; the files contain all tables."""
+"""Names of the tables that are printed in the terminal; the written files contain all tables."""
 
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),
@@ -30,7 +30,7 @@ SHIFT_METRICS = {
     "accuracy": Column("accuracy", better="high", factor=100),
     "confidence": Column("mean confidence", factor=100),
 }
-"""Metrics that are shown against the level of shift."""
+"""Metrics that are shown as a function of the level of shift."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
@@ -189,10 +189,10 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics that are shown by type of shift: title, number of decimals and unit factor."""
+"""Metrics that are shown for each type of shift: title, number of decimals and unit factor."""
 
 BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
-"""The two methods whose difference is shown by type of shift."""
+"""The two methods whose difference is shown for each type of shift."""
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
@@ -227,7 +227,7 @@ SCORED = {
 
 
 def _every_score(title: str, caption: str, suite: SuiteResults, numbers: Numbers, columns: Sequence[Column]) -> Table:
-    # Each row is a pair of a method and a score; in a metric such as "recall, {}", the name of the score replaces {}.
+    # Each row shows one combination of method and score; in a metric name such as "recall, {}", the name of the score replaces {}.
     scores, kept = known_scores(suite), []
     rows: dict[str, list[Number]] = {f"{one}, {score}": [] for one in suite.runs for score in scores}
     for column in columns:
@@ -400,7 +400,7 @@ def _plain(value: Any) -> str:
 
 
 def _range(given: Iterable[Any]) -> str:
-    # Return the range of all given numbers; each value is a number, a list of numbers, or None.
+    # Return the range of all the given numbers; each value is a number, a list of numbers, or None.
     numbers = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
     ends = [f"{end(numbers):.3g}" for end in (min, max)] if numbers else []
     return " to ".join(dict.fromkeys(ends))
@@ -411,7 +411,7 @@ COSTS = (
     ("predict", "s", "predict_seconds", 1.0, "MAP"),
     ("memory", "MB", "bytes", 1e-6, "MAP"),
 )
-"""Heading, unit, entry, unit factor and reference method for each cost. MAP needs no fit, so fitting times are relative to LLLA."""
+"""Heading, unit, entry, unit factor and reference method for each cost. MAP is not fitted, so fitting times are relative to LLLA."""
 
 
 def _cost(suite: SuiteResults) -> Table | None:

@@ -138,9 +138,9 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
+    """Return a table of the numbers for each method; columns without numbers are omitted unless `aside` has rows.
 
-    `leads` contains the best methods of a single-run comparison, by set and metric; see `Comparison.leads`.
+    `leads` contains the best methods in a single-run comparison, by set and metric; see `Comparison.leads`.
     """
     found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
     best = None
@@ -152,7 +152,7 @@ def records_table(
 
 
 def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
-    # Return the methods with a clear lead (by this outlier score, if the metric depends on a score).
+    # Return the methods that have a clear lead (by the given outlier score, if the metric depends on a score).
     lead = leads.get(str(on.sets), {}).get(on.metric)
     return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
 
@@ -206,7 +206,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
 
 
 def as_markdown(table: Table) -> str:
-    """Return the title, the table and the caption as Markdown; the top left cell shows a group that all columns share."""
+    """Return the title, table and caption as Markdown; if all columns belong to one group, the top left cell shows its name."""
     shared = {(column.group, column.better) for column in table.columns}
     if len(shared) == 1 and table.columns[0].group:
         corner = replace(table.columns[0], name=table.columns[0].group).heading

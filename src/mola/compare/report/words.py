@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """A metric for MAP and for MoLA with the default rule; the sentence lists its values for the other methods."""
+    """Values of a metric for MAP and for MoLA with the default rule, and a sentence that lists its values for the other methods."""
 
     title: str
     before: str
@@ -46,7 +46,7 @@ class Headline:
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
-    """Return the cards at the top of the page, which are also printed in the terminal."""
+    """Return the headlines, which are shown as cards at the top of the page and are also printed in the terminal."""
     comparison = result.comparison
     numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
@@ -80,7 +80,7 @@ def tuning_remarks(result: DemoResult) -> list[str]:
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
-    """Return the remarks below the demo about data, networks, tuned values and limitations."""
+    """Return the remarks about data, networks, tuned values and limitations that are shown at the end of the demo's page."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
         f"The data are scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
@@ -149,7 +149,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
-    """Return sentences about tuned values and inputs that were left out, and the notes."""
+    """Return sentences about tuned values and about inputs that were left out, followed by the notes."""
     lines = []
     for entry, title in (("prior_precision", "Prior precision"), ("noise", "Noise"), ("temperature", "Temperature")):
         for method, record in comparison.methods.items():
@@ -167,7 +167,7 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Pairs of a method and the ensemble that it is compared with."""
+"""Pairs of methods: each consists of a method and the ensemble with which it is compared."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
@@ -210,7 +210,7 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the remarks below a suite about its data, tuning and computing time."""
+    """Return the remarks about data, tuning and computing time that are shown below the results of a suite."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}

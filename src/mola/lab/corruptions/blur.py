@@ -35,8 +35,8 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     """Blur the image, replace pixels with neighbouring pixels, and blur the image again.
 
     The published loop runs from the last pixel to the third pixel along each axis. It is meant to swap each pixel with the pixel at
-    the offset (dy, dx), where each offset is -1 or 0. It copies the neighbour instead, because both names are views of the same array.
-    Every pixel is read before it changes in that round, so a round is a single gather.
+    the offset (dy, dx), where each offset is -1 or 0. It copies the neighbour instead, because both variables are views of the
+    same array. Every pixel is read before it changes in that round, so a round is a single gather.
     """
     side = pixels.shape[-1]
     shifts = streams.draw(lambda generator: generator.integers(-1, 1, size=(rounds, 2, side - 2, side - 2)))
@@ -100,7 +100,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
 
 
 def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
-    """Return the mean of the image and its centre enlarged by 1.00, 1.01, ...; the original image is therefore counted twice."""
+    """Return the mean of the image and of its centre enlarged by factors of 1.00, 1.01, ...; the image is therefore counted twice."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, end) @ flat).T.reshape(pixels.shape))

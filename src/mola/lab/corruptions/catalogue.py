@@ -92,22 +92,22 @@ IMAGENET_CORRUPTIONS: tuple[str, ...] = tuple(name for name, (_, _, imagenet) in
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
-"""Number of pixels processed at once, to limit memory use: 256 images of 32 x 32 pixels."""
+"""Maximum number of pixels processed at once, which limits memory use: 256 images of 32 x 32 pixels."""
 
 
 def corrupt(
     pixels: Tensor, corruption: str, severity: int, *, seed: int = 0, first: int = 0, parameters: str = "cifar10-c"
 ) -> Tensor:
-    """Corrupt images with the parameters of CIFAR-10-C, which are meant for 32 x 32 pixels, or with those of ImageNet-C.
+    """Corrupt images with the parameters of CIFAR-10-C, which are meant for images of 32 x 32 pixels, or with those of ImageNet-C.
 
     The random numbers for an image depend only on the seed, the corruption, the severity and the image's index. Corrupting a set in
     parts, each with its own `first`, therefore gives the same result as corrupting it all at once. The published images are different
     draws from the same distributions, made with programs (OpenCV, ImageMagick) that round some intermediate results. Averages over
     many images agree, but individual images differ.
 
-    Pixels are bytes (n, 3, side, side) with a side of at least 8. The severity is 1 to 5, or 0 to return the pixels unchanged. `first`
-    is the index of the first image. The "imagenet-c" parameters are meant for images of about 224 x 224 pixels and are available for
-    `IMAGENET_CORRUPTIONS`.
+    `pixels` are bytes (n, 3, side, side) with a side of at least 8. The severity is 1 to 5, or 0 to return the pixels unchanged.
+    `first` is the index of the first image. The "imagenet-c" parameters are meant for images of about 224 x 224 pixels and are
+    available for `IMAGENET_CORRUPTIONS`.
     """
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"
     one_of(corruption, IMAGENET_CORRUPTIONS if large else CORRUPTIONS, "corruption")

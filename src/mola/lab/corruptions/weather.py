@@ -1,8 +1,8 @@
 """Weather corruptions: fog, snow, frost and spatter.
 
-Frost adds a crop of a picture of frost to the image. The five photographs used by the original are not part of this library. They are
-replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results with synthetic
-frost are not comparable with published results.
+Frost adds a crop of a picture of frost to the image. The five photographs used by the original code are not part of this library.
+They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results
+with synthetic frost are not comparable with published results.
 
 Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It uses Canny edges and the distances to them,
 computed for a whole batch as in OpenCV.
@@ -103,7 +103,7 @@ LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
 
 
 def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Bytes:
-    """Add c times plasma and scale by m / (m + c), where m is the image's largest value and c is the thickness."""
+    """Add c times a plasma texture and scale by m / (m + c), where m is the image's largest value and c is the thickness."""
     side = pixels.shape[-1]
     values = unit(pixels)
     brightest = values.max(axis=(1, 2, 3), keepdims=True)
@@ -144,7 +144,7 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
 def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     """Whiten the image, and add motion-blurred snowflakes together with a copy of them rotated by 180 degrees.
 
-    The radius and sigma are the parameters of the motion blur.
+    The parameters `radius` and `sigma` are those of the motion blur.
     """
     mean, deviation, zoom, threshold, radius, sigma, share = parameters
     side = pixels.shape[-1]
@@ -171,7 +171,7 @@ OCTAVES = 5
 
 
 def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
-    """Return `ours * image + theirs * frost` in levels, clipped at 255; each image gets a random crop of a frost picture."""
+    """Return `ours * image + theirs * frost` in levels, clipped to [0, 255]; each image gets a random crop of a frost picture."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
@@ -232,8 +232,9 @@ LEAST_MUD = 0.8
 def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     """Turn smooth noise above a threshold into liquid: light on the rims of drops, or dark spots of mud.
 
-    The steps are the same as in OpenCV, with whole levels where OpenCV uses whole levels. There are two differences: liquid above 1 is
-    clipped rather than wrapping around to 0, and an image without drops is returned unchanged, which avoids a division by 0.
+    The steps are the same as in OpenCV, with rounding to whole levels wherever OpenCV rounds. There are two differences: liquid
+    above 1 is clipped rather than wrapping around to 0, and an image without drops is returned unchanged, which avoids a division
+    by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = parameters
     layer = gaussian(mean + deviation * streams.normal(pixels.shape[2:]), blur)
@@ -250,7 +251,7 @@ def _water(liquid: Bytes) -> Floats:
     # Return the strength (n, side, side) of the light in the drops, at most 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # A whole-number mean must not fall below that number through rounding error before it is truncated.
+    # Add a small number before truncating, because a rounding error may put a whole-number mean just below that number.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)

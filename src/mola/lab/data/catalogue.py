@@ -34,7 +34,7 @@ class Split:
     files: tuple[tuple[str, ...], ...]
     """Alternative lists of names. A list names either files, which may be compressed with gzip, or a folder of images."""
     read: Reader
-    """Function that reads the images from the paths of one list."""
+    """Function that reads the images from the paths in one list."""
     count: int | None = None
     """Number of published images; None if unknown."""
     downloads: tuple[Download, ...] = ()
@@ -67,12 +67,12 @@ class Dataset:
     shape: tuple[int, int, int]
     """Channels, height and width."""
     splits: Mapping[str, Split]
-    """Splits by name, "train" and "test"."""
+    """Splits by name: "train", "test" or both."""
     hint: str = ""
     """Instructions for obtaining a data set that cannot be downloaded automatically."""
 
     def expected(self, split: str, directory: Path) -> str:
-        """Return the expected paths and the sources of the files."""
+        """Return text that lists the expected paths of the files and where to obtain them."""
         wanted = self.splits[split]
         lines = [f"  {directory / wanted.folders[0] / name}" for name in wanted.files[0]]
         lines += [f"  from {download}" for download in wanted.downloads]
@@ -232,7 +232,7 @@ _ALL = (
 )
 
 DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in _ALL})
-"""Data sets by name. EMNIST's images are upright."""
+"""Data sets by name. EMNIST's images, which are stored transposed, are read upright."""
 
 
 def data_directory(given: Path | str | None = None) -> Path:
@@ -267,8 +267,8 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images have the same order as in the files, and labels start at 0. If files are missing, the error lists the expected paths and the
-    URLs.
+    Images are in the same order as in the files, and labels start at 0. If files are missing, the error lists the expected paths
+    and the URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"

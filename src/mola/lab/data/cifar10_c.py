@@ -1,8 +1,8 @@
 """Readers for CIFAR-10-C and CIFAR-10H, which are published as .npy files for the CIFAR-10 test set.
 
 In CIFAR-10-C, the file for each corruption contains the 10,000 test images at severities 1 to 5, with shape (50000, 32, 32, 3).
-Another file contains their labels. CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about 50, who chose each
-label, with shape (10000, 10).
+Another file contains their labels. For each image, CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about
+50, who chose each label, with shape (10000, 10).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
 
 
 def load_cifar10_c(folder: Path, corruption: str, severity: int) -> Images:
-    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their original order, with one corruption at severity 1 to 5."""
+    """Read the CIFAR-10 test images (10000, 3, 32, 32), in their original order, with the given corruption and severity (1 to 5)."""
     pixels, labels = open_npy(folder / f"{corruption}.npy"), open_npy(folder / "labels.npy")
     count = len(labels) // len(SEVERITIES)
     if pixels.shape != (len(labels), 32, 32, 3) or labels.shape != (count * len(SEVERITIES),):

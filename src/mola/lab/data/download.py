@@ -29,7 +29,7 @@ class Download:
 
 
 def fetch(download: Download, directory: Path, *, progress: bool = True) -> None:
-    """Download a file, or the members of an archive, from the first URL that provides it with the right checksum.
+    """Download a file, or the members of an archive, from the first URL whose file has the right checksum.
 
     Existing files, plain or compressed, are not replaced.
     """
@@ -39,7 +39,7 @@ def fetch(download: Download, directory: Path, *, progress: bool = True) -> None
     missing = {member: path for member, path in targets.items() if not (path.exists() or path.with_suffix("").exists())}
     if not missing:
         return
-    pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
+    pooch.get_logger().setLevel("WARNING")  # the progress bar makes pooch's messages unnecessary
     failures = []
     for url in download.urls:
         name = url.rpartition("/")[2]

@@ -53,7 +53,7 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points (count, 2) as float32, with their classes, from two interleaved half circles of radius 1 around the origin.
+    """Draw points (count, 2) as float32, with their classes, from two interleaved half circles of radius 1 near the origin.
 
     `noise` is the standard deviation of the points around the half circles.
     """
@@ -63,7 +63,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
 
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each to [0, 1]."""
+    """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each patch's values to [0, 1]."""
     datasets = _sklearn("natural-image patches")
     with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only for photographs
         photographs = datasets.load_sample_images().images

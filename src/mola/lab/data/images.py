@@ -67,7 +67,7 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Means and standard deviations of pixels between 0 and 1, for each channel or for all channels."""
+    """Means and standard deviations of pixels between 0 and 1, either for each channel or common to all channels."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)

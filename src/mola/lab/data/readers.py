@@ -76,7 +76,7 @@ def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bo
 
 
 def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
-    """Read images (n, 3, 32, 32) from binary files of CIFAR-10 (one label byte) or CIFAR-100 (coarse and fine label)."""
+    """Read images (n, 3, 32, 32) from binary files of CIFAR-10 (one label byte) or CIFAR-100 (a coarse and a fine label byte)."""
     record = label_bytes + 3 * SIDE * SIDE
     rows = []
     for path in paths:
@@ -106,7 +106,8 @@ def open_npy(path: Path) -> np.ndarray:
     return array
 
 
-# SciPy and NumPy do not document which exceptions damaged files raise. Truncated and overwritten files raised these exceptions.
+# SciPy and NumPy do not document which exceptions damaged files raise. In tests, truncated and overwritten files raised these
+# exceptions.
 BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 
 

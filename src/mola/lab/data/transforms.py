@@ -65,6 +65,6 @@ def in_colour(pixels: Tensor, side: int) -> Tensor:
     for size in ((height, side), (side, side)):
         if tuple(pixels.shape[2:]) != size:
             values = functional.interpolate(pixels.float(), size, mode="bilinear", align_corners=False, antialias=True)
-            # Round halves up, as Pillow does, because `round` would round them to even numbers.
+            # Round halves up, as Pillow does; `round` would round them to even numbers.
             pixels = (values + 0.5).floor().clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels

@@ -90,7 +90,7 @@ def _measures(options: DataOptions) -> dict[str, Measure]:
     # Compute the agreement with human labels if CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
-    # Split the human labels in the same way as the images, with indices in place of labels.
+    # Split the indices in the same way as the images, to find the human labels of the test images.
     _, test = split_validation(Images(images.pixels, torch.arange(len(images))))
     return {} if counts is None else {"people": partial(human_labels, counts[test.evenly(options.test).labels])}
 
@@ -113,4 +113,5 @@ CIFAR10 = Suite(
         "MNIST as outliers: enlarged to 32 x 32 pixels (bilinear) and repeated in three colours, as OpenOOD does.",
     ),
 )
-"""The paper's experiments with CIFAR-10-C and with outliers. The paper's threshold of 0.94 is for networks with 94.8 % accuracy."""
+"""The paper's experiments with CIFAR-10-C and with outliers. The paper's threshold of 0.94 is for networks with an accuracy of
+94.8 %."""

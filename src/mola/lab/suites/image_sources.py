@@ -1,4 +1,4 @@
-"""Sources of images that fit in memory. Images are normalised, and rotated or corrupted, when they are read."""
+"""Sources of images that fit in memory. Images are normalised, and if necessary rotated or corrupted, when they are read."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def image_source(
 ) -> Source:
     """Create a source of images in memory, which are changed (rotated or corrupted) when they are read.
 
-    `normalised` is the name of the normalisation, unless the user chose a different normalisation. `changed_by` contains JSON values
+    `normalised` is the name of the normalisation to use unless the user chose a different one. `changed_by` contains JSON values
     that identify `change`. The checksum includes these values and the first inputs.
     """
     chosen = options.normalisation or normalised
     normalise = normalisation(chosen)
-    # Small batches of colour images stay in the processor's cache and were measured to be 10 % faster than larger batches.
+    # Small batches of colour images stay in the processor's cache; in measurements, they were 10 % faster than larger batches.
     batch_size = 32 if images.pixels.shape[1] > 1 else 128
 
     def read(places: Sequence[int]) -> Batches:
@@ -72,7 +72,7 @@ def image_source(
 
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
-    """Create sources of test images rotated counter-clockwise by `ANGLES`."""
+    """Create sources of test images rotated counter-clockwise, one for each of `ANGLES`."""
 
     def rotated(images: Images, degrees: float) -> Images:
         turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)

@@ -70,8 +70,8 @@ def _source(
     types: tuple[str, ...] = (),
     level: int = 0,
 ) -> Source:
-    # If `kinds` gives a corruption for each image, the images are corrupted when they are read. Image i has type i modulo the number
-    # of `types`.
+    # If `kinds` gives a corruption for each image, the images are corrupted when they are read. Image i has the type with index i
+    # modulo the number of `types`.
     normalise = normalisation(options.normalisation or "imagenet")
     change = partial(corrupt, severity=level, seed=CORRUPTION_SEED, parameters="imagenet-c")
 
@@ -217,7 +217,7 @@ def _folds(options: DataOptions) -> list[dict[str, Source]]:
             role: whole.part(_places(ranks, fifths, turn).tolist(), name=role, title=title, role=role)
             for role, (title, fifths) in PARTS.items()
         }
-        # The images are sorted by rank and then by class, so that the types alternate.
+        # The images are sorted by their index within the class and then by class, so that the types alternate.
         tested = _places(ranks[some], PARTS["test"][1], turn)
         order = tested[torch.argsort(ranks[some][tested], stable=True)].tolist()
         folds.append({**fold, **{one.name: one.part(order) for one in shifts}, **outliers})
@@ -234,7 +234,7 @@ def _ranks(labels: Tensor) -> Tensor:
 
 
 def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
-    # Return the indices of the images in the wanted fifths of their classes.
+    # Return the indices of the images in the requested fifths of their classes.
     fifths = torch.tensor([(one + turn) % FOLDS for one in wanted])
     return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
 

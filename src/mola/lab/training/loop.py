@@ -37,7 +37,7 @@ class DivergedError(DataError):
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """A folder with the state of a training run after its last complete epoch: network, optimiser and other tensors."""
+    """A folder that contains the state of a training run after its last complete epoch: network, optimiser and other tensors."""
 
     folder: Path
     identity: Mapping[str, Any]
@@ -89,7 +89,7 @@ class TrainingCheckpoint:
                 tensor.copy_(kept[name])
         if schedule is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that the schedule was stepped before the optimiser
+                warnings.simplefilter("ignore")  # torch would warn that the schedule is stepped before the optimiser
                 for _ in range(document["steps"]):
                     schedule.step()
         state: dict[int, dict[str, Tensor]] = {}
@@ -163,8 +163,9 @@ def train_epoch(
 ) -> None:
     """Take one optimiser step on every batch from a loader.
 
-    `loss_of` takes a batch and its name for error messages. It returns the loss and the mean loss above which training is considered
-    to have diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current random state.
+    `loss_of` takes a batch and the batch's name, which appears in error messages. It returns the loss and the mean loss above
+    which training is considered to have diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current
+    random state.
     """
     losses, largest = [], math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
@@ -193,7 +194,7 @@ def train_epoch(
 
 
 def member_seeds(members: int, seed: int) -> list[int]:
-    """Draw a seed for each network of an ensemble; a larger ensemble begins with the same seeds.
+    """Draw a seed for each network of an ensemble; the seeds of a larger ensemble begin with those of a smaller one.
 
     The seeds are drawn at random, so that ensembles with consecutive seeds share no member.
     """

@@ -1,4 +1,4 @@
-"""Training of MIMO networks, in which every head classifies different inputs in a separate random order."""
+"""Training of MIMO networks, whose heads each classify their own inputs: the same data in a separate random order for each head."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw the batch index of the datum for each member and row, as a tensor (K, size * batch_repetition) on the CPU.
+    """Draw, for each member and row, the index of a datum in the batch, as a tensor (K, size * batch_repetition) on the CPU.
 
-    The batch is repeated and shuffled. Then, for each member, all rows but a share `input_repetition` of them are shuffled again.
+    The batch is repeated and shuffled. Then, for each member, all rows are shuffled again, except for a share of `input_repetition`.
     """
     total = size * batch_repetition
     shared = torch.randperm(total, generator=generator) % size
@@ -60,11 +60,11 @@ def train_mimo(
         train_loader: training data with labels, read once per epoch. Its shuffling and augmentation should draw from torch's random
             state, as in a `DataLoader`. Then the same seed gives the same network, even after interruptions.
         epochs: number of epochs.
-        batch_repetition: number of times that each datum in a batch occurs in a step for each member.
+        batch_repetition: number of times that each member receives each datum of a batch in one step.
         input_repetition: share of the rows in which all members get the same datum.
         optimiser: function from parameters to an optimiser, by default the paper's optimiser for CIFAR-10. The learning rate falls to
             0 along a half cosine, batch by batch.
-        seed: seed for the orders, dropout and augmentation.
+        seed: seed for the random orders, dropout and augmentation.
         checkpoint: folder for the state after every epoch, from which interrupted training resumes.
         progress: show a progress bar on stderr if stderr is a terminal.
     """

@@ -37,7 +37,7 @@ class Labelled:
         return len(self.labels)
 
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-        """Return the data in their original order as a loader, which is a list of (inputs, labels)."""
+        """Return a loader for the data in their original order: a list of batches (inputs, labels)."""
         return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
 
 
@@ -91,7 +91,7 @@ class Recipe:
         return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
-        """Create the learning-rate schedule for `count` examples, to be stepped after each batch."""
+        """Create the learning-rate schedule for `count` training examples; it must be stepped after each batch."""
         return CosineAnnealingLR(optimiser, self.epochs * math.ceil(count / self.batch_size))
 
 
@@ -111,8 +111,8 @@ LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
 }
-"""Loss functions by name: each maps outputs and labels to the per-datum losses (n,). Half the squared error is the NLL with unit
-noise."""
+"""Loss functions by name: each maps outputs and labels to the per-datum losses (n,). Up to a constant, half the squared error is
+the NLL with unit noise."""
 
 
 def train_mlps(
@@ -126,7 +126,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train, in parallel, perceptrons that differ only in their seeds; `LOSSES` lists the losses."""
+    """Train, in parallel, `members` perceptrons that differ only in their seeds; `loss` is the name of one of `LOSSES`."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

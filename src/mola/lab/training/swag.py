@@ -1,4 +1,4 @@
-"""Fitting of SWAG: SGD with a constant learning rate from a trained network, one snapshot per epoch, and draws of networks."""
+"""Fitting of SWAG: run SGD from a trained network at a constant learning rate, take one snapshot per epoch, and draw networks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fit_swag(
         scale: factor by which the covariance is multiplied; None uses 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.
         weight_decay: weight decay of SGD.
-        seed: random seed for the path and the draws.
+        seed: random seed for the SGD path and the draws.
         checkpoint: folder for the state after every epoch. An interrupted fit continues from this state and gives identical results. A
             complete fit continues if more epochs are requested.
         likelihood: likelihood of the outputs, as in `mola.fit`. For regression, pass the noise, or call `scale_noise` afterwards.
@@ -172,7 +172,7 @@ def _statistics(
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    # Return the BatchNorm statistics (samples, ...) of all draws by name, each computed in a pass over the training data.
+    # Return the BatchNorm statistics (samples, ...) of all draws by name; each draw takes one pass over the training data.
     if not norm_layers(network):
         return {}
     network, found, passes = copy.deepcopy(network), [], derived_seeds(seed, PASSES, samples)
@@ -192,7 +192,7 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Average the statistics over all batches, weighted by batch size, in one pass in train mode with dropout active.
+    """Average the BatchNorm statistics over all batches, weighted by batch size, in one pass in train mode (dropout is active).
 
     The network's statistics are overwritten. The result contains copies of the running means and variances, keyed by buffer name.
     """

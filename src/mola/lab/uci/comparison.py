@@ -1,8 +1,8 @@
 """The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
 
 The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
-hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the training rows. A tenth
-of the training rows is held out to choose the noise, prior precision and distance exponent of every method.
+hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the statistics of the
+training rows. A tenth of the training rows is held out to choose the noise, prior precision and distance exponent of every method.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def run_uci(
 ) -> Path:
     """Train networks and compare methods on published splits, at most `splits` of each set, and on gap splits if `gaps` is True.
 
-    Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records are kept
-    unless `fresh` is true. `progress` is called with the set, the number of completed splits and the total number of splits.
+    Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records with the
+    same settings and data are kept unless `fresh` is True. `progress` is called with the set, the number of completed splits and
+    the total number of splits.
     """
     for name in sets:
         found = read_uci(data, name)
@@ -151,11 +152,11 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
-    """Train the networks of a split, and score methods on its test rows. The seed determines the networks and the held-out rows.
+    """Train the networks for a split, and score methods on its test rows. The seed determines the networks and the held-out rows.
 
     Scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share of
-    the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for test rows
-    against validation rows.
+    the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for
+    distinguishing test rows from validation rows.
     """
     inputs, targets = split.train[0].float(), split.train[1].float()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The UCI regression sets in the form that papers use: numbers in a text file, and published splits.
+"""The UCI regression sets in the form that earlier papers used: numbers in a text file, and published splits.
 
 The folder of a set contains `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
 `index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal and Ghahramani, 2016).
@@ -38,12 +38,12 @@ SETS = (
 
 @dataclass(frozen=True)
 class Split:
-    """Training and test rows, standardised by the training rows."""
+    """Training and test rows, standardised by the mean and standard deviation of the training rows."""
 
     train: tuple[Tensor, Tensor]
     """Standardised inputs (n, P) and targets (n, 1)."""
     test: tuple[Tensor, Tensor]
-    """Inputs (m, P), standardised by the training rows, and targets (m, 1) in their original units."""
+    """Inputs (m, P), standardised like the training inputs, and targets (m, 1) in their original units."""
     location: float
     """Mean of the training targets."""
     scale: float
@@ -98,7 +98,7 @@ class UciSet:
 
 
 def read_uci(folder: str | Path, name: str) -> UciSet:
-    """Read one of `SETS` with its published splits, in float64, from a folder with a subfolder for each set."""
+    """Read one of `SETS` with its published splits, as float64, from a folder with a subfolder for each set."""
     place = Path(folder) / one_of(name, SETS, "set")
     rows = _numbers(place / "data.txt", 2)
     features, target = (_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))

@@ -14,7 +14,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
-    # Return a frame with a row for each method on each split, including splits with a gap.
+    # Return a frame with a row for each method on each split: the gap splits if `gaps` is True, otherwise the published splits.
     rows = [
         {"set": record["set"], "method": method, **scores}
         for record in records
@@ -25,13 +25,14 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 
 
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
-    # Return the mean, the standard error and the number of published splits, each as a frame with sets and methods as its axes.
+    # Return the mean of a score over the published splits, its standard error, and the number of splits, each as a frame of sets
+    # by methods.
     found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
     return {name: found[name].unstack()[list(METHODS)] for name in found}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
-    """Return, by set and method, whether a mean is within one standard error (the method's or the best's) of the best mean."""
+    """Return, by set and method, whether a mean is within one standard error (its own or that of the best method) of the best mean."""
     found = _estimates(records, score)
     mean, error = found["mean"], found["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
@@ -54,8 +55,8 @@ def score_table(records: Records, score: str) -> str:
 def gap_table(records: Records) -> str:
     """Make a table for the splits that hold out the middle of a feature's range.
 
-    The NLL is a median over splits, since the worst feature dominates the mean. The coverage of 90 % intervals, and the ratio of the
-    standard deviation on test rows to that on validation rows, are means.
+    The NLL is a median over splits, because the worst feature would dominate the mean. The coverage of 90 % intervals, and the
+    ratio of the standard deviation on test rows to that on validation rows, are means.
     """
     rows = []
     for (name, method), own in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
