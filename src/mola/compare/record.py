@@ -81,7 +81,7 @@ class LabelledResult:
     histogram: list[int]
     """Number of predictions in each of the `CONFIDENCE_BINS` confidence bins; empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
-    """Standard errors of accuracy, nll, brier, ece and confidence over data; each is None if there is only one datum."""
+    """Standard errors, over the data, of accuracy, nll, brier, ece and confidence; None if there is only one data point."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
     "average_precision" and the "ece" of the predicted probability of the label. Dense outputs also have "iou"."""

@@ -195,7 +195,7 @@ class Suite:
     """Number of classes, if `classes` is empty."""
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
-    """Notes on a cross-fit for reports."""
+    """Notes that reports print for a cross-fit."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Function that returns the training data for `mola train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}

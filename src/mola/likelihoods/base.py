@@ -137,7 +137,7 @@ class Likelihood(ABC):
     mutually_exclusive: bool = False
     """True if the outputs are C exclusive classes, False if they are C binary labels."""
     classification: bool = True
-    """True if labels are choices (classes, or yes and no), False for regression."""
+    """True if the labels are categorical (classes or binary labels), False for regression."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
 

@@ -44,7 +44,7 @@ class FitProgress:
     """Sums, counts and checksum of the batches that a fit has processed."""
 
     sums: Sequence[Sums]
-    """Sums of each network over the processed batches."""
+    """Sums for each network, accumulated over the processed batches."""
     batches: int = 0
     inputs: int = 0
     """Number of inputs in the processed batches."""

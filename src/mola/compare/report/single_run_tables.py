@@ -1,4 +1,4 @@
-"""Tables for a single run (`mola evaluate` and the demo), with standard errors over data and clear leads in bold."""
+"""Tables for a single run (`mola evaluate` and the demo). Standard errors are over test data, and clear winners are in bold."""
 
 from __future__ import annotations
 

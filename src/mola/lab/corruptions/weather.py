@@ -171,7 +171,7 @@ OCTAVES = 5
 
 
 def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
-    """Return `ours * image + theirs * frost` in levels, clipped to [0, 255]; each image gets a random crop of a frost picture."""
+    """Return `ours * image + theirs * frost`, clipped to [0, 255]; each image gets a random crop of a frost picture."""
     side = pixels.shape[-1]
     pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
     pieces = np.empty(pixels.shape)
