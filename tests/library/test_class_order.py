@@ -100,3 +100,8 @@ def test_columns_of_labels_in_another_order(missing):
     check_label_order(torch.bernoulli(torch.full((200, 4), 0.5)), probs, "loader")  # of nothing: no order
     with pytest.raises(DataError, match=r"\[2, 0, 3, 1\]"):
         check_label_order(labels[:, [2, 0, 3, 1]], probs, "loader")
+
+
+def test_labels_that_occur_once_show_no_order():
+    targets, predicted = torch.arange(64), torch.randperm(32_000, generator=torch.Generator().manual_seed(0))[:64]
+    check_class_order(targets, [predicted], "validation loader")
