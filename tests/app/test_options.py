@@ -10,6 +10,7 @@ import pytest
 
 from mola.app.cli.fit import FitOptions
 from mola.app.jobs.job import Job, job_of, parse_class_names, parse_numbers, parse_price, parse_size
+from mola.app.jobs.predict import PredictOptions
 from mola.app.options import as_document, in_flags, options_of, read_toml, to_toml
 from mola.errors import OptionError
 from tests.app.kinds import run
@@ -30,13 +31,14 @@ def test_help_names_every_option():
 
 
 def test_messages_of_the_library_speak_of_flags():
+    declared = [*options_of(FitOptions), *options_of(PredictOptions)]
     assert in_flags("use likelihood='gaussian' or rule='nll'.") == "use --likelihood gaussian or --rule nll."
     assert in_flags("the training loader: pass ignore_index=255") == "the training data: pass --ignore-index 255"
-    assert in_flags("--price must be less, false_alarm_rate must be more") == (
+    assert in_flags("--price must be less, false_alarm_rate must be more", declared) == (
         "--price must be less, --false-alarm-rate must be more"
     )
     assert in_flags("confidence must lie between 0 and 1") == "--threshold must lie between 0 and 1"
-    assert in_flags("likelihood must be one of a, b, or a Likelihood object; got 'c'.") == (
+    assert in_flags("likelihood must be one of a, b, or a Likelihood object; got 'c'.", declared) == (
         "--likelihood must be one of a, b; got 'c'."
     )
     assert in_flags("Pass download=True (--download), or provide") == "Pass --download, or provide"

@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -149,18 +149,11 @@ def _flag(found: re.Match[str]) -> str:
 
 FLAGS: tuple[tuple[str, Any], ...] = (
     (r"\b(rule|likelihood|structure|link|head|ignore_index)='?([\w.-]+\w|\w)'?", _flag),
-    (r"(?<!-)\b(coverage|error_rate|certainty|false_alarm_rate|price|noise|positions) (must be)", _flag),
-    (
-        r"(?<!-)\b(prior_precision|likelihood|network|groups|normalisation|corruptions) (must be (?:a number|one of|'))",
-        _flag,
-    ),
-    (r"(?<!-)\b(learning_rate|weight_decay|std) (must be (?:above|at least))", _flag),
     (r"\bconfidence must lie", "--threshold must lie"),
-    (r"^outputs: ", "--outputs: "),
-    (r"\bsuite must be one of", "SUITE must be one of"),
     (r", or a Likelihood object| For predictions without covariance, use mola\.ensemble\.", ""),
     (r"download=True \(--download\)", "--download"),
     (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
+    (r"mola\.likelihoods\.Gaussian\(location=\.\.\., scale=\.\.\.\)", "--location and --scale"),
     (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
     (r"\bPass val_loader\b", "Name them with --val"),
     (r"\bval_loader\b", "--val"),
@@ -169,8 +162,13 @@ FLAGS: tuple[tuple[str, Any], ...] = (
 """Patterns from the Python interface and their replacements for the command line."""
 
 
-def in_flags(message: str) -> str:
-    """Rewrite a message from the library for the command line; for example, `rule='nll'` becomes `--rule nll`."""
+def in_flags(message: str, declared: Iterable[Option] = ()) -> str:
+    """Rewrite a message of the library for the command line, such as `rule='nll'` to `--rule nll`.
+
+    The library calls an option by its argument's name, which is also the name of the declared option.
+    """
+    for one in declared:
+        message = re.sub(rf"(?:^|(?<=[.,:;] )){one.name}(?= must\b|: )", one.label, message)
     for python, command_line in FLAGS:
         message = re.sub(python, command_line, message)
     return message

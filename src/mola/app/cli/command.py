@@ -44,7 +44,7 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
         try:
             function(options)
         except MolaError as error:
-            error.args = (in_flags(str(error)),)
+            error.args = (in_flags(str(error), declared),)
             raise
         except KeyboardInterrupt:
             sys.stderr.write(f"mola: stopped. {stopped}\n")
