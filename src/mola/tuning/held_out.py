@@ -85,18 +85,27 @@ class HeldOut:
         else:
             probs = torch.stack([self.likelihood.probabilities(outputs) for outputs in self.outputs]).mean(0)
             check_label_order(self.gather(self.labels), self.gather(probs), self.where)
-        known, (accuracy, _) = targets >= 0, self.accuracy()
+        known = targets >= 0
+        accuracies = [float(((classes == targets) & known).sum() / known.sum()) for classes in predicted]
         chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
         error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
+        guessing = [index for index, accuracy in enumerate(accuracies) if accuracy < chance + 2 * error]
         if chance + 2 * error >= 1:
             warn(
                 f"the {self.where} has too few labels ({int(known.sum())}) to distinguish the networks from guessing. Tune on more "
                 "data, or use rule='evidence', which needs no validation data."
             )
-        elif accuracy < chance + 2 * error:
+        elif guessing:
+            which = "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
             warn(
-                f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, and chance alone would give "
-                f"{chance:.1%}. Check that the labels belong to these inputs, and that the inputs are preprocessed as in training."
+                f"only {max(accuracies[one] for one in guessing):.1%} of the labels of the {self.where} agree with {which}, and "
+                f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
+                "and that the inputs are preprocessed as in training."
+            )
+        elif len(found := torch.unique(targets[known])) == 1:
+            warn(
+                f"every label of the {self.where} is {int(found)}. Settings tuned for one class may not suit the others. Pass "
+                "validation data from every class."
             )
 
     def _check_targets(self, likelihood: Gaussian, targets: Tensor) -> None:
