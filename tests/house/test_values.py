@@ -99,8 +99,8 @@ def test_the_table_of_readme_is_that_of_the_records():
     record = json.loads((ROOT / "benchmarks" / "results" / "two_moons.json").read_text(encoding="utf-8"))
     moons = {name: 100 * value for name, value in record["mean_far_confidence"].items()}
     told = (
-        f"one network {moons['MAP']:.0f} %, the ensemble {moons['DE']:.0f} %, MoLA by the paper's rule {moons['MoLA']:.0f} %, "
-        f"MoLA by the default rule {moons[DEFAULT]:.0f} %"
+        f"one network {moons['MAP']:.0f} %, the ensemble {moons['DE']:.0f} %, MoLA with the paper's rule {moons['MoLA']:.0f} %, "
+        f"MoLA with the default rule {moons[DEFAULT]:.0f} %"
     )
     assert told in " ".join(text.split())
 
