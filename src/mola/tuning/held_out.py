@@ -96,7 +96,9 @@ class HeldOut:
                 "data, or use rule='evidence', which needs no validation data."
             )
         elif guessing:
-            which = "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
+            which = (
+                "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
+            )
             warn(
                 f"only {max(accuracies[one] for one in guessing):.1%} of the labels of the {self.where} agree with {which}, and "
                 f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
