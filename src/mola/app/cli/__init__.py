@@ -1,4 +1,4 @@
-"""The `mola` command line, with one module for each command. Commands parse options, call one function and print the result."""
+"""The `mola` command line, with one module per command. Each command parses its options, calls one function and prints the result."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ app = typer.Typer(
 )
 YOURS, PAPER = "Your own networks", "The paper's experiments"
 UNTOUCHED = "Nothing was written. Any earlier result is unchanged."
-RESUMES = "Finished {} are kept. Run the same command to continue."
+RESUMES = "Finished {} are kept. Run the same command again to continue."
 
 add_command(
     app,
     fit.fit,
     panel=YOURS,
     stopped="No posterior was written. Any earlier posterior is unchanged. "
-    "With --checkpoint, the same command continues from the last checkpoint (one every 100 batches).",
+    "With --checkpoint, running the same command again resumes from the last checkpoint (saved every 100 batches).",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
 add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete. Run the command again.")
@@ -46,7 +46,7 @@ add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
 add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
 
 SHARED = ("fit", "evaluate", "predict", "train", "bench")
-"""Commands whose work can be shared by several processes. For any other command, each process would repeat all the work."""
+"""Commands whose work can be shared by several processes. Any other command would repeat all of its work in each process."""
 
 
 def _version(wanted: bool) -> None:
@@ -62,7 +62,7 @@ def _options(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection, selective prediction.
+    """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection and selective prediction.
 
     Start with `mola demo`, or fit and evaluate a posterior. This example trains its networks first:
 
@@ -74,7 +74,8 @@ def _options(
 
     Several processes can share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
-    Exit codes: 0 success; 1 error, with one line on stderr; 2 wrong usage; 3 success, but some inputs were left out; 130 interrupted.
+    Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out; 130
+    interrupted.
     """
     size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
     if size != "1" and command not in SHARED:

@@ -41,7 +41,8 @@ def bench(options: BenchOptions) -> None:
 def _bench_uci(options: BenchOptions) -> None:
     if options.data is None:
         raise OptionError(
-            "uci needs the folder of the data sets. Pass it with --data (one subfolder per set, with data.txt, index_test_0.txt, ...)."
+            "the uci suite needs a folder of data sets. Pass it with --data (with one subfolder per set, containing "
+            "data.txt, index_test_0.txt, ...)."
         )
     names = tuple(one_of(name, SETS, "--sets") for name in options.sets or SETS)
     with showing_progress(quiet=options.quiet) as progress:
@@ -61,7 +62,7 @@ def _bench_uci(options: BenchOptions) -> None:
         good = as_good(records, score)["MoLA"]
         console.print(f"{score.upper()}\n{score_table(records, score)}", soft_wrap=True)
         console.print(
-            f"MoLA is the best method, or within a standard error of the best, on {good.sum()} of {len(good)} sets."
+            f"MoLA is the best method, or within one standard error of the best, on {good.sum()} of {len(good)} data sets."
         )
     if any(one["split"].startswith("gap") for one in records):
         console.print(gap_table(records), soft_wrap=True)

@@ -23,7 +23,7 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 
 
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
-    """Register a function that takes a dataclass of options (`mola.app.options`); its docstring is the help.
+    """Register a command for a function that takes a dataclass of options (`mola.app.options`); its docstring becomes the help text.
 
     `stopped` is the message shown after Ctrl-C; it says what an interrupted run leaves behind.
     """
@@ -68,7 +68,8 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # Return names and annotations for typer. Every default is None, to distinguish flags that were given from defaults.
+    # Return the name and annotation of each typer parameter. Every default is None, so that flags that were given can be told
+    # apart from defaults.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),
@@ -114,7 +115,7 @@ def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(command: str, kind: type, declared: list[Option], given: dict[str, Any]) -> dict[str, Any]:
-    # Return the options in a run file. The file may come from a stranger, so code that is named only in the file needs the
+    # Return the options in a run file. The file may come from a stranger, so running code that only the file names requires the
     # user's consent.
     path: Path | None = given.get("config")
     if path is None:
@@ -135,7 +136,7 @@ def write_run(options: Any, command: str, path: Path) -> Path:
 
 
 class Command(TyperCommand):
-    """A command with compact help, which lists the common options first and all other options by topic."""
+    """A command whose compact help lists the common options first and all other options by topic."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, with brackets around optional arguments only."""
@@ -157,7 +158,7 @@ class Command(TyperCommand):
             rows, text = panels.setdefault(one.rich_help_panel or "Options", []), one.help or ""
             if one.param_type_name == "argument":
                 rows.append((one.metavar, text))
-            elif not text:  # an option without help shares the previous line
+            elif not text:  # an option without help shares the previous option's line
                 before, text = rows.pop()
                 flag, _, value = before.partition(" ")
                 rows.append((f"{flag}, {one.opts[0]} {value}".rstrip(), text))
@@ -168,14 +169,14 @@ class Command(TyperCommand):
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for title in sorted(panels, key=lambda title: title == RUN):  # last, because all commands have this topic
+        for title in sorted(panels, key=lambda title: title == RUN):  # the topic that all commands share comes last
             rows = panels[title]
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
 
 class Commands(TyperGroup):
-    """The list of commands, grouped by topic."""
+    """The group of all commands, whose help lists them by topic."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each topic."""

@@ -22,7 +22,7 @@ FIGURES_BEGIN = 0.85
 """Measured fraction of the total time that passes before the figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Largest seed allowed: half of the largest that scikit-learn's generators accept, because the two moons use two seeds."""
+"""Largest seed allowed: half the largest that scikit-learn's generators accept, because the two-moons data need two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DemoOptions(Quiet):
         flags=("--output", "-o"),
         metavar="DIR",
     )
-    seed: int = option(0, "Random seed of the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
+    seed: int = option(0, "Random seed for the split, the networks and the noise", minimum=0, maximum=LARGEST_SEED)
 
 
 def demo(options: DemoOptions) -> None:

@@ -28,9 +28,9 @@ def explore(options: ExploreOptions) -> None:
     from mola.compare.demo_result import DemoSettings
 
     posterior, port, quiet = options.posterior, options.port, options.quiet
-    with socket.socket() as probe:  # checks the port before any work
+    with socket.socket() as probe:  # check the port before any work begins
         if port is not None and probe.connect_ex((HOST, port)) == 0:
-            raise OptionError(f"port {port} of {HOST} is in use. Choose another port with --port, or omit --port.")
+            raise OptionError(f"port {port} on {HOST} is in use. Choose another port with --port, or omit --port.")
     with showing_progress(quiet=quiet) as progress:
         settings = DemoSettings(seed=options.seed)
         subject = digits_subject(progress, settings) if posterior is None else open_subject(options, progress)
@@ -39,7 +39,7 @@ def explore(options: ExploreOptions) -> None:
         console = Console(highlight=False)
         for note in subject.notes:
             console.print(f"note: {escape(note)}", soft_wrap=True)
-        console.print(f"Explore [bold]{escape(address)}[/bold] (press Ctrl-C to stop)", soft_wrap=True)
+        console.print(f"Open [bold]{escape(address)}[/bold] to explore (press Ctrl-C to stop)", soft_wrap=True)
     try:
         if options.browser:
             webbrowser.open(address)

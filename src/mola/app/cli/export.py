@@ -1,4 +1,4 @@
-"""`mola export`: write a posterior as one file that runs without this library."""
+"""`mola export`: write a posterior to a single file that runs without this library."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mola.export import Written
 
 
 def export(options: ExportOptions) -> None:
-    """Export the networks and the Bayesian head as one file that outputs probabilities and uncertainty.
+    """Export the networks and the Bayesian head to one file that outputs probabilities and uncertainty.
 
-    The file accepts batches of any size. Class names, tuning and the thresholds for the decisions below are stored as
+    The file accepts batches of any size. Class names, tuning settings and the thresholds for the decisions below are stored as
     properties that can be changed. The file is compared with PyTorch on random inputs and is written only if the outputs agree.
 
         mola export posterior --onnx model.onnx
@@ -60,8 +60,8 @@ def _show(console: Console, written: Written) -> None:
                 kind, escape(one.name), one.dtype, f"({shape})", "" if difference is None else f"{difference:.1e}"
             )
     console.print(
-        f"Wrote [bold]{escape(str(written.path))}[/bold], {written.bytes / 1e6:.2f} MB, "
-        f"{len(written.document['classes'])} {'classes' if written.document['likelihood'] == 'categorical' else 'outputs'}.",
+        f"Wrote [bold]{escape(str(written.path))}[/bold] ({written.bytes / 1e6:.2f} MB, "
+        f"{len(written.document['classes'])} {'classes' if written.document['likelihood'] == 'categorical' else 'outputs'}).",
         soft_wrap=True,
     )
     console.print(table)

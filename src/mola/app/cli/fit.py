@@ -31,7 +31,7 @@ REGRESSION = [
     ("std", "mean std.", 1, 4),
     ("coverage", "in 90 % intervals %", 100, 1),
 ]
-"""Metric, heading, factor and number of digits for each column of the table."""
+"""Metric, heading, factor and number of decimal places for each column of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,17 @@ class FitOptions(Reporting, Job):
     )
     bundle: bool = option(False, "Copy the weights into the folder, so that it can be moved", panel=RUN, kept=False)
     checkpoint: Path | None = option(
-        None, "Folder for checkpoints, to resume an interrupted fit", metavar="DIR", panel=RUN, kept=False
+        None, "Folder for checkpoints, from which an interrupted fit can resume", metavar="DIR", panel=RUN, kept=False
     )
 
 
 def fit(options: FitOptions) -> None:
-    """Fit a posterior: calibrated confidence for trained networks in one pass.
+    """Fit a posterior, for calibrated confidence from trained networks.
 
-    Fits a Laplace approximation to the last layer of each network, tunes it on the validation data and writes a folder that
-    the other commands open. Supports classification, multi-label classification, regression and dense outputs. The validation
-    data also calibrate OOD alarms, selective prediction and conformal sets. The networks are neither retrained nor changed.
+    Fits a Laplace approximation to the last layer of each network in one pass over the training data, tunes it on the
+    validation data and writes a folder that the other commands open. Supports classification, multi-label classification,
+    regression and dense outputs. The validation data also calibrate OOD alarms, selective prediction and conformal sets. The
+    networks are neither retrained nor changed.
 
         mola fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """
@@ -97,7 +98,7 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
         caption = f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` for other data."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
-    first, *notes = summary["notes"] or ["Not tuned: the prior precision is the given value."]
+    first, *notes = summary["notes"] or ["Not tuned: the given prior precision is used."]
     for note in notes:
         console.print(f"Note: {escape(in_flags(note))}")
     console.print(f"[bold]{escape(in_flags(first))}[/bold]")

@@ -49,7 +49,7 @@ def info(options: InfoOptions) -> None:
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
-    tuning, *notes = found["notes"] or ["not tuned: the prior precision is the given value"]
+    tuning, *notes = found["notes"] or ["not tuned: the given prior precision is used"]
     scaling = ", ".join(scaling_words(found)) or "none"
     weights = "uniform" if len(set(found["weights"])) == 1 else ", ".join(f"{one:.3g}" for one in found["weights"])
     distances = "distances from the training classes" if found["has_distances"] else "no distances (--no-distances)"

@@ -13,14 +13,14 @@ from mola.app.jobs.rows import Account
 
 
 def predict(options: PredictOptions) -> None:
-    """Predict with calibrated confidence: one row per input.
+    """Write predictions with calibrated confidence, one row per input.
 
-    A row contains the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance from
-    the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, and --coverage adds conformal
-    sets. Both are calibrated on the validation data of `mola fit`. The row for an unusable input contains the error. For
-    multi-label networks, each label has its own columns. For regression, rows contain means, standard deviations and intervals.
-    Dense outputs are written as maps (.npz) or as means over positions. The options are saved next to the output, in a .toml
-    file for --config.
+    A row contains the label, the confidence, the entropy with its epistemic and aleatoric parts, the OOD score, the distance
+    from the training classes (1 is typical) and the OOD alarm. --error-rate adds selective prediction, and --coverage adds
+    conformal sets. Both are calibrated on the validation data that were passed to `mola fit`. The row for an unusable input
+    contains an error message instead. For multi-label networks, each label has its own columns. For regression, rows contain
+    means, standard deviations and intervals. Dense outputs are written as maps (.npz) or as means over positions. The options
+    are saved next to the output, in a .toml file for --config.
 
         mola predict posterior images/ -o predictions.csv --error-rate 0.01
     """

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal; otherwise, one line for each step."""
+"""Show progress on stderr: as a bar in a terminal, and otherwise as one line per step."""
 
 from __future__ import annotations
 

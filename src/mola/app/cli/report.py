@@ -31,10 +31,10 @@ class ReportOptions(Quiet):
 def report(options: ReportOptions) -> None:
     """Present benchmark results as tables, figures and a web page, alongside the paper's numbers.
 
-    Reads only the records of `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex and the
-    figures. Takes a few seconds.
+    Reads only the records that `mola bench` wrote, not the networks. Writes a self-contained index.html, tables.md, tables.tex
+    and the figures. Takes a few seconds.
     """
-    # Imported here because only this command needs matplotlib.
+    # Imported here so that the other commands start without loading matplotlib.
     from mola.compare.report.reading import read_suites
     from mola.compare.report.suite_tables import TERMINAL, suite_tables
     from mola.compare.report.words import suite_findings

@@ -1,4 +1,4 @@
-"""Helpers shared by several commands: check the output folder, and report inputs that were left out."""
+"""Helpers shared by several commands, which check the output folder and report inputs that were left out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_report_folder(output: Path) -> None:
     found = sorted(path.name for path in output.iterdir() if not path.name.startswith(".")) if output.exists() else []
     if set(found) - {"figures"} and "index.html" not in found:
         raise OptionError(
-            f"{output} contains other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) and no report. Choose "
+            f"{output} contains other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) but no report. Choose "
             f"another --output."
         )
 
@@ -56,6 +56,6 @@ def rule_name(rule: str) -> str:
 
 
 def scaling_words(found: Mapping[str, Any]) -> list[str]:
-    """Return a description of each logit-scaling setting that is not neutral."""
+    """Return a description of each logit-scaling setting that differs from its neutral value."""
     neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
     return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]

@@ -29,7 +29,10 @@ class TrainOptions(Computing, Device):
         None, "Folder for the networks", flags=("--output", "-o"), metavar="DIR", shown="networks/SUITE"
     )
     data: Path | None = option(
-        None, "Folder of the data sets (or MOLA_DATA); not needed for digits", metavar="DIR", envvar="MOLA_DATA"
+        None,
+        "Folder that contains the data sets (or set MOLA_DATA); not needed for digits",
+        metavar="DIR",
+        envvar="MOLA_DATA",
     )
     download: bool = option(False, "Download missing data sets")
     network: str | None = option(None, "Architecture", panel=RECIPE, metavar="NAME")
@@ -60,7 +63,7 @@ def train(options: TrainOptions) -> None:
     found = sorted(path.name for path in output.glob("[!.]*"))
     if found and not any(re.fullmatch(r"\d+\.(safetensors|training)", name) for name in found):
         shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise OptionError(f"{output} contains other files ({shown}) and no networks. Choose another --output.")
+        raise OptionError(f"{output} contains other files ({shown}) but no networks. Choose another --output.")
     names = ("epochs", "batch_size", "learning_rate", "weight_decay")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     data = DataOptions(directory=options.data, train=options.train_images, download=options.download)
@@ -70,5 +73,5 @@ def train(options: TrainOptions) -> None:
         paths = train_networks(training, output, progress, team)
     if not options.quiet and team.first:
         Console(highlight=False).print(
-            f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold].", soft_wrap=True
+            f"The trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold].", soft_wrap=True
         )

@@ -17,6 +17,8 @@ class ExploreOptions(Opening, Computing):
     posterior: Path | None = option(
         None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"
     )
-    port: int | None = option(None, "Port of the page", minimum=1, maximum=65535, shown="first free port from 7860 on")
+    port: int | None = option(
+        None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"
+    )
     browser: bool = option(True, "Do not open the page in a browser")
-    seed: int = option(0, "Seed of the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)
+    seed: int = option(0, "Random seed for the digits demo", panel=RUN, minimum=0, maximum=2**31 - 1)

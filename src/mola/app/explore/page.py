@@ -1,7 +1,7 @@
-"""The explorer's page: a single gradio HTML component whose script calls `Explorer.look` after every change by the user.
+"""The explorer's page: a single gradio HTML component whose script calls `Explorer.look` whenever the user changes something.
 
-Plain requests replace gradio's events, because gradio's queue loses an answer if a request arrives while the server is closing
-the stream of answers.
+Plain requests are used instead of gradio's events, because gradio's queue loses an answer if a request arrives while the server
+is closing the stream of answers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ HOST = "127.0.0.1"
 METHODS = ("MAP", "DE", "MoLA")
 ANGLES = range(-180, 181, 15)
 SLOW = 0.15
-"""Time limit per picture, in seconds. If the networks take longer, the curve over all angles is left out."""
+"""Time limit per picture, in seconds. If the networks take longer, the plot of confidence against angle is left out."""
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side length of the drawing pad, in pixels on the page, and width of a stroke, in pixels of the network input."""
+"""Side length of the drawing pad in pixels on the page, and width of a stroke in pixels of the network input."""
 
 
 def percent(share: float) -> str:
-    """Return a probability as a percentage; only exactly 0 and 1 are shown as 0 % and 100 %."""
+    """Return a probability as a percentage; only values of exactly 0 and 1 are shown as 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -52,7 +52,7 @@ TEMPLATES.filters["percent"] = percent
 
 
 class Explorer:
-    """Stateless handler for the page's requests about a subject."""
+    """Stateless handler for the page's requests, all of which concern one subject."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -68,7 +68,8 @@ class Explorer:
         return posterior.predict(self.subject.sight.inputs(images).to(device)).cpu()
 
     def _methods(self, prediction: Any) -> dict[str, Tensor]:
-        # Return the probabilities (n, C) from the first network, the mean of all networks, and the mixture of Laplace approximations.
+        # Return the probabilities (n, C) given by the first network, by the mean of all networks, and by the mixture of Laplace
+        # approximations.
         alone = prediction.logit_mean.softmax(-1)
         mean = torch.einsum("k,knc->nc", self.subject.posterior.weights.to(alone), alone)
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
@@ -85,7 +86,7 @@ class Explorer:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs of the page for a picture of the right size, after applying `change` to it."""
+        """Apply `change` to a picture of the right size, and return everything that the page shows for the result."""
         subject = self.subject
         seen = change(image, **changes)
         prediction = self._predict([seen])
@@ -137,7 +138,7 @@ def controls(subject: Subject) -> str:
 def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]:
     """Serve the page on this machine only, without blocking; return the page and its address. The caller must close the page.
 
-    If no port is given, the first free port from 7860 on is used.
+    If no port is given, the first free port from 7860 upwards is used.
     """
 
     def look(request: Mapping[str, Any]) -> str:  # not a method, since gradio sets an attribute on the function
@@ -145,7 +146,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
-            controls(explorer.subject),  # passed as `value`, since gradio evaluates templates
+            controls(explorer.subject),  # passed as `value`, because gradio would evaluate a template
             js_on_load=(ASSETS / "page.js").read_text(encoding="utf-8"),
             server_functions=[look],
             apply_default_css=False,
@@ -173,6 +174,6 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
         )
     except OSError as error:
         raise OptionError(
-            f"cannot serve on port {port} of {HOST}. Choose another port with --port, or omit --port."
+            f"cannot open port {port} on {HOST}. Choose another port with --port, or omit --port."
         ) from error
     return page, address

@@ -47,7 +47,7 @@ SLIDERS = {
     "brightness": Slider("Brightness", -0.5, 0, 0.5, 0.01),
     "contrast": Slider("Contrast (times)", 0, 1, 3, 0.05),
 }
-"""The sliders by name, in their order on the page."""
+"""Sliders keyed by name, in their order on the page."""
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,8 +103,9 @@ class Sight:
         shape = self.shape
         if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= MAX_SIDE for side in shape[1:]):
             raise OptionError(
-                f"the explorer needs networks for pictures (channels, height, width), with 1 or 3 channels and 2 to {MAX_SIDE} "
-                f"pixels per side; these networks take inputs of shape {tuple(shape)}. Use `mola predict` for these networks."
+                f"the explorer needs networks that take pictures (channels, height, width) with 1 or 3 channels and 2 "
+                f"to {MAX_SIDE} pixels per side; these networks take inputs of shape {tuple(shape)}. Use `mola "
+                f"predict` for these networks."
             )
 
     def read(self, text: str) -> Image.Image:
@@ -129,13 +130,13 @@ class Sight:
         return ImageOps.fit(image.convert(mode), (width, height), Image.Resampling.BILINEAR)
 
     def inputs(self, images: Sequence[Image.Image]) -> Tensor:
-        """Return network inputs (n, channels, height, width)."""
+        """Convert pictures to network inputs of shape (n, channels, height, width)."""
         pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
         return self.intake.normalise(pixels).to(self.intake.torch_dtype)
 
     def images(self, inputs: Tensor) -> list[Image.Image]:
-        """Return pictures from network inputs; raise `DataError` unless the inputs are normalised pixels."""
+        """Convert network inputs to pictures; raise `DataError` unless the inputs are normalised pixels."""
         mean, std = (
             torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (self.intake.mean, self.intake.std)
         )
@@ -143,14 +144,14 @@ class Sight:
         low, high = float(values.min()), float(values.max())
         if low < -0.01 or high > 1.01:
             raise DataError(
-                f"expected pixels from 0 to 1, got inputs from {low:.3g} to {high:.3g}, so a picture cannot be converted to an "
-                f"input. Fit on images or bytes, with --normalise or --mean and --std."
+                f"expected pixels from 0 to 1, but the inputs range from {low:.3g} to {high:.3g}, so a picture cannot "
+                f"be converted to an input. Fit on images or bytes, with --normalise or --mean and --std."
             )
         return [to_image(one) for one in (values.clamp(0, 1) * 255).round().to(torch.uint8)]
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Convert bytes (channels, height, width) to a picture."""
+    """Convert bytes of shape (channels, height, width) to a picture."""
     array = pixels.cpu().numpy()
     return Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
 

@@ -1,6 +1,7 @@
 """Contents of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
 
-`open_subject` reads a folder written by `mola fit`; `digits_subject` trains, fits and tunes the digits demo in a few seconds.
+`open_subject` reads a folder written by `mola fit`; `digits_subject` trains the networks of the digits demo, and fits and tunes
+their posterior, in a few seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Subject:
     reference: Reference | None
     """OOD scores of the validation data, or None if there are no validation data."""
     notes: tuple[str, ...] = ()
-    """Notes that explain why content is missing."""
+    """Notes that explain why parts of the page are missing."""
 
 
 def ood_examples(sight: Sight) -> list[Example]:
@@ -107,7 +108,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
 
 
 def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
-    """Open the `mola fit` folder given in the options."""
+    """Open the posterior's folder given in the options."""
     progress("loading networks", 0.0)
     folder = Path(str(options.posterior))
     fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)
@@ -147,8 +148,8 @@ def open_subject(options: ExploreOptions, progress: Progress = lambda doing, don
 
 
 def _examples(fitted: PosteriorFolder, named: str, sight: Sight, data: str | None) -> list[Example]:
-    # Examples are evenly spaced, since a folder of images is sorted by class. If the size of a set is unknown, its first inputs
-    # are used.
+    # The examples are evenly spaced, because the images in a folder are sorted by class. If the size of a set is unknown, its
+    # first inputs are used.
     source = fitted.open_set(named, labelled=False, directory=data, by_user=False)
     single = replace(source, intake=replace(source.intake, batch_size=1))
     usable = (

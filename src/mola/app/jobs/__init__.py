@@ -1,1 +1,1 @@
-"""Implementation of the commands: fit, predict, evaluate, export and bench."""
+"""Implementations of the commands fit, predict, evaluate, export and bench."""

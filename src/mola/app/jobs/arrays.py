@@ -27,7 +27,7 @@ NAMES = {
     "inputs": ("x", "inputs", "images", "data", "arr_0"),
     "labels": ("y", "labels", "targets", "label", "target", "arr_1"),
 }
-"""Accepted names of the arrays in a file."""
+"""Accepted names for the arrays of inputs and labels in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Arrays(Set):
     """Pixels as bytes, or network inputs, of shape (n, ...)."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches first, first + step, ..."""
+        """Yield the batches with indices first, first + step, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
         for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
@@ -50,7 +50,7 @@ class Arrays(Set):
                     values = values.permute(0, 3, 1, 2)
                 values = self.intake.normalise(values) if values.ndim == 4 else values
             if shape is not None and tuple(values.shape[1:]) != shape:
-                raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}, expected {shape}.")
+                raise DataError(f"{self.name} contains inputs of shape {tuple(values.shape[1:])}; expected {shape}.")
             names = [f"{Path(self.name).name}[{index}]" for index in range(start, start + len(values))]
             labels = None if self.labels is None else self.labels[start : start + size]
             yield finite_rows(names, values, labels, self.intake.torch_dtype)
@@ -72,7 +72,7 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
         if "pickled" in str(error):  # NumPy's message for every file in another format
             raise DataError(
-                f"{path} is not a NumPy array or archive. Pass a file that numpy.save or numpy.savez wrote."
+                f"{path} is not a NumPy array or archive. Pass a file written by numpy.save or numpy.savez."
             ) from error
         if "Object arrays" in str(error) or "Python objects" in str(error):
             raise DataError(
