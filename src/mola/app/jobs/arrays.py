@@ -68,15 +68,15 @@ def open_arrays(path: Path, intake: Intake, *, labelled: bool, likelihood: Likel
                 labels = _member(path, found, "labels") if labelled else None
     except DataError:
         raise
-    # An archive with a password raises RuntimeError.
+    # A password-protected archive raises RuntimeError.
     except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError) as error:
-        if "pickled" in str(error):  # NumPy's message for every file in another format
+        if "pickled" in str(error):  # NumPy gives this message for any file that is not in its own format
             raise DataError(
                 f"{path} is not a NumPy array or archive. Pass a file written by numpy.save or numpy.savez."
             ) from error
         if "Object arrays" in str(error) or "Python objects" in str(error):
             raise DataError(
-                f"{path} contains objects that are not numbers. Save numbers, such as x.astype('float32')."
+                f"{path} contains objects that are not numbers. Save them as numbers, for example with x.astype('float32')."
             ) from error
         raise DataError(f"{path} is damaged: {error}.") from error
     if not values.size:
@@ -103,7 +103,7 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
 
 
 def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
-    # Convert labels to types that torch supports. Dense labels keep small types. The library checks the values.
+    # Convert labels to types that torch supports. Dense labels keep small types, to save memory. The library checks the values.
     if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
         raise DataError(
             f"{path}: expected {count} rows of numbers, one for each input; got labels of shape {values.shape} and type "

@@ -26,21 +26,21 @@ SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """A posterior as a function that maps batches to columns. Any engine can apply it to partitions.
+    """A posterior as a function that maps batches to columns. Any engine can apply it to its partitions.
 
     A batch is a pandas frame or a mapping from names to NumPy arrays. The result has the same type as the batch and the same
     columns as the output of `mola predict`. Inputs are passed to the networks unchanged. Each process loads the posterior when it
     receives its first batch.
 
     Args:
-        source: path that every process can read: a folder that `mola fit --bundle` wrote, or a file that
-            `mola.export.onnx` or `mola.export.torch_export` wrote.
+        source: path that every process can read: a folder written by `mola fit --bundle`, or a file written by
+            `mola.export.onnx` or `mola.export.torch_export`.
         inputs: names of the input columns. Pass one column of arrays, or several columns of numbers in the order of the networks'
             inputs.
         keep: columns to copy to the output, such as a key.
-        shape: shape of one input; None uses the shape of a cell or, with several columns, of a row.
-        dtype: type of the inputs.
-        probabilities: add a column "probs" with a list of probabilities, one for each class.
+        shape: shape of one input; by default, the shape of a cell or, with several columns, of a row.
+        dtype: NumPy type to which the inputs are converted.
+        probabilities: whether to add a column "probs" with a list of probabilities, one for each class.
         trust: True if you trust the author of the source. Files written by `mola.export.torch_export`, and folders that name
             functions, require trust because they can run code.
         batch_size: number of inputs per forward pass, independent of the engine's batches.
@@ -72,8 +72,8 @@ class BatchPredictor:
             return {name: batch[name] for name in self.keep} | found
         import pandas
 
-        # Columns of strings and lists keep the dtype object. In an empty frame, pandas would infer another dtype, but all partitions
-        # need the same dtypes.
+        # Columns of strings and lists are given the dtype `object`. In an empty frame, pandas would infer another dtype, but all
+        # partitions need the same dtypes.
         cells = {name: [*values] if values.ndim > 1 else values for name, values in found.items()}
         kinds = {name: object for name, values in found.items() if values.ndim > 1 or values.dtype == object}
         frame = pandas.DataFrame(cells, index=batch.index).astype(kinds)
@@ -93,7 +93,7 @@ class BatchPredictor:
             rows = rows.reshape(len(rows), *shape).astype(self.dtype)
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"the inputs {', '.join(self.inputs)} cannot be converted to {self.dtype} arrays of one shape: {error}"
+                f"the inputs {', '.join(self.inputs)} cannot be converted to {self.dtype} arrays of the same shape: {error}"
             ) from error
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=tuple(range(1, rows.ndim))))
         if len(bad):
@@ -119,8 +119,8 @@ class BatchPredictor:
         file = source / DOCUMENT if source.is_dir() else source
         if not file.exists():
             raise StorageError(
-                f"{source} does not exist or is not visible to this process. Pass a folder of `mola fit` or an exported "
-                f"file that all processes can read."
+                f"{source} does not exist or is not visible to this process. Pass a folder written by `mola fit` or "
+                f"an exported file that all processes can read."
             )
         return _load(source, file.stat().st_mtime_ns, self.trust)
 

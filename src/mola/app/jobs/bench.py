@@ -33,24 +33,27 @@ class BenchOptions(Computing, Device):
     components: int | None = option(None, "Number of networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
-        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all; "
-        "not included in all: tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO), "
-        "whole (all layers)",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all, which "
+        "excludes tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO) and whole (all layers)",
         metavar="NAMES",
     )
-    results: Path = option(Path("results"), "Folder for the numbers, one JSON file per method and run", metavar="DIR")
+    results: Path = option(
+        Path("results"), "Folder for the results, with one JSON file per method and run", metavar="DIR"
+    )
     cache: Path = option(
         Path("activations"), "Folder for activations (or MOLA_CACHE)", metavar="DIR", envvar="MOLA_CACHE"
     )
     data: Path | None = option(
-        None, "Folder of the data sets (or MOLA_DATA); not needed for digits", metavar="DIR", envvar="MOLA_DATA"
+        None,
+        "Folder that contains the data sets (or set MOLA_DATA); not needed for digits",
+        metavar="DIR",
+        envvar="MOLA_DATA",
     )
     download: bool = option(False, "Download missing data sets")
-    fresh: bool = option(False, "Replace the records of these comparisons and runs")
+    fresh: bool = option(False, "Replace existing records of these comparisons and runs")
     networks: str | None = option(
         None,
-        "Folder of trained networks, or a list separated by commas: package.module:function, timm:NAME=FILE, "
-        "torchvision:NAME=FILE",
+        "Folder of trained networks, or a comma-separated list: package.module:function, timm:NAME=FILE, torchvision:NAME=FILE",
         panel=NETWORKS,
         metavar="NAMES",
         shown="networks/SUITE",
@@ -64,9 +67,9 @@ class BenchOptions(Computing, Device):
         "paper", "Corruptions of CIFAR-10-C: paper (16 types) or all (19 types)", panel=DATA, metavar="WHICH"
     )
     train_images: int | None = option(None, "Fit on at most N inputs", panel=DATA, minimum=1)
-    test_images: int | None = option(None, "Test on at most N inputs of each test set", panel=DATA, minimum=1)
-    outliers: int | None = option(None, "Use at most N inputs of each OOD set", panel=DATA, minimum=1)
-    shifted_images: int | None = option(None, "Use at most N inputs of each shifted test set", panel=DATA, minimum=1)
+    test_images: int | None = option(None, "Test on at most N inputs from each test set", panel=DATA, minimum=1)
+    outliers: int | None = option(None, "Use at most N inputs from each OOD set", panel=DATA, minimum=1)
+    shifted_images: int | None = option(None, "Use at most N inputs from each shifted test set", panel=DATA, minimum=1)
     types: tuple[str, ...] = option(
         (),
         "Corruptions of ImageNet-C, separated by commas",
@@ -76,8 +79,12 @@ class BenchOptions(Computing, Device):
         shown="all",
     )
     image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
-    cross_fit: bool = option(False, "ImageNet without training images: five folds of the validation images", panel=DATA)
-    stream: bool = option(False, "Do not store training activations: less disk space, fewer ablations", panel=DATA)
+    cross_fit: bool = option(
+        False, "ImageNet without training images: use five folds of the validation images", panel=DATA
+    )
+    stream: bool = option(
+        False, "Do not store training activations, which saves disk space but allows fewer ablations", panel=DATA
+    )
     swag: str = option(
         "",
         "snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=",

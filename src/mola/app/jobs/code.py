@@ -23,7 +23,7 @@ from mola.lab.imported import split_name
 from mola.saving.files import DOCUMENT
 
 HARMLESS = "torchvision.models"
-"""Package whose functions only build networks."""
+"""Package that a file may name, because its functions only build networks."""
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
@@ -53,7 +53,7 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
         if f"{module}.".startswith(f"{HARMLESS}."):
             return
     where = "is installed, but not in the current folder" if file is None else f"came with a posterior ({file})"
-    own_word = "" if option is None else f"If the code is yours, name it on the command line: {option} {name}. "
+    own_word = "" if option is None else f"If the code is yours, specify it on the command line: {option} {name}. "
     raise OptionError(
         f"{source} names {name}, which {where}. Importing it could run a stranger's code. {own_word}If you trust the folder, add "
         f"--trust."
@@ -75,7 +75,8 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # Return the outermost folder that contains a file, relative to the current folder. Its contents were probably downloaded together.
+    # Return the outermost folder that contains a file but not the current folder, before and after links are resolved. The
+    # contents of such a folder were probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):

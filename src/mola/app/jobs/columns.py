@@ -30,7 +30,7 @@ ORDER = ("label", "class", *FIELDS[1:3], *REGRESSION_FIELDS, "outlying", "answer
 """Fields in the order of their columns."""
 
 SEPARATOR = "|"
-"""Separator between labels in the column "class" of multi-label predictions."""
+"""Separator between labels in the "class" column of multi-label predictions."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Decisions for a posterior's folder: thresholds computed from the saved scores of the validation data.
 
-`mola fit` saves a few numbers for each validation datum with the posterior's tensors. Any false-alarm rate, error rate or
+Along with the posterior's tensors, `mola fit` saves a few numbers for each validation datum. Any false-alarm rate, error rate or
 coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
 answered, and the error rate is guaranteed for all other inputs.
 
@@ -39,16 +39,16 @@ FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA, MOST_NUMBERS = 100_000, 2**23
-"""Limits on the number of validation examples and the number of values saved. For larger sets, an evenly spaced subset is saved."""
+"""Limits on the numbers of validation examples and values that are saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
-"""Prefix of the saved tensors."""
+"""Prefix for the names of the saved tensors."""
 
 SCORE, MEANS, VARIANCES, TARGETS = "ood_score", "component_mean", "component_variance", "target"
 
 
 def decision_columns(prediction: Any, labels: Tensor, *, guarantees: bool) -> dict[str, Tensor]:
-    """Return the values to save for labelled data, by name; if `guarantees` is false, return only the OOD scores (n,).
+    """Return the values to save for labelled data, keyed by name; if `guarantees` is false, return only the OOD scores (n,).
 
     For classification, each value has shape (n,). For regression, the values are the components' means and variances (n, K, D) and the
     targets (n, D).
@@ -82,7 +82,7 @@ def read_columns(folder: Path) -> dict[str, Tensor]:
     found = {name.removeprefix(VALIDATION): one for name, one in tensors.items() if name.startswith(VALIDATION)}
     score = found.get(SCORE, torch.zeros(0))
     if score.ndim != 1 or not len(score) or score.dtype != torch.float64:
-        raise StorageError(f"{folder} does not contain scores of validation data. Fit again with `mola fit --val`.")
+        raise StorageError(f"{folder} does not contain scores for validation data. Fit again with `mola fit --val`.")
     return found
 
 
@@ -118,7 +118,7 @@ class Decisions:
     """Prediction intervals for regression; None if no coverage is given."""
 
     def apply(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the decisions for each input: "outlying" and "answer" (n,), and "set" (n, C), if their thresholds exist."""
+        """Return the decisions for each input: "outlying" (n,), "answer" (n,) and "set" (n, C), each only if its threshold exists."""
         found: dict[str, Tensor] = {}
         if self.alarm is not None:
             found["outlying"] = prediction.ood_score.double() > self.alarm
@@ -141,7 +141,7 @@ class Decisions:
 
 
 def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration, Tensor]:
-    """Return the saved calibration data and OOD scores (n,); messages refer to the option by the name `option`."""
+    """Return the saved calibration data and OOD scores (n,); error messages refer to the command-line option `option`."""
     likelihood = fitted.posterior.likelihood
     if not likelihood.mutually_exclusive:
         others = "Use --coverage for intervals" if not likelihood.classification else "Use the OOD alarm instead"
@@ -167,11 +167,11 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
-            f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
-            f"target for each datum. Fit again."
+            f"the validation scores of {fitted.folder} are invalid: expected the means and variances of "
+            f"{len(weights)} networks, and a target for each datum. Fit again."
         )
     means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
-    # Intervals use neither the noise variance nor OOD scores.
+    # The intervals use neither the noise variance nor OOD scores.
     return regression_prediction(means, variances, variances, weights), targets
 
 
@@ -226,7 +226,8 @@ def make_decisions(
     for option, given in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
         if regression and given and not fitted.posterior.is_dense:
             raise OptionError(
-                f"{option} is for classes, but {fitted.folder} is a regression. Use --coverage 0.9 for intervals."
+                f"{option} applies only to classification, but {fitted.folder} contains a regression posterior. Use "
+                f"--coverage 0.9 for intervals."
             )
     limit, answer, sets, intervals = alarm(fitted, false_alarm_rate), None, None, None
     if error_rate is not None:

@@ -1,8 +1,8 @@
 """`mola evaluate`: compare MAP, temperature or noise scaling, the deep ensemble, LLLA and MoLA on the user's test data.
 
 All methods except LLLA are derived from the posterior's prediction, so the data are read once and the networks run once. LLLA
-runs the first network a second time. The validation data are also read once: temperatures, noise and LLLA are tuned on the stored
-outputs.
+runs the first network a second time. The validation data are also read only once: temperatures, noise and LLLA are tuned on the
+stored outputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 """Guaranteed error rates and coverage for the decisions in the report."""
 
 POSITIONS = 256
-"""Number of positions drawn per input for dense outputs. Neighbours are correlated, so more positions would add little."""
+"""Number of positions drawn per input for dense outputs. Neighbouring positions are correlated, so more of them would add little."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
@@ -76,14 +76,14 @@ class EvaluateOptions(Opening, Reporting):
     """Options for `mola evaluate`."""
 
     posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
-    test: str = option(help="Labelled test data, as for `mola fit --train`", metavar="DATA")
+    test: str = option(help="Labelled test data, in any form that `mola fit --train` accepts", metavar="DATA")
     ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
     output: Path = option(
         Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
     )
     val: str | None = option(
         None,
-        "Validation data for temperatures, scaled noise and LLLA",
+        "Validation data for tuning temperatures, noise and LLLA",
         metavar="DATA",
         panel=MORE,
         shown="validation data of the fit",
@@ -100,17 +100,17 @@ class _Methods:
     # All methods, derived from one posterior. The ensemble uses the posterior's weights.
     posterior: MoLA
     single: MoLA
-    """The posterior for the first network alone, tuned by the same rule."""
+    """The posterior of the first network alone, tuned by the same rule."""
     alone: Mapping[str, Any]
-    """Methods without Laplace approximations, each with its temperature or noise factors (D,), or None if it is not scaled."""
+    """Temperature or noise factors (D,) of each method without Laplace approximations, or None if the method is not scaled."""
     sets: PredictionSets | None = None
-    """Conformal sets for classes, if the posterior's folder has enough validation data."""
+    """Conformal sets for classification, if the posterior's folder has enough validation data."""
     intervals: Mapping[float, PredictionIntervals] = field(default_factory=dict)
-    """Calibrated intervals for regression, by coverage, if the posterior's folder has enough validation data."""
+    """Calibrated intervals for regression, keyed by coverage, if the posterior's folder has enough validation data."""
 
     @property
     def own(self) -> str:
-        """Name of the posterior's method."""
+        """Name of the method that the posterior implements: LLLA for one network, and MoLA otherwise."""
         return LAPLACE if self.single is self.posterior else MIXTURE
 
     def chosen(self, method: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def run_evaluate(
     test, outliers, val, posterior = options.test, options.ood, options.val, fitted.posterior
     if len({test, *outliers}) <= len(outliers):
         raise OptionError(
-            f"each data set can be named only once, got {', '.join([test, *outliers])}. Remove the repeated name."
+            f"each data set can be given only once; got {', '.join([test, *outliers])}. Remove the repeated name."
         )
     account, together, steps = Account(), team or Team.single(), 2 + len(outliers)
 
@@ -206,8 +206,8 @@ def run_evaluate(
     }
     held_out = None
     if tuned_on is not None:
-        # A folder that was moved may name data that no longer exist.
-        absent = None if val else "name the validation data with --val DATA."
+        # A folder that was moved may refer to data that no longer exist.
+        absent = None if val else "specify the validation data with --val DATA."
         source = fitted.open_set(
             tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
         )
@@ -274,17 +274,17 @@ def _tuned(
     if held_out is None:
         lacking = "temperatures" if discrete else "scaled noise"
         notes.append(
-            f"The report has no {lacking}, because there are no validation data. Name validation data with --val."
+            f"The report has no {lacking}, because there are no validation data. Specify validation data with --val."
         )
     if posterior.is_dense:
         notes.append(
-            f"Every number is computed over at most {POSITIONS} random positions of each input. Standard errors count inputs, because "
-            f"the positions of one input are correlated."
+            f"Every number is computed over at most {POSITIONS} positions drawn at random from each input. Standard "
+            f"errors treat each input as one observation, because the positions of one input are correlated."
         )
     elif discrete and not posterior.likelihood.mutually_exclusive:
         notes.append(
-            "Every number is computed over labels: each known label of an input counts once. Standard errors count inputs, because "
-            "the labels of one input may depend on each other."
+            "Every number is computed over labels: each known label of an input counts once. Standard errors treat "
+            "each input as one observation, because the labels of one input may depend on each other."
         )
     shares = posterior.weights.tolist()
     if max(shares) - min(shares) > 1e-9:
@@ -352,7 +352,7 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
             tallies.setdefault(method, Tally()).add(columns)
     names = next((one for one in team.collect(list(tallies)) if one), None)  # a process may have no data
     if names is None:
-        raise DataError(f"{loader.source.name} has no usable input. Provide data that the networks can read.")
+        raise DataError(f"{loader.source.name} has no usable inputs. Provide data that the networks can read.")
     tallies = {method: tallies.get(method, Tally()).gather(team) for method in names}
     if loader.labelled and methods.posterior.likelihood.mutually_exclusive:
         single = tallies[SINGLE]

@@ -1,4 +1,4 @@
-"""`mola export`: write a posterior's folder as one ONNX or torch.export file."""
+"""`mola export`: export the posterior in a folder to one ONNX or torch.export file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ExportOptions(Opening, Deciding, Reporting):
     float16: bool = option(False, "Store the networks in half precision")
     outputs: tuple[str, ...] | None = option(
         None,
-        "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; for "
-        "regression mean, variance, epistemic, aleatoric, ood_score, distance",
+        "Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
+        "for regression: mean, variance, epistemic, aleatoric, ood_score, distance",
         metavar="NAMES",
         parse=parse_names,
         shown="all",
@@ -39,7 +39,7 @@ class ExportOptions(Opening, Deciding, Reporting):
 
 
 def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]:
-    """Write the files named in the options."""
+    """Write the files that the options specify."""
     if options.onnx is None and options.torch is None:
         raise OptionError("no file to write. Pass --onnx FILE, --torch FILE, or both.")
     example = fitted.example

@@ -54,17 +54,18 @@ ROWS = 1024
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """Return a job's rule with its settings, or None to keep the prior precision."""
+    """Return a job's rule with its settings, or None if the prior precision is kept."""
     name = one_of(job.rule_name, RULE_NAMES, "--rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
     given = {field: value for field, (_, value) in settings.items() if value is not None}
     for field in given:
         known = [one for one, rule in RULES.items() if hasattr(rule, field)]
         if name not in known:
-            raise OptionError(f"{settings[field][0]} is for --rule {' or '.join(known)}, got --rule {name}.")
+            raise OptionError(f"{settings[field][0]} applies only to --rule {' or '.join(known)}; got --rule {name}.")
     if job.prior_precision != 1.0 and name != "none":
         raise OptionError(
-            f"--prior-precision is for --rule none, but --rule {name} chooses the prior precision. Omit one of the two options."
+            f"--prior-precision applies only to --rule none, but --rule {name} chooses the prior precision. Omit one "
+            f"of the two options."
         )
     if name == "distance" and not job.distances:
         raise OptionError(
@@ -81,7 +82,7 @@ def check_job(job: Job) -> None:
     """Raise `OptionError` for invalid options before any data are read."""
     if job.train is None:
         raise OptionError(
-            "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
+            "there are no training data. Pass --train (a folder of images, .npz, .csv, mnist:train, or package.module:function)."
         )
     likelihood = job.meaning()
     make_intake(job, Intake(), "float32")
@@ -110,13 +111,14 @@ def run_fit(
 ) -> dict[str, Any]:
     """Fit a posterior, write its folder, and return a summary as plain values.
 
-    The processes in a team share the data, and rank 0 writes the folder. In the summary, "result" is the result in `job.toml`,
-    "notes" are the summary of the tuning and its notes, and "replaced" is true if the folder contained an earlier posterior.
+    The processes in a team share the data, and rank 0 writes the folder. In the summary, "result" is the result stored in
+    `job.toml`, "notes" contains the summary of the tuning followed by its notes, and "replaced" is true if the folder contained
+    an earlier posterior.
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
-            "--bundle copies the files of --weights into the folder. Networks with their own weights cannot be bundled."
+            "--bundle copies the files given by --weights into the folder. Networks with their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
@@ -348,15 +350,16 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Set the size that it was "
-                f"trained on with --resize HEIGHTxWIDTH (and --crop), and its channels with --mode RGB or L. {error}"
+                f"the network does not accept images of {height}x{width} pixels with {channels} channels. With "
+                f"--resize HEIGHTxWIDTH (and --crop), set the size that it was trained on, and with --mode RGB or L, "
+                f"its channels. {error}"
             ) from error
 
     def _open(self, name: str, *, labelled: bool) -> Set:
         return open_set(name, self.intake, labelled=labelled, classes=self.classes, outputs=self.outputs, job=self.job)
 
     def loader(self, source: Set, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
-        """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of all the work."""
+        """Return a loader that reads a set and reports progress from `start` to `end`, as fractions of the total work."""
         self.progress(doing, start)
 
         def on_share(share: float) -> None:
