@@ -105,7 +105,7 @@ FIT = ("fit", "--network", "lenet", "--train", "train", "--rule", "evidence")
         ("unknown data", ["predict", "POSTERIOR", "nowhere"]),
         ("not a writable folder", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "/proc/out"]),
         ("contains other files", ["fit", "--network", "lenet", "--train", "train", "--val", "val", "-o", "."]),
-        ("contains no posterior. Pass a folder that `mola fit", ["info", "train"]),
+        ("contains no posterior. Pass a folder written by `mola fit", ["info", "train"]),
         ("--crop must be", [*FIT, "--resize", "32x32", "--crop", "64"]),
         ("--std must be above 0, got 0", [*FIT, "--mean", "0", "--std", "0"]),
         ("as many means as standard deviations", [*FIT, "--mean", "0.5,0.4", "--std", "0.2"]),

@@ -165,7 +165,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
-    with pytest.raises(DataError, match=r"contains no usable input. The first: cat/a.png: cannot be decoded"):
+    with pytest.raises(DataError, match=r"contains no usable inputs. The first error: cat/a.png: cannot be decoded"):
         list(Loader(open_set(str(tmp_path / "set"), INTAKE, labelled=True), Account()))
     with pytest.raises(DataError, match="contains no image that can be decoded"):
         run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
@@ -213,7 +213,7 @@ def test_built_in_sets_by_name(monkeypatch):
     assert sum(len(rows.labels) for rows in digits.batches()) == 297
     with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
         open_set("digits:vall", Intake(), labelled=True)
-    with pytest.raises(DataError, match=r"digits:val contains inputs of shape \(1, 8, 8\), expected \(3, 6, 6\)"):
+    with pytest.raises(DataError, match=r"digits:val contains inputs of shape \(1, 8, 8\); expected \(3, 6, 6\)"):
         list(open_set("digits:val", INTAKE, labelled=True).batches())
     monkeypatch.delenv("MOLA_DATA", raising=False)
     with pytest.raises(DataError, match="no data directory"):

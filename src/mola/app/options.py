@@ -62,7 +62,10 @@ class Option:
     shown: str | None = None
     """Text shown in the help for the default value."""
     parse: Callable[[Any], Any] | None = None
-    """Function that converts a string or a value from a run file. The message of its `ValueError` describes the expected value."""
+    """Function that converts a string from the command line or a value from a run file.
+
+    The message of its `ValueError` describes the expected value.
+    """
     minimum: float | None = None
     maximum: float | None = None
     envvar: str | None = None
@@ -108,7 +111,7 @@ def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
 
 
 def options_of(kind: type) -> list[Option]:
-    """Return the declared options of a dataclass."""
+    """Return the options that a dataclass declares."""
     hints, found = get_type_hints(kind), []
     for one in fields(kind):
         declared = Option(one.name, one.default, _plain_type(hints[one.name]), **one.metadata)
@@ -155,17 +158,17 @@ FLAGS: tuple[tuple[str, Any], ...] = (
     (r"mola\.likelihoods\.Gaussian\(heteroscedastic=True\)", "--heteroscedastic"),
     (r"mola\.likelihoods\.Gaussian\(location=\.\.\., scale=\.\.\.\)", "--location and --scale"),
     (r"\b(?:the )?(rule|likelihood|link) '([\w-]+)'", _flag),
-    (r"\bPass val_loader\b", "Name them with --val"),
+    (r"\bPass val_loader\b", "Specify them with --val"),
     (r"\bval_loader\b", "--val"),
     (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
 )
-"""Patterns from the Python interface and their replacements for the command line."""
+"""Patterns in messages of the Python interface, and their replacements for the command line."""
 
 
 def in_flags(message: str, declared: Iterable[Option] = ()) -> str:
-    """Rewrite a message of the library for the command line, such as `rule='nll'` to `--rule nll`.
+    """Rewrite a message from the library for the command line; for example, `rule='nll'` becomes `--rule nll`.
 
-    The library calls an option by its argument's name, which is also the name of the declared option.
+    Messages from the library refer to an option by the name of its argument, which is also the name of the declared option.
     """
     for one in declared:
         message = re.sub(rf"(?:^|(?<=[.,:;] )){one.name}(?= must\b|: )", one.label, message)
@@ -201,7 +204,7 @@ def read_options(document: Mapping[str, Any], kind: type, command: str, path: Pa
     options = document.get("options")
     if document.get("command") != command or not isinstance(options, dict):
         raise OptionError(
-            f'{path} is not a run file of `mola {command}`: expected command = "{command}" and a table [options].'
+            f'{path} is not a run file of `mola {command}`: expected command = "{command}" and an [options] table.'
         )
     known = {one.name: one for one in options_of(kind) if one.kept}
     values = {}

@@ -22,7 +22,7 @@ class ReportOptions(Quiet):
     suites: tuple[str, ...] = option(
         (), "Names of suites", argument=True, metavar="SUITES", shown="all suites with results"
     )
-    results: Path = option(Path("results"), "Folder that `mola bench` wrote", metavar="DIR")
+    results: Path = option(Path("results"), "Folder written by `mola bench`", metavar="DIR")
     output: Path = option(
         Path("report"), "Folder for the page, the figures and the tables", flags=("--output", "-o"), metavar="DIR"
     )

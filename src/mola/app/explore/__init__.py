@@ -15,7 +15,7 @@ class ExploreOptions(Opening, Computing):
     """Options for `mola explore`."""
 
     posterior: Path | None = option(
-        None, "Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR", shown="the digits demo"
+        None, "Folder written by `mola fit`", argument=True, metavar="POSTERIOR", shown="the digits demo"
     )
     port: int | None = option(
         None, "Port on which to serve the page", minimum=1, maximum=65535, shown="first free port from 7860 upwards"

@@ -75,7 +75,7 @@ LOGITS = "DE-L"
 class EvaluateOptions(Opening, Reporting):
     """Options for `mola evaluate`."""
 
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `mola fit`", argument=True, metavar="POSTERIOR")
     test: str = option(help="Labelled test data, in any form that `mola fit --train` accepts", metavar="DATA")
     ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
     output: Path = option(

@@ -22,7 +22,7 @@ from mola.export import Pixels, Written
 class ExportOptions(Opening, Deciding, Reporting):
     """Options for `mola export`."""
 
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `mola fit`", argument=True, metavar="POSTERIOR")
     onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")
     torch: Path | None = option(None, "torch.export file to write (.pt2)", metavar="FILE")
     pixels: bool = option(False, "Accept pixels as bytes, and normalise them like the training data")

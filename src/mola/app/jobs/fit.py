@@ -138,8 +138,8 @@ def run_fit(
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # The validation data are read once, before the pass over the training data, which may take hours, so that a wrong class
-    # order is found early.
+    # The validation data are read only once, and first, so that a wrong class order is found before the pass over the training
+    # data, which may take hours.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))

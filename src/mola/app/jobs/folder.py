@@ -63,7 +63,7 @@ class PosteriorFolder:
     document: dict[str, Any]
     """Contents of `job.toml` as nested tables."""
     job: Job
-    """Options for the fit, with paths relative to the current folder."""
+    """Options of the fit, with paths relative to the current folder."""
     folder: Path
     trust: bool = False
 
@@ -84,7 +84,7 @@ class PosteriorFolder:
         """Open data by name and prepare them like the training data. Unless `by_user` is true, check code that the folder names."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
-            raise OptionError(f"{self.folder} names the data {name}, which do not exist: {absent}")
+            raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
         if not by_user and is_own_function(name):
             check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         job = replace(self.job, data=directory or self.job.data)
@@ -93,7 +93,7 @@ class PosteriorFolder:
 
 def _check_present(path: Path) -> None:
     if not (path / files.DOCUMENT).is_file():
-        raise StorageError(f"{path} contains no posterior. Pass a folder that `mola fit --output` wrote.")
+        raise StorageError(f"{path} contains no posterior. Pass a folder written by `mola fit --output`.")
 
 
 def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
@@ -112,9 +112,11 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         Intake.from_plain(result["intake"])
         shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
         if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
-            raise StorageError(f"{len(result['classes'])} names for {result['outputs']} outputs, inputs of {shapes}.")
+            raise StorageError(
+                f"found {len(result['classes'])} names for {result['outputs']} outputs, and inputs of shapes {shapes}."
+            )
         if not all(isinstance(getattr(torch, one, None), torch.dtype) for one in types):
-            raise StorageError(f"inputs of type {', '.join(types)}.")
+            raise StorageError(f"found inputs of type {', '.join(types)}.")
     except (StorageError, ValueError) as error:
         raise StorageError(f"{path / files.DOCUMENT} is damaged: {error}") from error
     return job_of(document, path / NAME), document
@@ -139,8 +141,8 @@ def open_posterior(
         if isinstance(error, StorageError) and not str(error).startswith("networks["):  # the files are damaged
             raise
         raise type(error)(
-            f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}: restore these files, or fit again with "
-            f"copies of the weights inside the folder: mola fit --config {path / NAME} --bundle"
+            f"{error} {path} was fitted on {', '.join((*job.network, *job.weights))}. Restore these files, or fit "
+            f"again with copies of the weights inside the folder: mola fit --config {path / NAME} --bundle"
         ) from error
     head = posterior.components[0].head
     if head is None or head.outputs != result["outputs"]:
@@ -158,10 +160,10 @@ def open_posterior(
 
 
 def move(module: Moved, device: str) -> Moved:
-    """Return a network, or a posterior with its networks, on a device and in evaluation mode."""
+    """Move a network, or a posterior with its networks, to a device, switch it to evaluation mode and return it."""
     try:
         place = torch.device(device)
-        torch.zeros(1, device=place).cpu()  # fails for "meta", which has no values
+        torch.zeros(1, device=place).cpu()  # fails for "meta", whose tensors have no values
         return module.to(place).eval()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -183,7 +185,7 @@ def describe_inputs(inputs: Any) -> dict[str, Any]:
 
 
 def example_of(result: dict[str, Any]) -> Any:
-    """Return a batch of 2 all-zero inputs. Masks are ones, because a fully masked input gives NaN."""
+    """Return a batch of 2 all-zero inputs. Masks are filled with ones, because a fully masked input gives NaN."""
     made = {
         one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
             2, *one["shape"], dtype=getattr(torch, one["dtype"])
@@ -196,7 +198,7 @@ def example_of(result: dict[str, Any]) -> Any:
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` for other content."""
+    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has any other content."""
     if output.is_file():
         raise OptionError(f"{output} is a file, but the posterior needs a folder. Choose another --output.")
     check_writable(output)
@@ -206,7 +208,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         kind = files.kind_of(output)
     except StorageError as error:
         raise OptionError(
-            f"{error} The folder is not replaced. Choose another --output, or remove the folder."
+            f"{error} The folder was not replaced. Choose another --output, or remove the folder."
         ) from error
     # The folder may contain a job file and files from an interrupted fit.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
@@ -214,7 +216,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
     )
     if kind not in (None, KIND) or (kind is None and strange):
-        found = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) and no posterior"
+        found = f"other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) but no posterior"
         raise OptionError(f"{output} contains {f'a saved {kind}' if kind else found}. Choose another --output.")
     return kind is not None
 

@@ -49,7 +49,7 @@ class Opening(Device):
 
     data: str | None = option(
         None,
-        "Folder of the built-in data sets (or MOLA_DATA)",
+        "Folder that contains the built-in data sets (or set MOLA_DATA)",
         metavar="DIR",
         envvar="MOLA_DATA",
         panel=MORE,
@@ -63,7 +63,7 @@ class Opening(Device):
     )
     trust: bool = option(
         False,
-        "Trust the folder: allow the functions that it names, which can run code",
+        "Trust the folder: import and run the functions that it names",
         panel=MORE,
         kept=False,
     )
@@ -77,12 +77,12 @@ class Deciding:
         None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
     )
     error_rate: float | None = option(
-        None, "Selective prediction: largest fraction of wrong answers among all answers", panel=DECISIONS
+        None, "Selective prediction: maximum fraction of answers that are wrong", panel=DECISIONS
     )
     certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
     coverage: float | None = option(
         None,
-        "Conformal prediction sets (intervals for regression) that contain this fraction of the true labels",
+        "Conformal sets (for regression, intervals) that contain the true value for this fraction of inputs",
         panel=DECISIONS,
     )
 

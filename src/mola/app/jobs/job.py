@@ -60,7 +60,7 @@ def parse_size(value: Any) -> int | tuple[int, int]:
     """Return a length in pixels, or the height and width from a list or a string such as 224x160."""
     found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", _joined(value, "x").lower())
     if found is None:
-        raise ValueError("a length in pixels, or height and width such as 224x160")
+        raise ValueError("a length in pixels, or a height and width such as 224x160")
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
 
 
@@ -70,7 +70,7 @@ def _joined(value: Any, separator: str) -> str:
 
 
 def parse_class_names(value: Any) -> int | tuple[str, ...]:
-    """Return the number of classes, or class names from a list, a comma-separated string or the lines of a file."""
+    """Return the number of classes, or the class names read from a list, a comma-separated string or the lines of a file."""
     expected = "a number, two or more different names separated by commas, or a file with one name on each line"
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit()):
         return int(value)
@@ -97,7 +97,7 @@ class Job:
 
     weights: tuple[str, ...] = option(
         (),
-        "Files of trained weights, one for each network (safetensors or torch.save), or a folder (also --weights)",
+        "Files of trained weights (safetensors or torch.save), one per network, or a folder of them; also --weights",
         argument=True,
         flags=("--weights",),
         metavar="WEIGHTS",
@@ -112,7 +112,7 @@ class Job:
     )
     train: str | None = option(
         None,
-        "Training data: a folder of images for each class, .npz, .csv, mnist:train, or module:function",
+        "Training data: a folder with one subfolder of images per class, .npz, .csv, mnist:train, or module:function",
         metavar="DATA",
         is_path=True,
     )
@@ -128,16 +128,20 @@ class Job:
     )
     classes: int | tuple[str, ...] | None = option(
         None,
-        "Class names in output order (a,b,c or a file), or a number",
+        "Class names in output order (a,b,c or a file), or the number of classes",
         metavar="NAMES",
         parse=parse_class_names,
     )
     data: str | None = option(
-        None, "Folder of the built-in data sets (or MOLA_DATA)", metavar="DIR", envvar="MOLA_DATA", is_path=True
+        None,
+        "Folder that contains the built-in data sets (or set MOLA_DATA)",
+        metavar="DIR",
+        envvar="MOLA_DATA",
+        is_path=True,
     )
     download: bool = option(False, "Download missing built-in data sets")
     strict: bool = option(False, "Stop at the first input that cannot be used")
-    trust: bool = option(False, "Allow functions named in --config, which can run code", kept=False)
+    trust: bool = option(False, "Trust the --config file: import and run the functions that it names", kept=False)
 
     resize: int | tuple[int, int] | None = option(
         None,
@@ -157,7 +161,7 @@ class Job:
     )
     mean: tuple[float, ...] | None = option(
         None,
-        "Pixel statistics instead of --normalise: 0.5 or 0.49,0.48,0.45",
+        "Mean and standard deviation of pixels, instead of --normalise: 0.5 or 0.49,0.48,0.45",
         panel=PREPARATION,
         metavar="X",
         parse=parse_numbers,
@@ -172,28 +176,32 @@ class Job:
     mixing: str = option("uniform", f"Mixture weights: {', '.join(WEIGHTINGS)}", panel=METHOD, metavar="NAME", shown="")
     head: str | None = option(None, "Name of the last layer [default: detected]", panel=METHOD, metavar="NAME")
     prior_precision: float = option(1.0, "Prior precision for --rule none", panel=METHOD)
-    threshold: float | None = option(None, "Smallest mean confidence, for --rule threshold", panel=METHOD)
+    threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "Accepted increase in log loss for lower confidence far from the data: 0.02 means 2 %; loss means the log loss of "
-        "--rule threshold",
+        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; loss means "
+        "up to the log loss of --rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
-    distances: bool = option(True, "Omit distances from the classes to save memory", panel=METHOD)
+    distances: bool = option(True, "Do not compute class distances, to save memory", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
-        None, "Regression: noise std. deviation [default: estimated]", panel=OTHER, metavar="X", parse=parse_numbers
+        None,
+        "Regression: standard deviation of the noise [default: estimated]",
+        panel=OTHER,
+        metavar="X",
+        parse=parse_numbers,
     )
     location: tuple[float, ...] | None = option(
-        None, "Regression: mean and std. deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
+        None, "Regression: mean and standard deviation of the targets", panel=OTHER, metavar="X", parse=parse_numbers
     )
     scale: tuple[float, ...] | None = option(None, panel=OTHER, metavar="X", parse=parse_numbers)
     heteroscedastic: bool = option(False, "Regression: networks output log-variances after the means", panel=OTHER)
     positions: str = option(
-        "all", "Dense outputs: positions to use; all, average, or a number", panel=OTHER, metavar="WHICH"
+        "all", "Dense outputs: positions to use (all, average, or a number)", panel=OTHER, metavar="WHICH"
     )
     ignore_index: int = option(IGNORE_INDEX, "Dense outputs: label to ignore", panel=OTHER)
 
@@ -208,7 +216,7 @@ class Job:
         given = {name: value for name, value in given.items() if value not in (None, False)}
         if given and not isinstance(likelihood, Gaussian):
             raise OptionError(
-                f"--{next(iter(given))} is for --likelihood gaussian, got --likelihood {self.likelihood}."
+                f"--{next(iter(given))} applies only to --likelihood gaussian; got --likelihood {self.likelihood}."
             )
         return replace(likelihood, **given) if isinstance(likelihood, Gaussian) else likelihood
 

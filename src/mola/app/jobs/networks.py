@@ -2,7 +2,7 @@
 
 | name | network |
 |---|---|
-| `lenet`, `resnet-20`, ... | a network of `mola.lab.models`, with weights from files |
+| `lenet`, `resnet-20`, ... | a network from `mola.lab.models`, with weights from files |
 | `package.module:function` | the network that the function returns, with its own weights or weights from files |
 | `timm:NAME` | a timm architecture, with weights from files |
 | a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
@@ -39,20 +39,20 @@ KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""Suffix of an architecture's name, and the class that loads such architectures."""
+"""Suffixes of architecture names, each with the transformers class that loads such architectures."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """Networks that are ready to be fitted."""
+    """Networks with loaded weights, ready for fitting."""
 
     networks: list[nn.Module]
     files: list[Path]
     """Files that contain the weights."""
     hints: Intake
-    """Preparation of inputs, from the configuration of the networks."""
+    """Preparation of inputs that the networks' configuration specifies."""
     classes: tuple[str, ...] | None = None
-    """Class names from the configuration of the networks."""
+    """Class names that the networks' configuration specifies."""
 
 
 def weight_files(names: Sequence[str]) -> list[Path]:
@@ -80,7 +80,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     """Build the networks and load their weights."""
     if not names:
         raise OptionError(
-            "there is no network. Pass --network, such as lenet, package.module:function or a Hugging Face folder."
+            "there is no network. Specify one with --network, such as lenet, package.module:function or a Hugging Face folder."
         )
     files = weight_files(weights)
     takers = [name for name in names if not is_folder(name)]
@@ -90,8 +90,8 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
     if files and len(files) != len(takers):
         raise OptionError(
             f"got {counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} without weights "
-            f"({', '.join(takers) or 'none'}). Pass one network for all files, or one network for each file. Folders contain their "
-            f"own weights."
+            f"({', '.join(takers) or 'none'}). Pass one network for all files, or one network for each file. Hugging "
+            f"Face folders contain their own weights."
         )
     rest = iter(files)
     networks = [
@@ -125,15 +125,15 @@ def is_folder(name: str) -> bool:
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
     if name in MODELS or name.startswith(TIMM):
         if path is None:
-            raise OptionError(f"{name} has no trained weights. Pass the files of its weights with --weights.")
+            raise OptionError(f"{name} has no trained weights. Pass its weight files with --weights.")
         build: Callable[[int], nn.Module] = (
             timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
         )
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
             raise OptionError(
-                f"expected weights for {classes} classes, but {path} contains weights for {found} classes. In `mola fit`, omit "
-                f"--classes or name all {found} classes."
+                f"expected weights for {classes} classes, but {path} contains weights for {found} classes. In `mola "
+                f"fit`, omit --classes or list all {found} classes."
             )
         network = build(classes or found or 10)
     elif is_imported(name):
@@ -156,11 +156,11 @@ def _imported(name: str) -> nn.Module:
         network = import_builder(name)()
     except MolaError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise any exception
         raise OptionError(
             f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that returns the network."
         ) from error
-    return getattr(network, "_orig_mod", network)  # the module wrapped by torch.compile, which hides the layers
+    return getattr(network, "_orig_mod", network)  # unwrap the module, because torch.compile hides its layers
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
@@ -197,7 +197,8 @@ def load_transformers(folder: Path) -> nn.Module:
         raise OptionError(f"{folder} contains no {CONFIG}. Pass a Hugging Face folder with {CONFIG} and {WEIGHTS}.")
     if not any(folder.glob("*.safetensors")):
         raise StorageError(
-            f"{folder / WEIGHTS} does not exist. Weights are read only from safetensors. Save the model again with save_pretrained."
+            f"{folder / WEIGHTS} does not exist. Weights are read only from safetensors files. Save the model again "
+            f"with save_pretrained."
         )
     architectures = _read_json(folder / CONFIG).get("architectures") or ["none"]
     kind = next((KINDS[end] for end in KINDS if str(architectures[0]).endswith(end)), None)
@@ -211,13 +212,13 @@ def load_transformers(folder: Path) -> nn.Module:
         network, info = getattr(transformers, kind).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # damaged files raise many kinds of error
+    except Exception as error:  # damaged files can raise many kinds of error
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
     if absent:
         raise StorageError(
-            f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more), which would be random. Save "
+            f"{folder} lacks some of the network's weights ({absent[0]} and {len(absent) - 1} more), which would be random. Save "
             f"the model again."
         )
     loaded: nn.Module = network
@@ -225,7 +226,7 @@ def load_transformers(folder: Path) -> nn.Module:
 
 
 def folder_hints(folder: Path) -> tuple[Intake, tuple[str, ...] | None]:
-    """Return the image preparation and the class names from a Hugging Face folder, if any."""
+    """Return the image preparation and the class names that a Hugging Face folder specifies, if any."""
     names = _read_json(folder / CONFIG).get("id2label") or {}
     classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
     if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
@@ -261,7 +262,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Intake:
-    """Return the image preparation from timm's configuration of a network."""
+    """Return the image preparation that timm's configuration of a network specifies."""
     found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
     mean, std = _statistics(found, "mean", "std")
     if not found.get("input_size"):

@@ -43,12 +43,12 @@ class Pictures(Set):
 
     paths: tuple[Path, ...]
     names: tuple[str, ...]
-    """Names of the images in messages and results."""
+    """Names that identify the images in messages and results."""
     errors: tuple[str | None, ...]
     """Reasons why images are unusable, if known before their files are opened; None for all other images."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches first, first + step, ...; the next batch is decoded while the current batch is used."""
+        """Yield the batches with indices first, first + step, ...; the next batch is decoded while the current batch is used."""
         size = self.intake.batch_size
         places = range(len(self.paths))
         starts = places[first * size :: step * size]
@@ -132,8 +132,9 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     unknown = [name for name in found if name not in order]
     if unknown:
         raise DataError(
-            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes ({_first_names(order)}). Name the "
-            f"subfolders like the classes, or fit with `mola fit --classes` and all names in the order of the networks' outputs."
+            f"{root} has the subfolder {unknown[0]!r}, which is not one of the {len(order)} classes "
+            f"({_first_names(order)}). Name the subfolders after the classes, or fit with `mola fit --classes`, "
+            f"listing all names in the order of the networks' outputs."
         )
     labels = [order.index(path.parts[0]) if len(path.parts) > 1 else BAD_ROW for path in inside]
     errors = tuple("is not in the subfolder of a class" if label == BAD_ROW else None for label in labels)
@@ -170,7 +171,7 @@ def list_csv(
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}.") from error
     if heading and not rows:
-        raise DataError(f"{path} has a heading but no rows. Add one row for each image.")
+        raise DataError(f"{path} has a header but no rows. Add one row for each image.")
     where = _column(heading, PATH_COLUMNS, f"{path} has no column of paths")
     texts = [(row.get(where) or "").strip() for row in rows]
     labels = order = None
@@ -262,7 +263,7 @@ def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
         pixels, words = read_pixels(path, replace(source.intake, mode=mode, shape=None))
         if pixels is not None:
             found[mode, tuple(pixels.shape)] += 1
-        first = first or f" The first: {source.names[place]}: {words}."
+        first = first or f" The first error: {source.names[place]}: {words}."
     if not found:
         raise DataError(f"{source.name} contains no image that can be decoded.{first}")
     return found.most_common(1)[0][0]

@@ -1,7 +1,7 @@
 """`mola predict`: predict with the posterior in a folder, and write the prediction for each input to a file.
 
-Process r of R predicts batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the order
-of the data. Each process holds at most one batch, and the processes need no shared file system.
+Process r of R handles batches r, r + R, r + 2R and so on. After each round, rank 0 collects the results and writes them in the
+order of the data. Each process holds at most one batch, and the processes need no shared file system.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mola.posterior import MoLA
 class PredictOptions(Opening, Deciding, Reporting):
     """Options for `mola predict`."""
 
-    posterior: Path = option(help="Folder that `mola fit` wrote", argument=True, metavar="POSTERIOR")
+    posterior: Path = option(help="Folder written by `mola fit`", argument=True, metavar="POSTERIOR")
     inputs: str = option(
         help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function",
         argument=True,
@@ -51,14 +51,14 @@ class PredictOptions(Opening, Deciding, Reporting):
 def summary_sentence(found: dict[str, Any]) -> str:
     """Return the summary of `run_predict` as a sentence."""
     if "std" in found:
-        words = f"mean standard deviation {found['std']:.4g}, {100 * found['epistemic_share']:.1f} % of the variance epistemic, "
-        words += f"intervals {found['width']:.4g} wide"
+        words = f"mean standard deviation {found['std']:.4g}, epistemic share of the variance {100 * found['epistemic_share']:.1f} %, "
+        words += f"mean interval width {found['width']:.4g}"
     else:
-        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f}, epistemic part "
-        words += f"{found['epistemic']:.3f}"
+        words = f"mean confidence {found['confidence']:.3f}, mean entropy {found['entropy']:.3f} (epistemic part "
+        words += f"{found['epistemic']:.3f})"
     for name, what in (("outlying", "outlying"), ("answer", "to answer")):
         words += f", {100 * found[name]:.1f} % {what}" if name in found else ""
-    words += f", {found['set_size']:.2f} classes in a set" if "set_size" in found else ""
+    words += f", {found['set_size']:.2f} classes per set on average" if "set_size" in found else ""
     at = f" at {counted(found['positions'], 'position')}" if "positions" in found else ""
     return f"Predicted {counted(found['count'], 'input')}{at} in {found['seconds']:.1f} s: {words}."
 
@@ -69,9 +69,9 @@ def run_predict(
     progress: Progress = lambda doing, done: None,
     team: Team | None = None,
 ) -> dict[str, Any] | None:
-    """Predict every input in a set, batch by batch, and write each batch as soon as it is predicted.
+    """Make predictions for a set, batch by batch, and write each batch as soon as it is ready.
 
-    Unusable inputs also have a row, which gives the reason. Rank 0 of a team writes the file and returns a summary as plain
+    Unusable inputs also get a row, which gives the reason. Rank 0 of a team writes the file and returns a summary as plain
     values: counts, the means of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. All other
     ranks return None.
     """
@@ -127,7 +127,7 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
             f"--probabilities. Rows contain the mean, the standard deviation and an interval."
         )
     if probabilities and posterior.is_dense and output.suffix != ARRAYS:
-        raise OptionError(f"--probabilities of dense outputs can be written only to {ARRAYS} files, got {output}.")
+        raise OptionError(f"--probabilities of dense outputs can be written only to {ARRAYS} files; got {output}.")
 
 
 def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arrays: bool) -> Iterator[Portion]:
@@ -150,6 +150,6 @@ def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
     more = True
     while more:
         everyone = team.collect(next(own, None))
-        # Batches are distributed in turns. If a process has no batch in this round, this is the last round.
+        # Batches are assigned to the processes in turn. If a process has no batch in this round, this is the last round.
         more = None not in everyone
         yield from (portion for portion in everyone if team.first and portion is not None)

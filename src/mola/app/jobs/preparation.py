@@ -26,7 +26,7 @@ class Intake:
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
-    """Side of the square crop. `resize` and `crop` are described in `mola.lab.data.folder.Preparation`."""
+    """Side length of the square crop. `resize` and `crop` are described in `mola.lab.data.folder.Preparation`."""
     mode: str | None = None
     """"RGB" or "L"; None until the training images are read."""
     mean: tuple[float, ...] = (0.0,)
@@ -34,19 +34,19 @@ class Intake:
     shape: tuple[int, ...] | None = None
     """Shape of one input without the batch dimension; None until the training data are read."""
     dtype: str = "float32"
-    """Type of floating-point inputs, which is the networks' type."""
+    """Floating-point type of the inputs, the same as that of the networks."""
     batch_size: int = 256
     workers: int = 2
     """Number of threads that decode images."""
 
     @property
     def prepare(self) -> Preparation:
-        """Conversion of a decoded image to bytes."""
+        """Function that converts a decoded image to bytes."""
         return Preparation(self.resize, self.crop, self.mode or "RGB")
 
     @property
     def normalise(self) -> Normalisation:
-        """Conversion of bytes to inputs."""
+        """Function that converts bytes to inputs."""
         return Normalisation(self.mean, self.std)
 
     @property

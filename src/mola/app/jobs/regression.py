@@ -1,4 +1,4 @@
-"""Regression networks without Laplace approximations, and the metrics stored in a folder's document."""
+"""Predictions of regression networks without Laplace approximations, and the metrics stored in a folder's document."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def networks_alone(
 ) -> RegressionPrediction:
     """Return the prediction of a posterior's first `count` networks without Laplace approximations.
 
-    The noise is the value before tuning (`untuned_noise`), multiplied by `factors` (D,) if given.
+    The standard deviation of the noise is its value before tuning (`untuned_noise`), multiplied by `factors` (D,) if given.
     """
     means = prediction.component_mean[:count]
     noise = prediction.component_noise[:count] * untuned_noise(posterior)[:count, None].to(means)
@@ -53,13 +53,13 @@ def regression_prediction(
 ) -> RegressionPrediction:
     """Return a prediction without an outlier score from the components' means, variances and noise variances (K, n, D)."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
-    # Plain networks have no outlier score of their own; for every method, the variance of the prediction is used as the score.
+    # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
     fields["ood_score"] = means.new_zeros(means.shape[1])
     return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
 
 
 def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
-    """Return the maximum-likelihood noise factors (D,) of the first `count` networks on all processes' validation data."""
+    """Return the maximum-likelihood noise factors (D,) of the first `count` networks on the validation data of all processes."""
     given, targets = [], None
     if len(held_out):
         prediction = posterior.predict_from_features(held_out.phi, held_out.outputs)

@@ -37,12 +37,12 @@ class Rows(NamedTuple):
         """Raise `DataError` for the first input that has an error."""
         for name, error in zip(self.names, self.errors, strict=True):
             if error is not None:
-                raise DataError(f"{name}: {error} (with --strict, no input is left out).")
+                raise DataError(f"{name}: {error} (with --strict, no input may be left out).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Set:
-    """A data set that the user named."""
+    """A data set specified by the user."""
 
     name: str
     intake: Intake
@@ -54,7 +54,7 @@ class Set:
     """Number of inputs, if known."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches first, first + step, first + 2 step, ..., so that several processes can share a set."""
+        """Yield the batches with indices first, first + step, first + 2 step, ..., so that several processes can share a set."""
         raise NotImplementedError
 
 
@@ -76,11 +76,13 @@ class Account:
     def require_some(self, count: int, where: str) -> None:
         """Raise `DataError` with the first reason if no input in a set could be used."""
         if count == 0:
-            first = next((f" The first: {name}: {why}." for name, why in self.left_out.get(where, {}).items()), "")
-            raise DataError(f"{where} contains no usable input.{first}")
+            first = next(
+                (f" The first error: {name}: {why}." for name, why in self.left_out.get(where, {}).items()), ""
+            )
+            raise DataError(f"{where} contains no usable inputs.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """Return one line for each of the first few inputs left out of each set, and the number of remaining ones."""
+        """Return lines that list the first few inputs left out of each set and give the number of others."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")
@@ -131,7 +133,7 @@ class Loader:
 
 
 def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> Iterator[Rows]:
-    """Yield the batches for this process and report the fraction that has been read, or 0.5 if the size is unknown."""
+    """Yield the batches for this process and report the fraction of the set that has been read, or 0.5 if its size is unknown."""
     seen = 0
     for rows in source.batches(team.rank, team.size):
         seen += len(rows.names) * team.size
@@ -147,7 +149,7 @@ def as_loaded(rows: Rows) -> Any:
 
 
 def finite_rows(names: Sequence[str], inputs: Inputs, labels: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Return rows of tensors with the given floating-point type, leaving out inputs that are not finite. Labels are not checked."""
+    """Convert tensors to rows of the given floating-point type, omitting inputs that are not finite. Labels are not checked."""
     errors: list[str | None] = [None] * len(names)
     for tensor in tree_leaves(inputs):
         if tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""Open named data as data sets.
+"""Open data sets by name.
 
 | name | data |
 |---|---|
@@ -51,7 +51,7 @@ class Own(Set):
     labelled: bool
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Call the function and yield the batches first, first + step, ..."""
+        """Call the function and yield the batches with indices first, first + step, ..."""
         start = 0
         for index, raw in enumerate(self._raw_batches()):
             where = f"batch {index} of {self.name}"
@@ -72,7 +72,7 @@ class Own(Set):
             yield from self.function()
         except MolaError:
             raise
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # the user's code may raise any exception
             raise DataError(
                 f"{self.name} failed ({type(error).__name__}: {error}): expected a function without arguments that returns batches "
                 f"of (inputs, labels)."
@@ -118,8 +118,8 @@ def open_set(
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
-            f"{name} has one class for each image, but --likelihood {likelihood.name} needs a number for each output. Pass .npz with "
-            f"x and y, .csv with a column for each output, or package.module:function."
+            f"{name} has one class for each image, but --likelihood {likelihood.name} needs a number for each output. "
+            f"Pass an .npz file with x and y, a .csv file with a column for each output, or package.module:function."
         )
     if built_in:
         return _open_built_in(name, intake, job, labelled=labelled)
@@ -134,16 +134,16 @@ def open_set(
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs, likelihood=likelihood)
         if path.suffix.lower() in ENDINGS and not labelled:
             return pictures(str(path), [path], [path.name], intake)
-        raise DataError(f"{path} has an unknown format. Pass a folder of images, .npz, .npy or .csv.")
+        raise DataError(f"{path} has an unknown format. Pass a folder of images, or an .npz, .npy or .csv file.")
     if is_own_function(name):
         module, attribute = split_name(name)
         try:
             function = import_function(name)
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # the user's code may raise any exception
             if isinstance(error, AttributeError) and module in sys.modules:
                 near = did_you_mean(attribute, dir(sys.modules[module]))
                 raise OptionError(
-                    f"module {module!r} has no {attribute!r}, a function that returns batches.{near}"
+                    f"module {module!r} has no function {attribute!r} that returns batches.{near}"
                 ) from error
             near = did_you_mean(module, BUILT_IN) if attribute in SPLITS else ""
             raise OptionError(
@@ -154,8 +154,8 @@ def open_set(
         return Own(name=name, intake=intake, function=function, labelled=labelled)
     hint = "" if is_path(name) or path.suffix else did_you_mean(name.partition(":")[0], BUILT_IN)
     raise OptionError(
-        f"unknown data {name!r}: the file or folder does not exist.{hint} The built-in sets are {', '.join(BUILT_IN)}. Name your "
-        f"own function as package.module:function."
+        f"unknown data {name!r}: the file or folder does not exist.{hint} The built-in sets are "
+        f"{', '.join(BUILT_IN)}. Specify your own function as package.module:function."
     )
 
 

@@ -43,7 +43,7 @@ def check_output(output: Path, data: str) -> None:
     """Raise `OptionError`, before any work, if the output cannot be written or is the input file."""
     source = Path(data).expanduser()
     if output.exists() and source.exists() and output.samefile(source):
-        raise OptionError(f"{output} is the file of the data, which would be overwritten. Choose another --output.")
+        raise OptionError(f"{output} is the input file, which would be overwritten. Choose another --output.")
     if output.suffix not in (*TABLES, ARRAYS):
         raise OptionError(
             f"--output must be a file name that ends in one of {', '.join((*TABLES, ARRAYS))}; got {output}."
@@ -61,7 +61,7 @@ def check_output(output: Path, data: str) -> None:
 
 @contextmanager
 def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
-    """Yield a writer for the file type of the output. The file gets its final name if the block ends without an error."""
+    """Yield a writer for the file type of the output. The file gets its final name only if the block ends without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         partial = stack.enter_context(partial_file(output))
@@ -71,7 +71,10 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
 
 
 class Writer:
-    """Writer of predictions in batches. Batches are held back until a batch that contains a usable input determines the columns."""
+    """Base class of writers, which write predictions in batches.
+
+    Batches are held back until a batch that contains a usable input determines the columns.
+    """
 
     def __init__(self) -> None:
         self.first: Portion | None = None
