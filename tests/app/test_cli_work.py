@@ -42,7 +42,7 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_pa
     strangers = {
         "saved swag": {"posterior.json": json.dumps(sealed(document | {"kind": "swag"}))},
         "not written by mola": {"posterior.json": "{}"},
-        "contains other files (notes.txt) and no posterior": {"notes.txt": "mine"},
+        "contains other files (notes.txt) but no posterior": {"notes.txt": "mine"},
     }
     for index, (words, files) in enumerate(strangers.items()):
         folder = tmp_path / str(index)

@@ -66,7 +66,9 @@ def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_pa
     assert len(account) == 5, "read twice, counted once"
     assert any("5 inputs left out" in line for line in account.lines())
     assert any("and 2 more" in line for line in account.lines(shown=3))
-    with pytest.raises(DataError, match=r"(cannot be decoded|pixels|subfolder).*with --strict, no input is left out"):
+    with pytest.raises(
+        DataError, match=r"(cannot be decoded|pixels|subfolder).*with --strict, no input may be left out"
+    ):
         list(Loader(loader.source, Account(), strict=True))
 
 
@@ -116,14 +118,14 @@ NO_DATA = {
     "an empty table": (text("set.csv", ""), "set.csv", "no column of paths.*found nothing"),
     "no rows": (text("set.csv", "path,label\n"), "set.csv", "no rows"),
     "no text": (text("set.csv", "path,label\nx\x00,1\n\udcff"), "set.csv", "cannot be read as CSV"),
-    "no inputs": (archive(a=ROWS), "set.npz", "contains no inputs: expected an array called x, inputs"),
+    "no inputs": (archive(a=ROWS), "set.npz", "contains no inputs: expected an array with one of the names x, inputs"),
     "no labels": (archive(x=ROWS), "set.npz", r"set\.npz contains no labels"),
     "one number for each": (archive(x=LABELS, y=LABELS), "set.npz", "one row for each"),
     "empty inputs": (archive(x=ROWS[:0], y=LABELS[:0]), "set.npz", r"at least one input, got inputs of shape \(0, 2\)"),
     "words": (archive(x=np.array([["a"], ["b"]]), y=LABELS), "set.npz", "one row for each"),
     "long doubles": (archive(x=ROWS.astype(np.longdouble), y=LABELS), "set.npz", "at most 64 bits"),
     "a label too many": (archive(x=ROWS, y=np.zeros(3)), "set.npz", "expected 2 rows"),
-    "objects": (archive(x=ROWS, y=np.array([{}, []], dtype=object)), "set.npz", "not numbers. Save numbers"),
+    "objects": (archive(x=ROWS, y=np.array([{}, []], dtype=object)), "set.npz", "not numbers. Save them as numbers"),
     "no archive": (text("set.npz", "no archive"), "set.npz", "not a NumPy array"),
     "an odd archive": (odd_archive, "set.npz", "damaged"),
     "a cut array": (cut_array, "set.npy", "damaged"),
@@ -167,7 +169,7 @@ def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_pa
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
     with pytest.raises(DataError, match=r"contains no usable inputs. The first error: cat/a.png: cannot be decoded"):
         list(Loader(open_set(str(tmp_path / "set"), INTAKE, labelled=True), Account()))
-    with pytest.raises(DataError, match="contains no image that can be decoded"):
+    with pytest.raises(DataError, match="contains no images that can be decoded"):
         run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
 
 
@@ -225,7 +227,7 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
     first = next(iter(Loader(source, Account())))
     assert first.keys() == {"input", "labels"}
     for name, words in (
-        ("gone", "has no 'gone'"),
+        ("gone", "has no function 'gone'"),
         ("number", "expected a function.*is a int"),
         ("failing", "failed .RuntimeError: the disk is gone"),
     ):

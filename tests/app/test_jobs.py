@@ -100,8 +100,8 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"rule": "best"}, "--rule must be one of"),
         ({"val": None}, "needs validation data"),
         ({"val": None, "rule": "none", "mixing": "stacking"}, "--mixing stacking needs validation data"),
-        ({"rule": "nll", "threshold": 0.9}, "--threshold is for --rule threshold"),
-        ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision is for --rule none"),
+        ({"rule": "nll", "threshold": 0.9}, "--threshold applies only to --rule threshold"),
+        ({"rule": "nll", "prior_precision": 2.0}, "--prior-precision applies only to --rule none"),
         ({"rule": "distance", "price": 2.0}, "price must be a number"),
         ({"rule": "distance", "val": None}, "--rule distance needs validation data"),
         ({"rule": "distance", "distances": False}, "--no-distances"),
@@ -173,7 +173,7 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
         shutil.copy(source, path)
     run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
     shutil.copy(desk.weights()[2], paths[1])
-    with pytest.raises(StorageError, match=r"networks\[1\].*differ.*restore"):
+    with pytest.raises(StorageError, match=r"networks\[1\].*differ.*Restore"):
         open_posterior(tmp_path / "posterior")
     paths[1].unlink()
     with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):

@@ -4,9 +4,9 @@
     class Options:
         seed: int = option(0, "Random seed", minimum=0)
 
-`mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file that
-repeats a run. Paths declared with `is_path=True` are stored relative to the file, so that a folder can be moved together with the
-files that it names.
+`mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file
+with which a run can be repeated. Paths declared with `is_path=True` are stored relative to the file, so that a folder can be
+moved together with the files that it names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     Path: ("a path", lambda value: isinstance(value, str)),
     tuple: ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
-"""Description and check of the value expected in a run file, for each field type."""
+"""For each field type, a description of the value expected in a run file, and a check of the value."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Option:
     argument: bool = False
     """True if the value can be given without a flag. An argument may also have flags."""
     is_path: bool = False
-    """True if values that look like paths are treated as names of files or folders."""
+    """True if values that look like paths are treated as paths."""
     names: Collection[str] = ()
     """Values that are never treated as paths."""
     kept: bool = True
@@ -138,7 +138,7 @@ def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
 
 
 def parse_names(value: str | list[str]) -> tuple[str, ...]:
-    """Return names from a list or a comma-separated string."""
+    """Return the names in a list or a comma-separated string."""
     return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
 
 

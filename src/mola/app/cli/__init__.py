@@ -64,7 +64,7 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection and selective prediction.
 
-    Start with `mola demo`, or fit and evaluate a posterior. This example trains its networks first:
+    Start with `mola demo`, or fit and evaluate a posterior. The following example first trains its own networks:
 
         mola train digits
 
@@ -72,7 +72,8 @@ def _options(
 
         mola evaluate posterior --test digits:test
 
-    Several processes can share the work of fit, evaluate, predict, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
+    With torchrun, several processes can share the work of fit, evaluate, predict, train and bench:
+    torchrun --nproc-per-node=4 -m mola fit ...
 
     Exit codes: 0 success; 1 error, with one line on stderr; 2 usage error; 3 success, but some inputs were left out; 130
     interrupted.

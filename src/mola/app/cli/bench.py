@@ -32,8 +32,8 @@ def bench(options: BenchOptions) -> None:
         folder = run_bench(options, progress, team)
     if not options.quiet and team.first:
         Console(highlight=False).print(
-            f"Records are in [bold]{escape(str(folder))}[/bold]. Show them with: mola report {folder.name} --results "
-            f"{escape(str(options.results))}",
+            f"Records are in [bold]{escape(str(folder))}[/bold]. To show them, run: mola report {folder.name} "
+            f"--results {escape(str(options.results))}",
             soft_wrap=True,
         )
 

@@ -151,7 +151,7 @@ class Command(TyperCommand):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each topic. Arguments are listed with the common options."""
+        """Write a section of options for each topic. Arguments are listed with the common options."""
         panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         shown: list[Any] = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         for one in shown:
@@ -179,7 +179,7 @@ class Commands(TyperGroup):
     """The group of all commands, whose help lists them by topic."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each topic."""
+        """Write a section of commands for each topic."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             one: Any = self.get_command(ctx, name)

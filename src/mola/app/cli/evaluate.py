@@ -29,15 +29,15 @@ def evaluate(options: EvaluateOptions) -> None:
 
     Classification, including multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and for each class, plus
     selective prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood:
-    OOD detection with every score of each method. All numbers come with standard errors. Dense outputs are compared at 256
-    positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file for
-    --config.
+    OOD detection with every score of each method. All numbers come with standard errors. Dense outputs are compared at up to
+    256 positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file
+    for --config.
 
         mola evaluate posterior --test images/test --ood images/strange
     """
     import torch
 
-    # Imported before any work, so that a missing extra is reported early.
+    # Imported before any work is done, so that a missing extra is reported early.
     from mola.app.jobs.folder import open_posterior
     from mola.compare.report.writing import write_evaluation
     from mola.distributed import join
@@ -63,7 +63,10 @@ def evaluate(options: EvaluateOptions) -> None:
         console = Console(highlight=False)
         for line in _shown(console, comparison):
             console.print(Text.from_ansi(line), soft_wrap=True)
-        console.print(f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers.", soft_wrap=True)
+        console.print(
+            f"Wrote [bold]{escape(str(page))}[/bold], with all tables, figures and numbers in the same folder.",
+            soft_wrap=True,
+        )
     account = Account(comparison.left_out)
     finish(account, numbers, team, as_json=as_json, quiet=True if not as_json else quiet)
 

@@ -52,8 +52,8 @@ def fit(options: FitOptions) -> None:
 
     Fits a Laplace approximation to the last layer of each network in one pass over the training data, tunes it on the
     validation data and writes a folder that the other commands open. Supports classification, multi-label classification,
-    regression and dense outputs. The validation data also calibrate OOD alarms, selective prediction and conformal sets. The
-    networks are neither retrained nor changed.
+    regression and dense outputs. The validation data are also used to calibrate OOD alarms, selective prediction and conformal
+    sets. The networks are neither retrained nor changed.
 
         mola fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """
@@ -95,7 +95,9 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
         # The networks without the posterior have the same mixture weights but no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
-        caption = f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` for other data."
+        caption = (
+            f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` to measure other data."
+        )
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
     first, *notes = summary["notes"] or ["Not tuned: the given prior precision is used."]

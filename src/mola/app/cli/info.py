@@ -82,7 +82,10 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("inputs", shapes),
         ("made from", ", ".join(found["networks"])),
         ("weight files", ", ".join(found["weight_files"]) or "none"),
-        ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
+        (
+            "data",
+            f"training data {found['train']}, validation data {found['val'] or 'none'}, inputs left out: {found['left_out']}",
+        ),
     ]
     validation = found["validation"]
     if validation:

@@ -75,7 +75,7 @@ class Explorer:
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """Return the HTML for a request, which contains `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
+        """Return the HTML for a request that contains `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"

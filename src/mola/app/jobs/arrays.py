@@ -94,7 +94,8 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
     name = next((name for known in NAMES[what] for name in archive if name.lower() == known), None)
     if name is None:
         raise DataError(
-            f"{path} contains no {what}: expected an array called {', '.join(NAMES[what])}; found {', '.join(archive) or 'one array'}."
+            f"{path} contains no {what}: expected an array with one of the names {', '.join(NAMES[what])}; found "
+            f"{', '.join(archive) or 'one array'}."
         )
     values = archive[name]
     if not isinstance(values, np.ndarray):

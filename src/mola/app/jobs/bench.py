@@ -118,7 +118,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
         corruptions=options.corruptions,
     )
     if data.cross_fit and suite.make_folds is None:
-        raise OptionError(f"the {suite.name} suite has training data. Omit --cross-fit.")
+        raise OptionError(f"the {suite.name} suite has training data, so it needs no cross-fitting. Omit --cross-fit.")
     trained = 0.5 if options.train else 0.0
     given = options.networks or str(Path("networks") / suite.name)
     if are_names(given):

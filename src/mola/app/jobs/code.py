@@ -1,7 +1,7 @@
 """Require consent to run code that a file names, such as `package.module:function` in a posterior's document or in a run file.
 
 The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run
-tests that a stranger put into the folder. Code on the user's command line is not checked here. A file may name torchvision
+tests that a stranger put into the folder. Code named on the user's command line is not checked here. A file may name torchvision
 networks and modules in the current folder, but not modules that came with the file, such as `downloads.evil` in a downloaded
 folder. All other code needs `--trust`.
 """

@@ -44,7 +44,7 @@ class Columns:
     probabilities: bool = False
 
     def fields(self, prediction: Any) -> dict[str, Tensor]:
-        """Return the fields and decisions of a prediction by name, leaving out fields that are None."""
+        """Return the fields and decisions of a prediction, keyed by name, omitting fields that are None."""
         found: dict[str, Tensor | None] = {}
         if self.likelihood.classification:
             found |= {name: getattr(prediction, name) for name in FIELDS}
@@ -111,7 +111,7 @@ class Columns:
         return pandas.DataFrame(table)
 
     def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
-        # Return the number of positions (n, C) at which each class or label is predicted.
+        # Return the number of positions at which each class or label is predicted, of shape (n, C).
         if self.likelihood.mutually_exclusive:
             return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()

@@ -196,7 +196,7 @@ def _require_validation(fitted: PosteriorFolder, option: str) -> None:
 def gated_threshold(
     known: Calibration, score: Tensor, alarm: float | None, error_rate: float, certainty: float = CERTAINTY
 ) -> AnswerThreshold:
-    """Return the confidence, at least 0, above which inputs that do not raise the alarm are answered.
+    """Return the confidence threshold, at least 0, above which inputs that do not raise the alarm are answered.
 
     Raises:
         DataError: If no threshold guarantees the error rate.
@@ -217,7 +217,7 @@ def make_decisions(
     coverage: float | None = None,
     by_class: bool = False,
 ) -> Decisions:
-    """Return the thresholds that the options in `mola.app.jobs.groups.Deciding` request. The default false-alarm rate is 0.05."""
+    """Return the thresholds requested by the options in `mola.app.jobs.groups.Deciding`. The default false-alarm rate is 0.05."""
     if certainty is not None and error_rate is None:
         raise OptionError("--certainty requires --error-rate. Pass both or neither.")
     if by_class and coverage is None:

@@ -1,4 +1,4 @@
-"""`mola fit`: fit a posterior to named networks and data, and write its folder.
+"""`mola fit`: fit a posterior to the specified networks and data, and write its folder.
 
 First, the data are opened and checked against the networks (`Material`). The validation data are read before the training data,
 so that a wrong class order is found early. Finally, the folder is written atomically.
@@ -50,7 +50,7 @@ from mola.tuning.held_out import HeldOut, read_held_out
 
 READING = "reading the validation data"
 ROWS = 1024
-"""Number of validation rows in a chunk."""
+"""Number of validation rows processed at a time."""
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -163,7 +163,8 @@ def run_fit(
     progress("checking", 0.85)
     measured, columns = (None, {}) if held_out is None else _measure(posterior, held_out)
     data.account = account = account.together(together)
-    weights = built.files  # individual files, because files added to a folder later do not belong to this posterior
+    # List individual files, because files added to a folder later do not belong to this posterior.
+    weights = built.files
     if bundle and together.first:
         weights = _bundled(weights, output / BUNDLED)
     job = replace(job, weights=tuple(map(str, weights)))
@@ -204,7 +205,7 @@ def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> Hel
             raise
         listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
         raise DataError(
-            f"{error} The current order is {listed}. Pass the order of the outputs with --classes."
+            f"{error} The current order is {listed}. With --classes, pass the class names in the order of the outputs."
         ) from error
     return held_out
 
@@ -262,7 +263,8 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     copies = []
     for index, path in enumerate(files):
-        # Names contain a checksum of the contents, so that the old posterior's weights remain until the new posterior is written.
+        # File names contain a checksum of the contents, so that the old posterior's weights remain until the new posterior is
+        # written.
         content = path.read_bytes()
         copies.append(target / f"{index}-{hashlib.sha256(content).hexdigest()[:16]}{path.suffix}")
         write_atomically(copies[-1], content)

@@ -1,8 +1,8 @@
 """Check, read and open a posterior's folder.
 
-The posterior's document also contains the job: its options and, under `result`, the results of the fit (classes, shape of the
-inputs, alarm threshold). Both are replaced atomically, so that a posterior is never used with the preparation of another
-posterior. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
+The posterior's document also contains the job: its options and, under `result`, the results of the fit, such as the classes,
+the shape of the inputs and the alarm threshold. Both are replaced atomically, so that a posterior is never used with the
+preparation of another posterior. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULT = {
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
 LARGEST_INPUT = 2**28
-"""Maximum number of values in one input. A document that gives a larger number is damaged."""
+"""Maximum number of values in one input. A document that gives a larger number must be damaged."""
 BUNDLED = "weights"
 """Subfolder of a posterior's folder that contains copies of the weights."""
 
@@ -125,7 +125,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
 def open_posterior(
     path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()
 ) -> PosteriorFolder:
-    """Open a posterior that `mola fit` wrote: build its networks, load their weights and load the posterior.
+    """Open a posterior written by `mola fit`: build its networks, load their weights and load the posterior.
 
     `mola.app.jobs.code` checks the functions that the folder names.
     """

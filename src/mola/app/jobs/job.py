@@ -27,7 +27,7 @@ NAME = "job.toml"
 """Name of the job file next to a posterior."""
 
 RULE_NAMES = (*RULES, "outliers", "none")
-"""Names of rules on the command line. "outliers" needs outlier data, and "none" keeps the prior precision."""
+"""Names of rules on the command line. "outliers" needs outlier data, and "none" leaves the prior precision unchanged."""
 
 WEIGHTINGS = ("uniform", "evidence", "stacking")
 
@@ -41,7 +41,7 @@ PREPARATION, METHOD, OTHER, RUN = (
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
-    """Return numbers from a list or a comma-separated string."""
+    """Return the numbers in a list or a comma-separated string."""
     try:
         return tuple(float(one) for one in _joined(value, ",").split(","))
     except ValueError as error:

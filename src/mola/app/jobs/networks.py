@@ -1,4 +1,4 @@
-"""Build named networks and load their weights. Nothing is downloaded.
+"""Build networks by name and load their weights. Nothing is downloaded.
 
 | name | network |
 |---|---|
@@ -118,7 +118,7 @@ def is_imported(name: str) -> bool:
 
 
 def is_folder(name: str) -> bool:
-    """Return True for a Hugging Face folder, which contains its weights."""
+    """Return True for a Hugging Face folder, which contains its own weights."""
     return name not in MODELS and not name.startswith(TIMM) and Path(name).expanduser().is_dir()
 
 
@@ -172,7 +172,7 @@ def _classes_in(path: Path, like: nn.Module) -> int | None:
             if (name == last or str(name).endswith(f".{last}")) and getattr(value, "ndim", 0) > 0:
                 if value.numel() * value.element_size() > value.untyped_storage().nbytes():
                     raise StorageError(
-                        f"{path} is damaged: it contains fewer values than the {value.shape[0]:,} rows of {name} need."
+                        f"{path} is damaged: it contains fewer values than the {value.shape[0]:,} rows of {name} require."
                     )
                 return int(value.shape[0])
         state = next((value for value in state.values() if isinstance(value, dict)), None)

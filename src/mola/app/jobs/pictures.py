@@ -126,7 +126,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not found:
         raise DataError(
-            f"{root} has no subfolders, so its images have no labels. Put the images of each class in a subfolder."
+            f"{root} has no subfolders, so its images have no labels. Put the images of each class in their own subfolder."
         )
     order = tuple(classes) if classes is not None else tuple(found)
     unknown = [name for name in found if name not in order]
@@ -195,7 +195,8 @@ def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
     found = next((name for name in heading if name.strip().lower() in known), None)
     if found is None:
         raise DataError(
-            f"{message}: expected a column called {', '.join(known)}; found {', '.join(heading) or 'nothing'}. A CSV file lists image "
+            f"{message}: expected a column with one of the names {', '.join(known)}; found "
+            f"{', '.join(heading) or 'nothing'}. A CSV file lists image "
             f"files. Save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
         )
     return found
@@ -250,7 +251,7 @@ def _is_whole(text: str) -> bool:
 
 
 def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
-    """Return the most frequent mode ("RGB" or "L") and prepared shape (channels, height, width) among 25 images."""
+    """Return the most frequent combination of mode ("RGB" or "L") and prepared shape (channels, height, width) among 25 images."""
     from PIL import Image
 
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -265,5 +266,5 @@ def usual_form(source: Pictures) -> tuple[str, tuple[int, ...]]:
             found[mode, tuple(pixels.shape)] += 1
         first = first or f" The first error: {source.names[place]}: {words}."
     if not found:
-        raise DataError(f"{source.name} contains no image that can be decoded.{first}")
+        raise DataError(f"{source.name} contains no images that can be decoded.{first}")
     return found.most_common(1)[0][0]

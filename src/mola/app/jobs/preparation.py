@@ -22,7 +22,7 @@ MODES = ("RGB", "L")
 
 @dataclass(frozen=True)
 class Intake:
-    """Settings that convert files and arrays to network inputs."""
+    """Settings for converting files and arrays to network inputs."""
 
     resize: int | tuple[int, int] | None = None
     crop: int | None = None
@@ -61,7 +61,7 @@ class Intake:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Intake:
-        """Return the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
+        """Rebuild the intake from the values that `plain` returned; raise `StorageError` if they are invalid."""
         given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
         try:
             made = cls(**given)
@@ -74,7 +74,7 @@ class Intake:
 
 
 def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
-    """Return the intake from the options or the network's configuration. The training data determine settings that are None."""
+    """Return the intake specified by the options or the network's configuration. The training data determine settings that are None."""
     if job.mode is not None:
         one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):

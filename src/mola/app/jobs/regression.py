@@ -51,7 +51,7 @@ def networks_alone(
 def regression_prediction(
     means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Likelihood = GAUSSIAN
 ) -> RegressionPrediction:
-    """Return a prediction without an outlier score from the components' means, variances and noise variances (K, n, D)."""
+    """Build a prediction, without an outlier score, from the components' means, variances and noise variances (K, n, D)."""
     fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
     # Plain networks have no outlier score of their own; the variance of the prediction serves as a score for every method.
     fields["ood_score"] = means.new_zeros(means.shape[1])

@@ -60,7 +60,7 @@ class Set:
 
 @dataclass
 class Account:
-    """Record of inputs that were left out, by set and name. Each input is counted once, even if the data are read repeatedly."""
+    """Record of inputs that were left out, keyed by set and name. Each input is counted once, even if the data are read repeatedly."""
 
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 

@@ -178,7 +178,8 @@ class ArrayWriter(Writer):
                 if portion.arrays[name].shape[1:] != form.shape[1:]:
                     raise DataError(
                         f"{portion.rows.names[0]} has a map of size {portion.arrays[name].shape[1:]}, but earlier inputs have maps of "
-                        f"size {form.shape[1:]}. All maps must have the same size. Resize the inputs, or predict each size separately."
+                        f"size {form.shape[1:]}. All maps must have the same size. Resize the inputs, or make "
+                        f"predictions for each size separately."
                     )
                 values[usable] = portion.arrays[name]
             if name not in self.files:
