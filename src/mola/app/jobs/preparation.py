@@ -74,7 +74,10 @@ class Intake:
 
 
 def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
-    """Return the intake specified by the options or the network's configuration. The training data determine settings that are None."""
+    """Return the intake specified by the options or the network's configuration.
+
+    The training data determine settings that are None.
+    """
     if job.mode is not None:
         one_of(job.mode, MODES, "--mode")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
