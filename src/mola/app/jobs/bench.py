@@ -41,7 +41,7 @@ class BenchOptions(Computing, Device):
         Path("results"), "Folder for the results, with one JSON file per method and run", metavar="DIR"
     )
     cache: Path = option(
-        Path("activations"), "Folder for activations (or MOLA_CACHE)", metavar="DIR", envvar="MOLA_CACHE"
+        Path("activations"), "Folder for activations (or set MOLA_CACHE)", metavar="DIR", envvar="MOLA_CACHE"
     )
     data: Path | None = option(
         None,
@@ -78,7 +78,7 @@ class BenchOptions(Computing, Device):
         parse=parse_names,
         shown="all",
     )
-    image_size: int | None = option(None, "ImageNet: side of the images in pixels", panel=DATA, minimum=8)
+    image_size: int | None = option(None, "ImageNet: side length of the images in pixels", panel=DATA, minimum=8)
     cross_fit: bool = option(
         False, "ImageNet without training images: use five folds of the validation images", panel=DATA
     )

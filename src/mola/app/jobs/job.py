@@ -150,7 +150,7 @@ class Job:
         metavar="SIZE",
         parse=parse_size,
     )
-    crop: int | None = option(None, "Side of the square crop from the centre", panel=PREPARATION, minimum=1)
+    crop: int | None = option(None, "Side length of the square crop from the centre", panel=PREPARATION, minimum=1)
     mode: str | None = option(None, "RGB, or L for greyscale [default: detected]", panel=PREPARATION, metavar="MODE")
     normalise: str | None = option(
         None,
