@@ -1,4 +1,4 @@
-"""Stored features and logits of K networks on a data set, read in slices because a large data set does not fit in memory.
+"""Stored features and logits of K networks for a data set, read in slices because a large set may not fit in memory.
 
 Each network has one safetensors file per set or, if the set is large, one file per slice of the set.
 """
@@ -38,7 +38,7 @@ def write_rows(
     whole: Mapping[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
-    """Write batches (`count` rows in total) and whole tensors to one safetensors file; create its folder if necessary."""
+    """Write batches (`count` rows in total) and whole tensors to one safetensors file, creating its folder if necessary."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
     found = len(next(iter(rows.values())))
     if found != count:
@@ -50,7 +50,7 @@ def write_rows(
 
 
 class TensorFile:
-    """A data set stored in one or more safetensors files, given in row order; `content` describes the data in error messages."""
+    """A data set stored in one or more safetensors files, passed in row order; `content` describes the data in error messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -59,14 +59,14 @@ class TensorFile:
                 self.parts.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise StorageError(
-                    f"{path} is not a complete file of {content} ({error}). Delete it, and it will be recomputed."
+                    f"{path} is not a complete file of {content}: {error}. Delete it, and it will be recomputed."
                 ) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts[0].keys()  # noqa: SIM118  (not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor that has one row for each datum."""
+        """Return the shape, over all files, of a tensor that has one row per data point."""
         count = sum(part.get_slice(name).get_shape()[0] for part in self.parts)
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
@@ -96,7 +96,7 @@ class TensorFile:
 
 
 class HeadOnly(nn.Module):
-    """The last layer of one network, applied to the stored features (n, K, P) of all networks.
+    """The last layer of one network, as a module whose input is the stored features of all networks, of shape (n, K, P).
 
     P is the number of features of the widest network. The features of narrower networks are padded with zeros.
     """
@@ -141,7 +141,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored features and logits of K networks for one set; iteration yields batches (features, labels) for `HeadOnly`."""
+    """Stored features and logits of K networks for one set; iterating yields batches of (features, labels) for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
     places: Sequence[int]
@@ -149,17 +149,17 @@ class Stored:
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """Open the file (or the files, in row order) of each network; all networks must have activations for the same set."""
+        """Open the file (or files, in row order) of each network; all files must contain activations for the same set."""
         files = tuple(TensorFile(one) for one in paths)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
             raise OptionError(
-                f"all networks of a mixture need the same classes, got {outputs} outputs. Leave out the networks that differ."
+                f"all networks of a mixture must have the same classes; got {outputs} outputs. Leave out the networks that differ."
             )
         return cls(files, range(files[0].shape("labels")[0]))
 
     def only(self, networks: slice) -> Stored:
-        """Return the stored activations of a subset of the networks, given as a slice."""
+        """Return the stored activations of the networks selected by a slice."""
         return Stored(self.files[networks], self.places)
 
     def at(self, places: Sequence[int]) -> Stored:
@@ -168,7 +168,7 @@ class Stored:
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
-        """The last layers of the K networks, as networks whose inputs are the stored features."""
+        """The last layers of the K networks, as modules that take the stored features as input."""
         return tuple(
             HeadOnly(file.read("weight"), file.read("bias") if "bias" in file else None, index).eval()
             for index, file in enumerate(self.files)
@@ -176,7 +176,7 @@ class Stored:
 
     @cached_property
     def labels(self) -> Tensor:
-        """Class of each datum (n,)."""
+        """Class of each data point, shape (n,)."""
         return self.files[0].rows("labels", self.places)
 
     @property
@@ -200,5 +200,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """Return the logits (K, n, C) for all data at once; use this only for small sets, such as the validation data."""
+        """Return the logits for all data at once, of shape (K, n, C); use this only for small sets, such as the validation set."""
         return torch.stack([file.rows("logits", self.places) for file in self.files])

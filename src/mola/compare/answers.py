@@ -14,10 +14,10 @@ from mola.tally import INPUT, Tally
 from mola.uncertainty import entropy
 
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
-"""Names of the outlier scores of classifiers; every score is higher for outliers."""
+"""Names of the outlier scores for classifiers; every score is higher for outliers."""
 
 ALL_SCORES = (*SCORES, "variance")
-"""Names of all outlier scores: those of classifiers, and the predictive variance, which is the score of regression models."""
+"""Names of all outlier scores: those for classifiers, and the predictive variance, which is the score for regression models."""
 
 FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
 """Columns that are not outlier scores. For multi-label data, "question" is the index of the label. Columns with brackets, such as
@@ -25,17 +25,17 @@ FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes"
 
 
 def outlier_columns(tally: Tally) -> dict[str, Tensor]:
-    """Return the columns that are outlier scores, by name."""
+    """Return the columns that are outlier scores, keyed by name."""
     return {name: tally[name] for name in tally.columns if name not in FIXED and not name.endswith("]")}
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
-    r"""Return the generalised entropy GEN (n,) of probabilities (n, C), which is higher for outliers (Liu et al., 2023).
+    r"""Return the generalised entropy (GEN; Liu et al., 2023) of each row of probabilities (n, C); it is higher for outliers.
 
     .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
 
     The sum runs over the M largest probabilities. The small exponent makes the score sensitive to the small probabilities of the other
-    classes when a network is almost certain. The default values of gamma and M are the authors' choice for 1000 classes.
+    classes when a network is almost certain. The default values of gamma and M are those that the authors chose for 1000 classes.
     """
     # The complement of the largest probability is computed as the sum of all others, because 1 - p
     # rounds to 0 for float32 numbers near 1.
@@ -52,7 +52,7 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return all `SCORES` (n,) that can be computed, as float64; `weights` (K,) weight the scores computed from logits (K, n, C)."""
+    """Return the available `SCORES`, each as float64 (n,); those computed from logits (K, n, C) are averaged with `weights` (K,)."""
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {
@@ -74,15 +74,15 @@ class Answer:
     probs: Tensor
     """Probabilities, shape (n, C)."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """Outlier scores (n,) by name."""
+    """Outlier scores by name, each of shape (n,)."""
     sets: Tensor | None = None
     """Prediction sets as masks, shape (n, C)."""
     likelihood: ClassificationLikelihood = CATEGORICAL
     inputs: Tensor | None = None
-    """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
+    """Index of each row's input, shape (n,), if the rows are positions; None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; `labels` are class indices (n,), zeros and ones (n, C) for multi-label data, or None."""
+        """Return the columns of a tally; `labels`, if known, are class indices (n,) or, for multi-label data, 0 or 1 (n, C)."""
         probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
         limits = torch.finfo(probs.dtype)
         if not self.likelihood.mutually_exclusive:  # clamp both ends, because 1 - p may also round to 0

@@ -1,7 +1,7 @@
 """Results of the demo: a comparison on digits, confidence far from the digits, and confidence maps around two moons.
 
-The report reads nothing else. Unless stated otherwise, dictionaries that map methods to results have the
-names in `METHODS` as keys, in the same order.
+The demo's report is written from these results alone. Unless stated otherwise, dictionaries of results are keyed by the names in
+`METHODS`, in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ DEFAULT = "MoLA (calibrated)"
 """Name of MoLA tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
-"""Names of the methods: one network, an ensemble without and with temperature, and MoLA with the paper's rule and the default rule."""
+"""Names of the methods: a single network, an ensemble without and with a temperature, and MoLA tuned by the paper's rule and by the
+default rule."""
 
 Array = NDArray[np.float64]
 
@@ -28,7 +29,7 @@ TEST = "test digits"
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Seed and sizes of the demo."""
+    """Random seed and sizes used in the demo."""
 
     seed: int = 0
     members: int = 5
@@ -64,7 +65,7 @@ class DistanceResult:
 
 @dataclass(frozen=True)
 class MoonsResult:
-    """Confidence over the plane around two moons."""
+    """Confidence maps of the plane around the two moons."""
 
     points: Array
     """Training inputs, shape (n, 2)."""
@@ -72,7 +73,7 @@ class MoonsResult:
     reach: float
     """Half the side length of the square that the maps cover: both axes run from -reach to reach."""
     maps: dict[str, Array]
-    """Confidence maps (size, size) by method; the first axis is y, from bottom to top."""
+    """Confidence maps by method, each of shape (size, size); the first axis is y, from bottom to top."""
 
 
 @dataclass(frozen=True)

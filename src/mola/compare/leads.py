@@ -1,4 +1,4 @@
-"""The best method by a metric, and a test of whether its lead over every other method is due to more than chance."""
+"""The best method according to a metric, and a test of whether its lead over every other method is more than chance."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CLEAR = 2.0
 """Number of standard errors by which a method must lead every other method to be marked as best (about 95 % confidence)."""
 
 SAME = 1e-6
-"""Tolerance for ties: two values count as equal if both their difference and its standard error are below it, because rounding may
-swap two inputs whose scores are almost equal."""
+"""Tolerance for ties: two values count as equal if both their difference and its standard error are below this value. Exact equality
+would be too strict, because rounding may swap the ranks of two inputs whose scores are almost equal."""
 
 Name = tuple[str, ...]
 """Name of an entry: `(method,)` or `(method, score)`."""
@@ -22,18 +22,18 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Lead:
-    """The best method by a metric, and the evidence that its lead is due to more than chance."""
+    """The best method according to a metric, and the evidence that its lead is more than chance."""
 
     best: Name
     value: float
     level: tuple[Name, ...]
     """Entries of other methods whose value equals the best value, for example because their scores come from identical logits."""
     rival: Name | None
-    """The second-best entry if the lead is clear, and otherwise the best of the entries that are not clearly behind."""
+    """The second-best entry if the lead is clear; otherwise, the best of the entries that are not clearly behind."""
     ahead: float | None
-    """Difference between the best entry and the rival."""
+    """Lead of the best entry over the rival."""
     error: float | None
-    """Standard error of the difference."""
+    """Standard error of that lead."""
     clear: tuple[Name, ...]
     """Entries that lead the entries of every other method by more than `CLEAR` standard errors of the difference."""
 
@@ -46,7 +46,8 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     sign = 1 if better == "high" else -1
 
     def rivals(name: Name) -> dict[Name, tuple[float, float, float | None]]:
-        # Return, for each rival, the lead in standard errors, the difference and its error. Rivals with an equal value are left out.
+        # Return, for each rival, the lead in standard errors, the difference and its standard error. Rivals with an equal value are
+        # left out.
         behind: dict[Name, tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)

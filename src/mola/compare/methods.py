@@ -1,4 +1,4 @@
-"""Methods of a comparison, declared as plain objects that can then be fitted and used for prediction.
+"""Methods to compare, declared as plain objects, which are then fitted and used for prediction.
 
 `LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
 `mola.fit` and `tune` to stored features.
@@ -29,7 +29,7 @@ from mola.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from mola.uncertainty import entropy
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
-"""Functions that compute outlier scores from stored features and logits, by name."""
+"""Functions that compute outlier scores from stored features and logits, keyed by name."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Material:
     """Data and settings for one run."""
 
     read: Callable[[str], Stored]
-    """Function that returns the stored features and logits of the set with a given name."""
+    """Function that returns the stored features and logits for the set with a given name."""
     threshold: float | None
     """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
-    """Function that creates outlier scores from the activations of the training set and the validation set."""
+    """Function that builds the outlier scores from the activations of the training and validation sets."""
     sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
     """Function that builds a posterior from stored sums, given a structure and heads; used if no training activations are stored."""
 
@@ -64,7 +64,7 @@ MaterialT = TypeVar("MaterialT", contravariant=True)
 
 
 class Method(Protocol[MaterialT]):
-    """A method of a comparison."""
+    """A method that can be fitted and compared with others."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Method(Protocol[MaterialT]):
 
 @contextmanager
 def noting() -> Iterator[list[str]]:
-    """Collect the library's warnings in a list, which is filled when the context ends; other warnings are shown as usual."""
+    """Collect the library's warnings in a list that is filled when the context exits; other warnings are shown as usual."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MolaWarning)
@@ -109,7 +109,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions that return a rule, by name; the argument of each is the target confidence of the paper's rule."""
+"""Functions that return a rule, keyed by name; each takes the target confidence of the paper's rule as its argument."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
@@ -131,7 +131,8 @@ class LastLayer:
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that the ensemble averages."""
     detectors: bool = False
-    """If True, the comparison includes outlier scores, among them those computed from features and logits."""
+    """If True, predictions include all available outlier scores, among them those computed from features and logits; otherwise, only
+    the score based on the largest probability."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")
