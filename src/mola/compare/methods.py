@@ -150,7 +150,7 @@ class LastLayer:
         return settings
 
     def fit(self, material: Material) -> Fitted:
-        """Fit on stored training activations or stored sums, and tune on stored validation activations."""
+        """Fit the method to stored training activations or stored sums, and tune it on stored validation activations."""
         validation = self._read(material, "validation")
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:
@@ -188,7 +188,9 @@ class LastLayer:
                 "entropy": entropy(found.probs),
                 "GEN": gen_score(found.probs),
             }
-            if self.structure is not None or len(networks) > 1:  # a single network has no mutual information
+            if (
+                self.structure is not None or len(networks) > 1
+            ):  # a single network without a posterior has no mutual information
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
                 # `chosen` stores the name of this score.
@@ -223,7 +225,7 @@ class LastLayer:
 
     @staticmethod
     def tuned(posterior: mola.MoLA) -> dict[str, Any]:
-        """Return the tuned values as plain JSON values."""
+        """Return the tuned quantities of a posterior as plain JSON values."""
         if posterior.structure is None:
             return {}
         chosen: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Records: the settings, checksums and results of one method in one run. Reports read nothing else.
+"""Records: the settings, checksums and results of one method in one run. Reports are written from records alone.
 
-Suites store records as JSON (`mola-bench`, version 1). Only comparisons of a single run have per-class results and standard errors
-over data. A suite computes standard errors over runs instead, and its files omit these entries.
+Suites store records as JSON (`mola-bench`, version 1). Only single-run comparisons have per-class results and standard errors computed
+over the data points of each set. A suite computes standard errors over runs instead, and its files omit these entries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SetInfo:
     level: float = 0.0
     """Level of shift, such as an angle in degrees or a severity; 0 for the test set."""
     parts: str = ""
-    """Unit of `count`, "label" or "position"; empty if `count` is the number of inputs."""
+    """Unit of `count`: "label" or "position"; empty if `count` is the number of inputs."""
     inputs: int | None = None
     """Number of inputs, if `count` is the number of labels or positions."""
 
@@ -49,7 +49,7 @@ class OutputResult:
     metrics: dict[str, float]
     """Metrics by name: "rmse", "nll", "crps", "std", and "coverage_90", the share of targets inside the 90 % intervals."""
     errors: dict[str, float | None]
-    """Standard errors of the metrics over data."""
+    """Standard errors of the metrics, computed over the data points."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RegressionDetail:
     examples: dict[str, list[list[float]]]
     """Examples for each output, each consisting of the target, the predicted mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
-    """Results for the first few outputs, by name."""
+    """Results for the first few outputs, keyed by output name."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,18 @@ class LabelledResult:
     """Level of shift, such as an angle in degrees or a severity; 0 for the test set."""
     count: int
     metrics: dict[str, float]
-    """Metrics by name, listed in `mola.compare.results.METRICS`."""
+    """Metrics by name; see `METRICS` in `mola.compare.results` and `regression_metrics` in `mola.compare.regression`."""
     reliability: list[list[float]]
-    """Count, sum of confidences and number of correct predictions in each of 15 confidence bins; empty in ablations."""
+    """Number of predictions, sum of their confidences and number of correct predictions in each of 15 confidence bins; empty in
+    ablations."""
     histogram: list[int]
     """Number of predictions in each of the `CONFIDENCE_BINS` confidence bins; empty in ablations."""
     errors: dict[str, float | None] = field(default_factory=dict)
-    """Standard errors, over the data, of accuracy, nll, brier, ece and confidence; None if there is only one data point."""
+    """Standard errors of accuracy, nll, brier, ece and confidence, computed over the data points; None if there is only one data
+    point."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
-    "average_precision" and the "ece" of the predicted probability of the label. Dense outputs also have "iou"."""
+    "average_precision" and the "ece" of the label's predicted probability. Dense outputs also have "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
     """Results for each type of shift: "accuracy", "nll" and "ece", rounded to six digits; empty unless there are several types."""
     regression: RegressionDetail | None = None
@@ -102,13 +104,13 @@ class OutlierResult:
     are the positive class) and "fpr95_out" (outliers are the positive class). Some stored records lack "fpr95_out"."""
     histogram: list[int]
     confidence_error: float | None = None
-    """Standard error of `confidence` over data; None in suites and if there is only one datum."""
+    """Standard error of `confidence`, computed over the outliers; None in suites, and if there is only one outlier."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """Standard errors of the "auroc" and "fpr95" of each outlier score, over data."""
+    """Standard errors of the "auroc" and "fpr95" of each outlier score, computed over the test data and the outliers."""
     std: float | None = None
     """Predicted standard deviation of a regression model, averaged over inputs and outputs."""
     std_error: float | None = None
-    """Standard error of `std` over data."""
+    """Standard error of `std`, computed over the outliers."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +142,17 @@ class Record:
     """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (a description) and "notes".
     The entry "ood_score" is the name of the posterior's outlier score."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time in seconds to "fit" (including tuning) and to "predict". In suites, both start from stored activations."""
+    """Time in seconds to "fit" (including tuning) and to "predict". In suites, both steps start from stored activations."""
     labelled: dict[str, LabelledResult]
     """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Additional measures of a suite, by name. Files omit this entry if it is empty."""
+    """Additional measures that the suite defines, keyed by name. Files omit this entry if it is empty."""
     overlap: float = 0.0
-    """For a cross-fit, whose runs share data, the ratio of the number of test examples to the number of examples for fitting and
-    tuning; 0 if every run has its own networks. Files omit this entry because it follows from the suite's document."""
+    """For a cross-fit, whose runs share data, the number of test examples divided by the number of examples used for fitting and
+    tuning; 0 if every run has its own networks. Files omit this entry because it follows from the settings in the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
@@ -263,7 +265,7 @@ class IntervalResult:
     promised: float
     realised: float
     realised_error: float | None
-    """Standard error of `realised` over data."""
+    """Standard error of `realised`, computed over the test data."""
     width: float
     """Width of the intervals, averaged over inputs and outputs."""
 
@@ -274,7 +276,7 @@ class DecisionResult:
 
     false_alarm_rate: float
     alarms: float
-    """Share of the test data that raise an alarm."""
+    """Share of the test inputs that raise an alarm."""
     curves: dict[str, list[list[float]]]
     """Risk-coverage curve of each method: pairs of coverage and error rate, starting with the most confident predictions."""
     answers: list[AnswerResult]
@@ -293,11 +295,11 @@ class Comparison:
     records: tuple[Record, ...]
     """Records in the order of the methods; all records of a method are adjacent."""
     classes: tuple[str, ...] = ()
-    """Names of the classes (for regression, of the outputs), in the order of the networks' outputs."""
+    """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """Best method by each metric on each set, in single-run comparisons. Labelled sets have the metrics "accuracy", "nll", "brier" and
-    "ece", whose entries are named `(method,)`. Outlier sets have "confidence" and "max probability" (the AUROC of this score), named
-    `(method,)`, and "auroc" and "fpr95", named `(method, score)`."""
+    """For single-run comparisons, the best method by each metric on each set. Labelled sets have the metrics "accuracy", "nll",
+    "brier" and "ece", whose entries are named `(method,)`. Outlier sets have "confidence" and "max probability" (the AUROC of this
+    score), whose entries are named `(method,)`, and "auroc" and "fpr95", whose entries are named `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
     """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()
@@ -307,10 +309,10 @@ class Comparison:
     made: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the comparison: versions, computing time and files."""
     decisions: DecisionResult | None = None
-    """Decisions on the test data, if the posterior's folder has validation predictions."""
+    """Decisions on the test data, if the posterior's folder contains validation predictions."""
     regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """For regression, the metrics of each other method minus those of `own`, with standard errors."""
+    """For regression, the metrics of every other method minus those of `own`, with standard errors."""
 
     def document(self) -> dict[str, Any]:
         """Return the sets, results, leads and decisions as plain JSON values for `numbers.json`, without empty entries."""

@@ -3,8 +3,8 @@
 Let u be the predicted distribution function evaluated at a target. A central interval of probability p covers the target if and only
 if |2 u - 1| <= p. A single number per target, the smallest such p, therefore determines the coverage of intervals of any probability.
 
-The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is a mean over outputs. Results are also stored
-separately for each of the first `MOST_OUTPUTS` outputs.
+The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is averaged over the outputs. Results are also
+stored separately for each of the first `MOST_OUTPUTS` outputs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mola.prediction import RegressionPrediction
 from mola.tally import INPUT, Tally
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
-"""Probabilities of the intervals in tables."""
+"""Coverage probabilities of the intervals in tables."""
 
 NOMINAL = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Probabilities of the intervals in figures, including `LEVELS`."""
+"""Coverage probabilities of the intervals in figures, including all `LEVELS`."""
 
 INTERVAL = 0.9
-"""Probability of the intervals shown for examples."""
+"""Coverage probability of the intervals shown in examples."""
 
 MOST_OUTPUTS = 16
 """Maximum number of outputs for which separate results are stored."""
 
 EXAMPLES = 300
-"""Maximum number of targets in a figure; they are evenly spaced in the data set."""
+"""Maximum number of targets shown in a figure; they are taken at equal spacing from the data set."""
 
 SPREAD_BINS = 10
 """Number of equal-sized groups into which inputs are split by their predicted standard deviation."""
@@ -50,7 +50,7 @@ class RegressionAnswer:
     ood_score: Tensor | None = None
     """Outlier scores (n,), or None if the method has no outlier score."""
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
-    """Lower and upper ends (n, D) of the calibrated intervals, by coverage."""
+    """Lower and upper ends of the calibrated intervals, each of shape (n, D), keyed by coverage."""
     inputs: Tensor | None = None
     """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
 
