@@ -1,4 +1,4 @@
-"""The best method according to a metric, and a test of whether its lead over every other method is more than chance."""
+"""The best method according to a metric, and a test of whether its lead over the others is larger than chance would explain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Lead:
-    """The best method according to a metric, and the evidence that its lead is more than chance."""
+    """The best method according to a metric, and the evidence that its lead is larger than chance would explain."""
 
     best: Name
     value: float

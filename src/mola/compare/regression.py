@@ -52,10 +52,10 @@ class RegressionAnswer:
     promised: Mapping[float, tuple[Tensor, Tensor]] | None = None
     """Lower and upper ends of the calibrated intervals, each of shape (n, D), keyed by coverage."""
     inputs: Tensor | None = None
-    """Index (n,) of each row's input if rows are positions, or None if each row is an input."""
+    """Index of each row's input, shape (n,), if the rows are positions; None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; the targets have shape (n, D), or (n,) if D = 1, or are None if the data are unlabelled.
+        """Return the columns of a tally; the targets in `labels`, if known, have shape (n, D), or (n,) if D = 1.
 
         Column "name[d]" belongs to output d, and column "name[p]" belongs to the intervals of probability p.
         """
@@ -64,7 +64,7 @@ class RegressionAnswer:
         row["std[all]"] = prediction.std.mean(1)
         if labels is not None:
             row |= self._measured(labels[:, None] if labels.dim() == 1 else labels)
-        # Outputs may have different units, but a ranking by the mean logarithm does not depend on them.
+        # Outputs may have different units, but a ranking by the mean logarithm does not depend on the units.
         row["variance"] = prediction.variance.log().mean(1)
         if self.ood_score is not None:
             row["ood score"] = self.ood_score
@@ -106,7 +106,7 @@ class RegressionAnswer:
 
 
 def regression_metrics(tally: Tally) -> dict[str, Measurement]:
-    """Return rmse, nll, crps and std, and the coverage and width at each of the `LEVELS`, named by percentage, such as coverage_90."""
+    """Return rmse, nll, crps, std, and the coverage and width of the intervals at each of the `LEVELS`, named as in coverage_90."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),
@@ -123,7 +123,7 @@ def _scores(tally: Tally, place: int | str) -> dict[str, Measurement]:
 
 
 def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
-    """Return the coverage at each probability, and the metrics, spread and examples for each output."""
+    """Return the coverage at each nominal probability, and the metrics, spread and examples for each output."""
     shown = dict(enumerate(outputs[:MOST_OUTPUTS]))
     curve = [(level, tally.mean(f"held[{level}]")) for level in NOMINAL]
     by_output = {
@@ -144,7 +144,7 @@ def regression_detail(tally: Tally, outputs: Sequence[str]) -> RegressionDetail:
 
 
 def _spread(tally: Tally, place: int) -> list[list[float]]:
-    # Return the size, the root mean square of the predicted standard deviations and the root mean squared error of each group.
+    # For each group, return its size, the root mean square of its predicted standard deviations, and its root mean squared error.
     std, squares = tally[f"std[{place}]"], tally[f"square[{place}]"]
     # If all standard deviations are equal, use one group, because the errors of several groups would differ only by chance.
     bins = 1 if float(std.max() - std.min()) <= 1e-6 * float(std.max()) else min(SPREAD_BINS, len(std))
@@ -155,7 +155,7 @@ def _spread(tally: Tally, place: int) -> list[list[float]]:
 
 
 def _examples(tally: Tally, place: int) -> list[list[float]]:
-    # Return the target, the mean, and both ends of the 90 % interval for each example.
+    # For each example, return the target, the mean, and both ends of the 90 % interval.
     count = tally.count
     chosen = torch.linspace(0, count - 1, min(count, EXAMPLES), dtype=torch.float64).round().long()
     columns = [tally[f"{name}[{place}]"][chosen] for name in ("target", "mean", "lower", "upper")]

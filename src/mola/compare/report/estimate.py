@@ -1,4 +1,4 @@
-"""Means over runs with standard errors, and tests of whether a method's lead is due to more than chance.
+"""Means over runs with standard errors, and tests of whether a method's lead is larger than chance would explain.
 
 Runs with separately trained networks are independent. Runs of a cross-fit share networks and data, so their spread understates the
 error of their mean. If each of J runs has n test examples and m other examples, the variance s^2 / J of the mean is replaced by
@@ -15,7 +15,7 @@ from typing import Literal
 from mola.compare.leads import CLEAR
 
 SAME = 1e-9
-"""Tolerance for ties: two methods tie if both their difference and its standard error are below it."""
+"""Tolerance for ties: two methods tie if both their difference and its standard error are below this value."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Mapping[int, float], overlap: float = 0.0) -> Estimate | None:
-        """Return the mean m of n runs and its standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)), or None for n = 0."""
+        """Return the mean m over n runs and its standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)), or None if n = 0."""
         if not values:
             return None
         mean = math.fsum(values.values()) / len(values)
@@ -82,8 +82,8 @@ def _error(values: Sequence[float], overlap: float) -> float | None:
 def leaders(found: Mapping[str, Estimate | None], better: Literal["low", "high"]) -> list[str]:
     """Return the best method and all methods that tie with it, if they lead all other methods by more than chance would explain.
 
-    The lead must be as significant as a lead of `mola.compare.leads.CLEAR` standard errors under a normal distribution.
-    Under Student's t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
+    The lead must be at least as significant as a lead of `mola.compare.leads.CLEAR` standard errors under a normal distribution. Under
+    Student's t-distribution, this requires 2.9 standard errors for five runs and 14 for two runs.
     """
     sign = 1 if better == "high" else -1
     known = {name: one for name, one in found.items() if one is not None}

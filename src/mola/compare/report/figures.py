@@ -15,9 +15,9 @@ from mola.compare.report.suite_tables import GROUP_TITLES, SHIFT_METRICS, ablati
 
 RELIABILITY = (
     "Calibration",
-    "Accuracy against confidence in bins of equal width. Overconfident predictions are below the dashed line.",
+    "Accuracy against confidence, in bins of equal width. Overconfident predictions lie below the dashed line.",
 )
-SHARES = "Share of inputs by confidence, on a square-root scale. Good predictions are less confident on outliers than on test data."
+SHARES = "Share of inputs by confidence, on a square-root scale. A good method is less confident on outliers than on test data."
 BANDS = "Lines are means over runs, and bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
@@ -25,7 +25,7 @@ ABLATED = ("log_likelihood", "ece", "confidence")
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:
-    """Return the figures for the demo by name, in page order."""
+    """Return the demo's figures, keyed by name, in page order."""
     comparison = result.comparison
     outliers, names = comparison.of_role("outlier")[:3], list(comparison.methods)
     panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
@@ -33,8 +33,8 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
     rotation = "Beyond 45°, every method is overconfident, but some lose more log-likelihood than others."
     distance = (
-        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which are below "
-        "the bound of the theorem. The last panel shows the limit and the bound at other prior precisions."
+        "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
+        "the theorem's bound. The last panel shows the limit and the bound at other prior precisions."
     )
     plane = "Confidence around two moons, in a window six times as wide as the data."
     return {
@@ -48,12 +48,12 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
 
 
 def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
-    """Return the figures for a comparison on the user's data by name, in page order."""
+    """Return the figures for a comparison on the user's data, keyed by name, in page order."""
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
     if comparison.regression:
         panels = {"networks alone": alone, "with Laplace": beside}
-        held = "Share of the test targets inside central intervals. Overconfident intervals are below the dashed line."
+        held = "Share of the test targets inside central intervals. Methods whose intervals are too narrow lie below the dashed line."
         spread = (
             "Test data in groups of equal size, sorted by predicted standard deviation. A cross marks a method whose standard "
             "deviation is constant."
@@ -72,8 +72,8 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
     }
     if comparison.decisions is not None:
         risk = (
-            "Error rate of the most confident predictions against coverage. Each cross is a threshold from the validation data that "
-            "keeps the error rate below the dotted line with 95 % certainty."
+            "Error rate of the most confident predictions against coverage. Each cross marks a threshold, chosen on the validation "
+            "data, that keeps the error rate below the dotted line with 95 % certainty."
         )
         make = partial(curves.evaluation_decisions, comparison)
         figures["decisions"] = Planned("Fewer answers, fewer errors", risk, make)
@@ -81,7 +81,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Planned]:
 
 
 def suite_figures(suite: SuiteResults) -> dict[str, Planned]:
-    """Return the figures for a suite by name, in page order; figures whose records are missing are omitted."""
+    """Return the figures for a suite, keyed by name, in page order; figures whose records are missing are omitted."""
     figures: dict[str, Planned] = {}
     levels, outliers = levels_of(suite), suite.of_role("outlier")
     if suite.runs and outliers:

@@ -1,6 +1,6 @@
-"""Numbers from the paper (arXiv 2111.03577), which reports show next to our own.
+"""Numbers from the paper (arXiv 2111.03577), shown in reports next to our own.
 
-Mean confidence (MMC) and AUROC are in %. Means and standard errors are over five runs. The paper calls MultiSWAG "MSWAG".
+Mean confidence (MMC) and AUROC are in %. Means and standard errors were computed over five runs. The paper calls MultiSWAG "MSWAG".
 """
 
 from __future__ import annotations
@@ -86,4 +86,4 @@ COST: dict[str, tuple[float | None, float, float]] = {
     "MoLA": (155.70, 4.04, 58.0),
     "MultiSWAG": (6718.42, 114.48, 2200.0),
 }
-"""Published times for fitting and prediction in seconds, and memory in megabytes, by method."""
+"""Published fitting and prediction times, in seconds, and memory use, in megabytes, by method."""

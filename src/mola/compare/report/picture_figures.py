@@ -1,4 +1,4 @@
-"""Figures with example images and their confidences, maps of confidence over the plane, and histograms of confidence."""
+"""Figures with example images and their confidences, confidence maps of the plane, and histograms of confidence."""
 
 from __future__ import annotations
 
