@@ -109,7 +109,7 @@ def test_a_damaged_document_is_named(tmp_path, name, entries, words):
     [
         ({"data": {"test": "other"}}, "Run 1: DE used different data .* 'test'"),
         ({"networks": ["stranger"]}, "Run 1: DE used networks that .* did not"),
-        ({"suite": "another"}, "another suite: DE"),
+        ({"suite": "another"}, "another suite, for these methods: DE"),
     ],
 )
 def test_records_that_cannot_be_compared_are_warned_of(tmp_path, entries, words):

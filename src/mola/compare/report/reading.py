@@ -27,19 +27,19 @@ METHODS = {
     "DE": "the deep ensemble: the mean of all networks' probabilities",
     "DE-T": "DE with a temperature tuned on the validation data",
     "DE-L": "the mean of all networks' logits, with a temperature",
-    "SWAG": "a Gaussian fitted to the last steps of training",
+    "SWAG": "a Gaussian fitted to the weights of the last training steps",
     "MultiSWAG": "a mixture of SWAGs",
     "MIMO": "one network that makes several predictions in one forward pass",
     "LLLA": "the first network with a Laplace approximation of its last layer",
-    "LLLA (distance)": "MoLA (distance) of the first network only",
-    "LLLA (calibrated)": "MoLA (calibrated) of the first network only",
+    "LLLA (distance)": "MoLA (distance) with the first network only",
+    "LLLA (calibrated)": "MoLA (calibrated) with the first network only",
     "MIMO-MoLA": "MIMO with a Laplace approximation of each output",
     "MoLA": "all networks, each with a Laplace approximation of its last layer, tuned by the paper's rule",
     "MoLA (NLL)": "MoLA tuned by validation log loss",
     "MoLA (distance)": "MoLA with logits divided by the distance of the features from the training classes",
-    "MoLA (calibrated)": "MoLA tuned by the default rule: temperature, pooling, prior precision and distance tuned for calibration",
+    "MoLA (calibrated)": "MoLA tuned for calibration by the default rule: temperature, pooling, prior precision and distance exponent",
     "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
-    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of its 1000 weights of largest variance",
+    "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
 }
 """Descriptions of known methods, in table order. In tables, unknown methods follow, sorted by name."""
 
@@ -115,7 +115,7 @@ def known_scores(suite: SuiteResults) -> list[str]:
 
 
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
-    """Read the named suites, or all suites that have results if no names are given."""
+    """Read the suites with the given names or, by default, all suites that have results."""
     store = Store(results)
     known = store.suites()
     chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
@@ -187,7 +187,7 @@ def _overlap(document: dict[str, Any], path: Path) -> float:
         tested, *others = (document["sets"][role]["count"] for role in ("test", "train", "validation"))
     except KeyError as error:
         raise StorageError(
-            f"{path}: expected the size of set {error} of a cross-fit, but it is missing. {AGAIN}"
+            f"{path}: the size of the set {error} is missing, but a cross-fit requires it. {AGAIN}"
         ) from error
     return float(tested / sum(others))
 
@@ -225,16 +225,16 @@ def _pictures(given: dict[str, Any], place: str, role: Role) -> Pictures:
 # --- records that can be compared ------------------------------------------------------------------------------------
 
 OWN_WEIGHTS = re.compile("SWAG|MIMO")
-"""Pattern that matches the names of methods that train their own weights."""
+"""Pattern for the names of methods that train their own weights."""
 
 
 def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
     # Yield warnings about records that cannot be compared with other records of the same run.
     if strangers := {record.method: None for record in records if record.suite != suite}:
-        yield f"This folder contains records of another suite: {', '.join(strangers)}."
+        yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
     for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
         together = list(found)
-        different: dict[str, list[str]] = {}  # names of the sets that differ, by the methods that used different data
+        different: dict[str, list[str]] = {}  # maps methods that used different data to the names of those sets
         for name in dict.fromkeys(name for record in together for name in record.data):
             methods: dict[str, list[str]] = {}
             for record in together:
@@ -252,6 +252,6 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return a text that lists the first few names and gives the number of remaining names."""
+    """Join the first few names with commas, and add the number of remaining names."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,4 +1,4 @@
-"""Tables for a single run (`mola evaluate` and the demo). Standard errors are over test data, and clear winners are in bold."""
+"""Tables for a single run (`mola evaluate` and the demo). Standard errors are computed over the inputs, and clear winners are bold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Number of classes in tables that show only the worst classes."""
 
-BOLD = f"Bold numbers lead every other method{{}}, except ties, by more than {CLEAR:g} standard errors of the paired difference"
+BOLD = f"Apart from ties, bold numbers lead every other method{{}} by more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
@@ -60,7 +60,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (regression) or per class (classification; only the `most` worst classes, if given)."""
+    """Return a table with one row per output (for regression) or per class, limited to the `most` worst classes if given."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -78,7 +78,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     if comparison.regression:
         first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
     caption = f"{set_words(one)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
-    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data, with errors as above."
+    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data; standard errors as above."
     areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
     rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
     return (
@@ -101,7 +101,7 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     if found is None:
         return []
     values: dict[str, list[Number]] = {"false alarms": [100 * found.false_alarm_rate, 100 * found.alarms, None]}
-    caption = "Thresholds come from the validation data, so rates on the test data may exceed their bound by chance."
+    caption = "Thresholds come from the validation data, so rates on the test data may exceed their bounds by chance."
     if comparison.regression:
         for interval in found.intervals:
             realised = Estimate(interval.realised, interval.realised_error, 1).scaled(100)
@@ -121,8 +121,8 @@ def _decision_tables(comparison: Comparison) -> list[Table]:
     values[f"sets without the true class, at most {missed[0]:.0f} %"] = [*missed, None]
     worst = sorted(sets.classes, key=sets.classes.__getitem__)[:FEW]
     by_class = (
-        f"Sets of {comparison.own} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on average. Classes "
-        f"with the lowest coverage come first. `mola predict --by-class` gives every class this coverage."
+        f"Prediction sets of {comparison.own} with a coverage of {100 * sets.promised:g} % contain {sets.size:.2f} classes on "
+        f"average. Classes with the lowest coverage come first. `mola predict --by-class` guarantees this coverage for every class."
     )
     covered = {name: [100 * sets.classes[name]] for name in worst}
     return [
@@ -158,7 +158,9 @@ def _class_table(comparison: Comparison, most: int | None) -> Table:
     title = f"{one.capitalize()} by {one}"
     if len(values) < len(order):
         title = f"The worst {len(values)} of {len(order)} {many}"
-    return make_table(title, f"The {many} with the lowest accuracy of {comparison.own} come first.", columns, values)
+    return make_table(
+        title, f"The {many} for which {comparison.own} has the lowest accuracy come first.", columns, values
+    )
 
 
 # --- regression ------------------------------------------------------------------------------------------------------
@@ -167,8 +169,8 @@ MOST_DIGITS = 8
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Return the number of decimals that shows two digits of the smallest error but at most five digits of the largest value,
-    # because the error of a constant quantity is almost zero.
+    # Return the number of decimals that shows two digits of the smallest error, but at most five digits of the largest value: the
+    # error of a constant quantity is almost zero and would otherwise require too many decimals.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
     if largest == 0:
@@ -186,7 +188,7 @@ def digits_of(comparison: Comparison, metric: str) -> int:
 
 
 REGRESSION = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS"}
-"""Regression metrics, for all of which lower is better."""
+"""Regression metrics; lower is better for all of them."""
 
 
 def _regression_tables(comparison: Comparison) -> list[Table]:
@@ -202,7 +204,7 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
     wide = max(digits_of(comparison, f"width_{name}") for name in levels)
     intervals = [Column(f"{one} %", "covered, in %", None, 1, On(test, f"coverage_{one}"), 100) for one in levels]
     intervals += [Column(f"{one} %", "mean width", None, wide, On(test, f"width_{one}")) for one in levels]
-    below = "Share of targets inside central intervals at each nominal coverage, and the mean width of the intervals."
+    below = "Share of targets inside central intervals at each nominal coverage, and mean width of these intervals."
     tables = [
         records_table("On the test data", caption, numbers, on_set(test, columns), leads=comparison.leads),
         records_table("Intervals", below, numbers, intervals, leads={}),
@@ -226,7 +228,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     if len(found[0]) < 2:
         return None
     values: dict[str, list[Number]] = {output: [] for output in found[0]}
-    for output, row in values.items():  # outputs may have different units
+    for output, row in values.items():  # outputs may have different units, so each is formatted separately
         for metric in OUTPUT_COLUMNS:
             pairs = [(one[output].metrics[metric], one[output].errors[metric]) for one in found]
             factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
@@ -234,7 +236,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
     title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
-    return make_table(title, "Each output is in its own unit, with standard errors.", columns, values)
+    return make_table(title, "Results for each output are in its own unit, with standard errors.", columns, values)
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

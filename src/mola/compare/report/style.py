@@ -52,7 +52,7 @@ INK = "#25303b"
 PAPER = "#ffffff"
 
 WIDTH = 7.2
-"""Width of a figure in inches, at which two panels side by side are still readable on a phone."""
+"""Width of a figure in inches; at this width, two panels side by side are still readable on a phone."""
 
 SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,

@@ -44,7 +44,7 @@ GROUP_TITLES = {
 
 
 def suite_tables(suite: SuiteResults) -> dict[str, Table]:
-    """Return all tables for a suite by name, in page order."""
+    """Return all tables for a suite, keyed by name, in page order."""
     tables: dict[str, Table | None] = {}
     if suite.runs:
         numbers = Numbers(suite.runs)
@@ -100,7 +100,7 @@ def _outliers(suite: SuiteResults, numbers: Numbers) -> Table | None:
     aside = _paper_rows({method: [row.get(title) for title in titles] for method, row in paper.items()})
     caption = (
         f"In %. {runs_words(suite.runs)} MMC is the mean confidence. AUROC measures how well low confidence separates outliers from "
-        f"test data; 50 is guessing.{_paper_words(suite, aside)}"
+        f"test data; 50 corresponds to random guessing.{_paper_words(suite, aside)}"
     )
     return records_table(f"{suite.title} against outliers", caption, numbers, columns, aside)
 
@@ -144,8 +144,8 @@ def _in_distribution(suite: SuiteResults, numbers: Numbers) -> Table | None:
     if "test" not in suite.sets:
         return None
     caption = (
-        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} NLL is the log loss; ECE and MCE are the expected and the "
-        f"maximum calibration error. Legacy ECE follows published scripts, which omit predictions with a confidence of 0.99 or more; "
+        f"{suite.sets['test'].count} test inputs. {runs_words(suite.runs)} NLL is the log loss; ECE and MCE are the expected and "
+        f"maximum calibration errors. Legacy ECE follows published scripts, which omit predictions with a confidence of 0.99 or more; "
         f"use it only for comparison with published numbers. AURC is the area under the risk-coverage curve."
     )
     return records_table(f"{suite.title}: in distribution", caption, numbers, on_set("test", IN_DISTRIBUTION))
@@ -158,8 +158,8 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
-        f"al., 2019). Rejecting at random gives the overall error rate. Excess AURC is the difference from the AURC of rejecting all "
-        f"errors first, so it depends only on the ranking of the predictions."
+        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus that obtained "
+        f"by rejecting all errors first, so it depends only on the ranking of the predictions."
         f"{' The column for shifted data is a mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
@@ -209,7 +209,7 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     difference = f"{BY_DISTANCE} minus {PAPERS_RULE}"
     caption = (
         f"{title[0].upper()}{title[1:]}, {BY_DISTANCE} minus {PAPERS_RULE}. {BY_DISTANCE} is better if the difference is negative. "
-        f"{runs_words(methods)} Rows have different test images because each image received one type of shift."
+        f"{runs_words(methods)} Rows are based on different test images because each image received only one type of shift."
     )
     columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
     return make_table(f"{suite.shift_title} by type: {title}, {difference}", caption, columns, values)
@@ -267,7 +267,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
 
 def _scores(suite: SuiteResults, numbers: Numbers, one: SetInfo) -> Table:
     caption = (
-        "In %. AUPR has test data (in) or outliers (out) as the positive class. FPR95 is the share of outliers accepted at the "
+        "In %. AUPR treats test data (in) or outliers (out) as the positive class. FPR95 is the share of outliers accepted at the "
         "threshold that accepts 95 % of the test data. FPR95 out is the share of test data rejected at the threshold that rejects "
         "95 % of the outliers."
     )
@@ -293,12 +293,12 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
     counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
     caption = (
         f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
-        f"data rejected at the threshold that rejects 95 % of the outliers. AUPR has test data (in) or outliers (out) as the positive "
-        f"class and is computed as the average precision. The rows of MAP and DE contain the scores of features and logits. There "
-        f"are several differences from OpenOOD: The networks are {suite.network}, not ResNet-18, and DE and MoLA use "
-        f"{suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without Textures and "
-        f"Places365. Classes of TinyImageNet that CIFAR-10 also contains are left out, according to our own list. No score "
-        f"was tuned on outliers. Therefore, do not rank these numbers among published numbers."
+        f"data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as the "
+        f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
+        f"and logits. The set-up differs from OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and DE and "
+        f"MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without "
+        f"Textures and Places365. TinyImageNet classes that also occur in CIFAR-10 are excluded, according to our own list. No score "
+        f"was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
@@ -311,8 +311,8 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
     columns = [Column(name, better="high", on=On("rejection", f"{name}, {{}}")) for name in named]
     caption = (
-        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold, which maximises the number of "
-        f"correctly handled validation requests, 3000 in scope and 100 out of scope. The in-scope accuracy treats rejected requests "
+        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold, chosen to maximise the number of "
+        f"correctly handled validation requests (3000 in scope and 100 out of scope). The in-scope accuracy treats rejected requests "
         f"as errors. Larson et al. (EMNLP 2019, arXiv 1909.02027) report the same two metrics for different features and networks."
     )
     return _every_score(f"{suite.title}: rejection of out-of-scope requests", caption, suite, numbers, columns)
@@ -332,8 +332,8 @@ def _people(suite: SuiteResults) -> Table | None:
         for score in known_scores(suite)
     ]
     caption = (
-        "NLL uses the published labels. Cross-entropy and divergence use the labels of about 50 people for each image (CIFAR-10H, "
-        "Peterson et al., 2019). The last columns have Spearman's rank correlation between scores and the entropy of these labels."
+        "NLL uses the published labels. Cross-entropy and divergence use the labels that about 50 people gave each image (CIFAR-10H, "
+        "Peterson et al., 2019). The last columns show Spearman's rank correlation between each score and the entropy of these labels."
     )
     return records_table(f"{suite.title}: human uncertainty", caption, Numbers(methods), columns)
 
@@ -389,7 +389,7 @@ def _settings(suite: SuiteResults) -> Table:
     kept = [index for index in range(len(headings)) if any(row[index] for row in rows.values())]
     columns = [Column(headings[index]) for index in kept]
     values = {method: [row[index] for index in kept] for method, row in rows.items()}
-    caption = "Ranges are the smallest and largest values over components and runs."
+    caption = "Ranges extend from the smallest to the largest value over components and runs."
     return make_table(f"{suite.title}: settings and tuned values", caption, columns, values)
 
 
@@ -428,8 +428,8 @@ def _cost(suite: SuiteResults) -> Table | None:
     settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
         f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN} is the ratio to MAP, or to LLLA for "
-        f"fitting, because MAP needs no fit. The paper's columns have the same ratios in its table ({paper_numbers.COST_SETTING}). "
-        f"The memory is the amount needed for prediction."
+        f"fitting, because MAP is not fitted. The paper's columns contain the same ratios, from its table "
+        f"({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
 
