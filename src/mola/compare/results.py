@@ -1,4 +1,4 @@
-"""Results computed from tallies: each method's metrics on each set, standard errors over data, and the best methods."""
+"""Results computed from tallies: each method's metrics on each set, with standard errors, and the best methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ METRICS = (
 """Names of the metrics on labelled data, defined in `mola.metrics`."""
 
 LABEL_METRICS = ("auroc", "average_precision", "miou")
-"""Names of additional metrics: two means over labels for multi-label data, and mean intersection over union for dense outputs."""
+"""Names of additional metrics: AUROC and average precision, averaged over the labels of multi-label data, and the mean intersection
+over union of dense outputs."""
 
 EXAMPLES = 8
 """Number of inputs from each set that a report shows."""
@@ -78,8 +79,9 @@ def labelled_result(
 ) -> LabelledResult:
     """Return all metrics that are defined for a method on the labelled data.
 
-    If `detail` is True, the result includes the bins for figures. `classes` (for regression, the names of the outputs) adds results
-    for each class, and `types` adds results for each type of shift. The index of the type of datum i is i modulo the number of types.
+    If `detail` is True, the result includes the bins needed for figures. If `classes` is given (for regression, the names of the
+    outputs), results for each class are added; if `types` is given, results for each type of shift are added. The index of the type of
+    datum i is i modulo the number of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}

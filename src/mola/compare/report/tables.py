@@ -56,14 +56,14 @@ class Table:
     caption: str
     columns: tuple[Column, ...]
     texts: pd.DataFrame
-    """Formatted text of each cell, with one row per method. Headings have one level, or two levels if there are groups."""
+    """Formatted text of each cell, with one row per method. Headings have one level, or two if the columns are grouped."""
     best: Collection[tuple[str, int]]
     """Row name and column index of each bold cell."""
     aside: Collection[str]
     """Rows that are excluded from the comparison, such as published numbers."""
 
     def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
-        """Return the escaped text; templates such as "**{}**" mark the best cells and the names of excluded rows."""
+        """Return the escaped text of all cells; templates such as "**{}**" mark the best cells and the names of excluded rows."""
         cells = [
             [
                 bold.format(escape(text)) if (row, place) in self.best else escape(text)
@@ -85,8 +85,7 @@ def make_table(
 ) -> Table:
     """Format the numbers in each row and mark the best number in each column; the rows in `aside` are never marked.
 
-    `best` contains the row name and column index of each cell to mark. If it is None, the methods that `leaders` returns are
-    marked.
+    `best` contains the row name and column index of each cell to mark. By default, the methods that `leaders` returns are marked.
     """
     if best is None:
         best = [
@@ -138,7 +137,7 @@ def records_table(
     aside: Mapping[str, Sequence[Number]] | None = None,
     leads: Mapping[str, Mapping[str, Lead]] | None = None,
 ) -> Table:
-    """Return a table of the numbers for each method; columns without numbers are omitted unless `aside` has rows.
+    """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
 
     `leads` contains the best methods in a single-run comparison, by set and metric; see `Comparison.leads`.
     """
@@ -170,7 +169,9 @@ def print_table(console: Console, table: Table) -> None:
     if Measurement.get(console, unlimited, shown).maximum > console.width:
         shown = _rich_table(table, errors=False)
         shown.width = Measurement.get(console, unlimited, shown).maximum
-        caption += " The terminal is too narrow for standard errors; see the files." if caption else ""
+        caption += (
+            " The terminal is too narrow to show standard errors; the written files contain them." if caption else ""
+        )
     console.print(Text(table.title, style="bold"))
     console.print(shown, crop=False)
     if caption:
@@ -185,7 +186,8 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     shown.add_column("", no_wrap=True)
     for index, column in enumerate(table.columns):
-        # The heading of a group is above its first column, with one word per line, so that the numbers determine the column width.
+        # The heading of a group is placed above its first column, with one word per line, so that the numbers determine the column
+        # width.
         first = index == 0 or table.columns[index - 1].group != column.group
         name = "\n".join(
             [*(column.group.split() if first else []), *([column.name] if errors else column.name.split())]
@@ -206,7 +208,7 @@ def _rich_table(table: Table, *, errors: bool = True) -> RichTable:
 
 
 def as_markdown(table: Table) -> str:
-    """Return the title, table and caption as Markdown; if all columns belong to one group, the top left cell shows its name."""
+    """Return the title, table and caption as Markdown; if all columns belong to one group, the top-left cell names the group."""
     shared = {(column.group, column.better) for column in table.columns}
     if len(shared) == 1 and table.columns[0].group:
         corner = replace(table.columns[0], name=table.columns[0].group).heading
@@ -239,7 +241,7 @@ def escape_latex(text: str) -> str:
 
 
 def as_latex(table: Table) -> str:
-    """Return the table as LaTeX code that requires the packages booktabs and longtable; it may span several pages."""
+    """Return the table as LaTeX code that requires the packages booktabs and longtable; the table may span several pages."""
     text: str = table.marked(escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}").to_latex(
         column_format="l" + "r" * len(table.columns),
         escape=False,

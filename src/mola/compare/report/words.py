@@ -1,4 +1,4 @@
-"""Sentences in reports: findings derived from the numbers, and remarks."""
+"""Sentences for reports: remarks, and findings derived from the numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REGRESSION_METHODS = {
     **EVALUATION_METHODS,
     "MAP": "the first network, unchanged, with the noise estimated from the training data",
     "MAP-N": "MAP with its noise scaled on the validation data",
-    "DE": "the deep ensemble: a mixture of all networks, each with its noise",
+    "DE": "the deep ensemble: a mixture of all networks, each with its own noise",
     "DE-N": "DE with its noise scaled on the validation data",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: a title and a few sentences."""
+    """A finding, which consists of a title and a few sentences."""
 
     title: str
     text: str
@@ -72,7 +72,7 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
 def tuning_remarks(result: DemoResult) -> list[str]:
     """Return sentences about the tuned values, followed by notes from tuning."""
     chosen = [
-        f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, tuned by rule {record.chosen['rule']}."
+        f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, tuned by the rule {record.chosen['rule']}."
         for name, record in result.comparison.methods.items()
         if "prior_precision" in record.chosen
     ]
@@ -86,7 +86,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
         f"The data are scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
         f"{sizes['validation']} for tuning and {sizes['test']} for testing. The outliers are "
         f"patches of scikit-learn's two photographs, and uniform noise.",
-        f"The networks have two hidden layers without biases and {result.comparison.made['parameters']} weights. They were "
+        f"The networks have {result.comparison.made['parameters']} weights and two hidden layers without biases. They were "
         f"trained for {result.settings.epochs} epochs with little regularisation and are therefore overconfident. "
         f"With strong weight decay, MoLA is close to the ensemble.",
         *tuning_remarks(result),
@@ -108,16 +108,20 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     if comparison.regression:
         for metric, what in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
             sentences.append(lead_sentence(leads[metric], f"the lowest {what}", digits_of(comparison, metric)))
-        sentences.append(f"90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.")
+        sentences.append(f"The 90 % intervals of {own} cover {100 * mine['coverage_90']:.1f} % of the targets.")
     else:
         sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
         # This is the standard error of the accuracy under the assumption that it equals the mean confidence.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
         if abs(gap) > chance:
-            sentences.append(f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average.")
+            sentences.append(
+                f"{own} is {'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} percentage points on average."
+            )
         else:
-            sentences.append(f"The mean confidence of {own} differs from its accuracy by no more than chance.")
+            sentences.append(
+                f"The mean confidence of {own} differs from its accuracy by no more than chance would explain."
+            )
     what = "the highest AUROC of all scores"
     outliers = [
         Finding(f"Outliers: {one.title}", lead_sentence(comparison.leads[one.name]["auroc"], what, 2, 100, " %"))
@@ -167,11 +171,11 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Pairs of methods: each consists of a method and the ensemble with which it is compared."""
+"""Pairs that consist of a method and the ensemble with which it is compared."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Return the clear differences between MoLA and ensembles."""
+    """Return findings about the clear differences between MoLA and the ensembles."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
@@ -219,5 +223,5 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
         f"Data: {sets}.",
         *suite.notes,
         *notes,
-        f"{len(records)} records took {seconds:.0f} seconds to fit, tune and predict, without forward passes of the trained networks.",
+        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' forward passes.",
     ]
