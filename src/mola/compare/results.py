@@ -80,8 +80,8 @@ def labelled_result(
     """Return all metrics that are defined for a method on the labelled data.
 
     If `detail` is True, the result includes the bins needed for figures. If `classes` is given (for regression, the names of the
-    outputs), results for each class are added; if `types` is given, results for each type of shift are added. The index of the type of
-    datum i is i modulo the number of types.
+    outputs), results for each class are added; if `types` is given, results for each type of shift are added. Data point i has the
+    type with index i modulo the number of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -198,7 +198,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> Out
 
 
 def risk_curve(tally: Tally) -> list[list[float]]:
-    """Return at most `CURVE_POINTS` pairs of coverage and error rate, from only the most confident predictions to all predictions."""
+    """Return at most `CURVE_POINTS` pairs of coverage and error rate, starting with only the most confident predictions."""
     coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
     places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
     return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
@@ -234,7 +234,7 @@ def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
 
 
 def differences(tallies: Mapping[str, Tally], own: str) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """Return the rmse, nll and crps of each other method minus those of method `own`, with standard errors over data."""
+    """Return the rmse, nll and crps of every other method minus those of `own`, with standard errors computed over the data points."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     mine = found.pop(own)
     return {

@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise StorageError(f"{path} is not a benchmark result: expected format {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise StorageError(
-            f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
+            f"{path} has version {document.get('version')!r}; this release of mola reads version {VERSION}. "
             f"Write new results to another folder, or delete this file and run the suite again."
         )
     if SEAL in document:  # records written by hand have no seal

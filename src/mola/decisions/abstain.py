@@ -17,16 +17,16 @@ independent draws from the distribution above :math:`\tau`.
 is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of :math:`\delta / J`, at
 n/2, n/4, n/8, ... answers, as long as that many answers without an error would pass the test (the fallback procedure: Wiens, 2003;
 with J = 1, fixed-sequence testing). A confident mistake at the top therefore costs only a part of the level. If no test fails, the
-last tests use the full :math:`\delta`. The number of thresholds costs nothing, so every score of the data is a threshold, and ties
-need no special treatment.
+last tests use the full :math:`\delta`. Testing more thresholds costs nothing, so every score in the data serves as a threshold, and
+ties need no special treatment.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
-requires that a test below :math:`\tau^*` succeeds. There are two cases. In the first case, the level was passed on from above, and the
+requires a test below :math:`\tau^*` to succeed. There are two cases. In the first case, the level was passed on from above, and the
 test at :math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of examples above :math:`\tau^*`, the
-probability of this case is at most that sum. In the second case, one of the remaining parts was spent below. Given the score at which
-it was spent, the test succeeds with a probability of at most this part. The probabilities of both cases add up to at most
-:math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than less certain ones. Each additional
-crossing then adds at most :math:`\delta` to the probability of failure.
+probability of this case is at most that sum. In the second case, one of the remaining parts was spent below :math:`\tau^*`. Given the
+score at which it was spent, the probability that the test succeeds is at most this part. The probabilities of the two cases add up to
+at most :math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than less certain ones. Each
+further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the probability of failure.
 
 The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
 over draws of the calibration data. The guarantee does not extend to shifted data.
@@ -53,7 +53,10 @@ NEGLIGIBLE = 1e-17
 
 
 class AnswerThreshold(float):
-    """A threshold with its guarantee. Answer if `prediction.confidence > threshold`, or if `threshold(prediction)` is true."""
+    """A threshold with its guarantee.
+
+    Answer if `prediction.confidence > threshold` or, for scores of any kind, if `threshold(prediction)` is true.
+    """
 
     score: str
     """Score to compare with the threshold: "confidence", or "own" for the user's own scores."""
@@ -80,7 +83,7 @@ class AnswerThreshold(float):
         return self.answered / self.count
 
     def __call__(self, prediction: Prediction | Any) -> Tensor:
-        """Return a mask (n,) of the inputs to answer.
+        """Return a mask of the inputs to answer, of shape (n,).
 
         Args:
             prediction: a `mola.Prediction`, probabilities (n, C), or scores (n,) if the threshold was chosen for your own scores.
@@ -116,28 +119,28 @@ def abstain_threshold(
     docs/decisions.md measures the effect.
 
     Args:
-        prediction: prediction for labelled data that resemble future data: a `mola.Prediction`, probabilities (n, C), or a
+        prediction: predictions for labelled data that resemble future data, as a `mola.Prediction`, probabilities (n, C), or a
             `mola.decisions.Calibration`, which includes its labels.
-        labels: class indices (n,); None for a `Calibration`.
-        error_rate: largest error rate of answers, such as 0.01 for one wrong answer in a hundred.
+        labels: class indices (n,), or None if `prediction` is a `Calibration`.
+        error_rate: largest acceptable error rate of the answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
         score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that are never answered, such
-            as inputs with an alarm; None uses the confidence.
+            as inputs with an alarm. By default, the confidence is the score.
 
     Returns:
         The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold has the guarantee, a
-        `DataError` explains why.
+        `DataError` that explains why is raised.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
     certain = check_share(certainty, "certainty", "95 % is 0.95.")
     scores, wrong = calibration.confidence, ~calibration.correct
     if score is not None:
-        scores = as_numbers(score, "score: expected one number for each datum")
+        scores = as_numbers(score, "score: expected one number for each data point")
         if scores.shape != wrong.shape or bool(scores.isnan().any()):
             raise DataError(
-                f"score: expected one number for each of the {len(wrong)} data, without nan; got shape {tuple(scores.shape)} with "
-                f"{int(scores.isnan().sum())} nan."
+                f"score: expected one number for each of the {len(wrong)} data points, none of them NaN; got shape "
+                f"{tuple(scores.shape)} with {int(scores.isnan().sum())} NaN."
             )
     found = _walk(scores, wrong, rate, 1 - certain)
     if found is None:
@@ -165,7 +168,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
         + errors * math.log(rate)
         + (count - errors) * math.log1p(-rate)
     )
-    # From the last term backwards, the ratio of successive terms decreases.
+    # Going backwards from the last term, the ratio of successive terms decreases.
     total = term = 1.0
     for place in range(errors, 0, -1):
         term *= place * (1 - rate) / ((count - place + 1) * rate)
@@ -191,7 +194,7 @@ def _starts(count: int, rate: float, delta: float) -> list[int]:
 
 
 def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[float, int, int] | None:
-    # Return the chosen threshold, the number of answers above it and the number of errors among these answers.
+    # Return the chosen threshold, the number of answers above it, and the number of errors among these answers.
     count = len(scores)
     starts = _starts(count, rate, delta)
     if not starts:
@@ -199,13 +202,13 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> tuple[flo
     ordered, order = scores.sort(descending=True, stable=True)
     errors = torch.cat([torch.zeros(1, dtype=torch.int64), wrong[order].long().cumsum(0)]).tolist()
     values = [*ordered.tolist(), -math.inf]
-    # Number of answers above each threshold, that is, of scores before the first score equal to the threshold.
+    # Number of answers above each threshold, i.e. the number of scores that precede the first score equal to the threshold.
     places = [0, *(torch.nonzero(ordered[1:] < ordered[:-1])[:, 0] + 1).tolist()]
     if values[count - 1] > -math.inf:
         places.append(count)
     spent: dict[int, float] = {}
     for start in starts:
-        # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores are above it.
+        # The threshold is the (start + 1)-th largest score; with ties, fewer than `start` scores may be above it.
         place = places[bisect_right(places, start) - 1]
         spent[place] = spent.get(place, 0.0) + delta / len(starts)
     # Without another error, more answers only lower the p-value, so test only after a new error or a new part of the level.

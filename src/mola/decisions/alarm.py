@@ -19,29 +19,29 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     """Find the OOD score above which to raise an alarm, so that the rate of false alarms is at most the given rate.
 
     The guarantee holds on average over draws of the validation data, for any number n of scores and any distribution of the scores.
-    From one validation set to another, the rate of false alarms varies with a standard deviation of about sqrt(alpha (1 - alpha) / n),
-    where alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, one in 20 new scores on average
-    exceeds the largest of n = 19 scores.
+    The rate of false alarms varies between validation sets, with a standard deviation of about sqrt(alpha (1 - alpha) / n), where
+    alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, the largest of n = 19 scores is
+    exceeded by one in 20 new scores on average.
 
     The validation data must not have been used for training or early stopping. Tuning a `mola.MoLA` on the same data has a negligible
-    effect on `Prediction.ood_score`. The score does not depend on the prior precision, and uses only the mean and the standard
-    deviation of three scores on the validation data.
+    effect on `Prediction.ood_score`. The score does not depend on the prior precision and uses only the means and standard deviations
+    of three scores on the validation data.
 
     Args:
-        scores: OOD scores (n,) of validation data, higher for outliers: a tensor, an array or a list, or a `Prediction`, whose
+        scores: OOD scores (n,) of validation data, higher for outliers, as a tensor, an array or a list, or a `Prediction`, whose
             `ood_score` is used.
-        false_alarm_rate: largest rate alpha of false alarms, such as 0.05 for one alarm in twenty in-distribution inputs.
+        false_alarm_rate: largest acceptable rate alpha of false alarms, such as 0.05 for one alarm in twenty in-distribution inputs.
 
     Returns:
         The threshold. Raise an alarm for scores *above* it.
     """
     if isinstance(scores, (Prediction, RegressionPrediction)):
         scores = scores.ood_score
-    values = as_numbers(scores, "scores: expected one number for each validation datum")
+    values = as_numbers(scores, "scores: expected one number for each validation data point")
     if values.ndim != 1 or bool(values.isnan().any()):
         raise DataError(
-            f"scores: expected one number for each validation datum, without nan; got shape {tuple(values.shape)} with "
-            f"{int(values.isnan().sum())} nan."
+            f"scores: expected one number for each validation data point, none of them NaN; got shape {tuple(values.shape)} with "
+            f"{int(values.isnan().sum())} NaN."
         )
     count, rate = len(values), check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     if count < data_needed(rate):

@@ -223,5 +223,5 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
         f"Data: {sets}.",
         *suite.notes,
         *notes,
-        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' forward passes.",
+        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, without the networks' forward passes.",
     ]
