@@ -104,7 +104,7 @@ def test_empty_and_whole_sets():
     assert sets(unsure).tolist() == [[False, False], [False, False], [True, False]]
     filled = mola.prediction_sets(probs, labels, 0.9, at_least_one=True)
     assert filled(unsure).tolist() == [[True, False], [False, True], [True, False]]
-    with pytest.warns(MolaWarning, match="at least 9 .* of class 1"):
+    with pytest.warns(MolaWarning, match="at least 9 .* fewer: 1"):
         whole = mola.prediction_sets(probs, labels, 0.9, by="class")
     assert whole(unsure)[:, 1].all()  # nothing is known of class 1: it cannot be ruled out
 
@@ -131,7 +131,7 @@ def test_wrong_use_is_refused():
         with pytest.raises(error, match=words):
             mola.prediction_sets(probs, labels, **options)
     for error, words, call in (
-        (DataError, "4 classes, got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
+        (DataError, "4 classes; got 3", lambda: plain(torch.full((2, 3), 1 / 3))),
         (OptionError, "least probability", lambda: by_class.least_probability),
     ):
         with pytest.raises(error, match=words):

@@ -46,9 +46,8 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     count, rate = len(values), check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
     if count < data_needed(rate):
         raise DataError(
-            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: one "
-            f"further datum in {count + 1} exceeds the largest score. Pass at least {data_needed(rate)} scores, or allow a rate of "
-            f"at least "
-            f"1/{count + 1}."
+            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: on "
+            f"average, one in {count + 1} new scores exceeds the largest of them. Pass at least {data_needed(rate)} scores, or allow "
+            f"a rate of at least 1/{count + 1}."
         )
     return float(conformal_quantiles(values, rate))

@@ -23,17 +23,17 @@ SUM_TOLERANCE = 1e-3
 
 
 def probs_of(prediction: Any) -> Tensor:
-    """Return probabilities (n, C) in float64 on the CPU, from a `mola.Prediction` or from a tensor or array from any library."""
+    """Convert a `mola.Prediction`, or a tensor or array from any library, to probabilities (n, C) in float64 on the CPU."""
     given = prediction.probs if hasattr(prediction, "probs") else prediction
     probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
     if probs.ndim != 2 or probs.shape[1] < 2:
-        raise DataError(f"expected probabilities (n, C) of at least two classes, got shape {tuple(probs.shape)}.")
+        raise DataError(f"expected probabilities (n, C) for at least two classes; got shape {tuple(probs.shape)}.")
     # These comparisons are False for nan, so nan is rejected.
     valid = ((probs >= 0) & (probs <= 1 + SUM_TOLERANCE)).all(1) & ((probs.sum(1) - 1).abs() <= SUM_TOLERANCE)
     if not bool(valid.all()):
         row = int((~valid).nonzero()[0])
         raise DataError(
-            f"expected probabilities whose rows sum to 1, got row {row} with the sum {float(probs[row].sum()):g} and values from "
+            f"expected probabilities whose rows sum to 1, but row {row} sums to {float(probs[row].sum()):g}, with values from "
             f"{float(probs[row].min()):g} to {float(probs[row].max()):g}. For multi-label data, make a decision for each label "
             f"separately."
         )
@@ -41,9 +41,9 @@ def probs_of(prediction: Any) -> Tensor:
 
 
 def ranked(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the total probability of the classes ranked above each class of probs (n, C), and the rank of each class (1 is best).
+    """Return, for each class in probs (n, C), the total probability of the classes ranked above it, and its rank (1 is best).
 
-    Among equally probable classes, the smaller index ranks first.
+    Among equally probable classes, the one with the smaller index ranks first.
     """
     ordered, order = probs.sort(dim=1, descending=True, stable=True)
     above = ordered.cumsum(1) - ordered
@@ -70,7 +70,7 @@ class Calibration:
 
     @classmethod
     def of(cls, prediction: Prediction | Any, labels: Any) -> Calibration:
-        """Make calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C); return a `Calibration` unchanged."""
+        """Build calibration data from labels (n,) and a `mola.Prediction` or probabilities (n, C), or return a `Calibration` as is."""
         if isinstance(prediction, Calibration):
             return prediction
         probs = probs_of(prediction)
@@ -78,7 +78,7 @@ class Calibration:
         given = as_numbers(labels, "labels: expected one class index for each prediction")
         if given.shape != (count,):
             raise DataError(
-                f"labels: expected one class index for each of the {count} predictions, got shape {tuple(given.shape)}."
+                f"labels: expected one class index for each of the {count} predictions; got shape {tuple(given.shape)}."
             )
         wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
         if bool(wrong.any()):
@@ -96,18 +96,18 @@ class Calibration:
 
     @property
     def correct(self) -> Tensor:
-        """Mask (n,) of the examples whose most probable class is the true class."""
+        """Mask of the examples whose most probable class is the true class, shape (n,)."""
         return self.true_rank == 1
 
     def __len__(self) -> int:
         return len(self.label)
 
     def rows(self, chosen: Tensor) -> Calibration:
-        """Return a subset of the data, by index or mask."""
+        """Return the subset of the data that is selected by an index or mask."""
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the columns by name, for saving."""
+        """Return the columns to save, keyed by name."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "classes"}
 
     @classmethod
@@ -126,5 +126,5 @@ class Calibration:
         ranks, labels = made.true_rank, made.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
         if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
-            raise DataError(f"expected finite values, and labels and ranks of {classes} classes.")
+            raise DataError(f"expected finite values, with labels and ranks that fit {classes} classes.")
         return made

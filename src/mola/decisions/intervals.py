@@ -1,4 +1,4 @@
-r"""Prediction intervals for regression with a guaranteed coverage, for each of D outputs or for all outputs at once.
+r"""Prediction intervals with guaranteed coverage for regression, either for each of the D outputs or for all outputs at once.
 
 Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled examples, and the
 interval for a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with
@@ -11,7 +11,7 @@ Here, l and u are the ends of the mixture's central interval at the same coverag
 standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and several modes,
 and add the same length everywhere. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
 (Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow intervals stay narrow. With `joint`,
-the score of a datum is its largest score over the D outputs, and the guarantee is that the intervals contain all its targets at once.
+the score of a data point is its largest score over the D outputs, and the coverage holds for all of its targets at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METHODS = ("quantile", "normalised")
 
 @dataclass(frozen=True)
 class PredictionIntervals:
-    """A callable, made by `mola.prediction_intervals`, that maps a prediction to the lower and upper ends (n, D) of intervals."""
+    """A callable, made by `mola.prediction_intervals`, that maps a prediction to lower and upper interval ends, each (n, D)."""
 
     coverage: float
     """Probability that an interval contains the target."""
@@ -43,13 +43,13 @@ class PredictionIntervals:
     count: int
     """Number of calibration examples."""
     joint: bool = False
-    """True if the coverage holds for all outputs of a datum at once."""
+    """True if the coverage holds for all outputs of a data point at once."""
 
     def __call__(self, prediction: RegressionPrediction | Any) -> tuple[Tensor, Tensor]:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty shrinks to its midpoint.
 
         Args:
-            prediction: prediction from the same predictor that was calibrated.
+            prediction: a prediction of the predictor that was calibrated.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
@@ -72,15 +72,15 @@ def prediction_intervals(
 ) -> PredictionIntervals:
     """Calibrate, on labelled data, intervals that contain the target with a given probability.
 
-    The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
+    The probability is taken over draws of the labelled data and of new data that are exchangeable with them.
     `mola.decisions.intervals` describes the methods and the proof.
 
     Args:
-        prediction: prediction for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
+        prediction: predictions for labelled data, which must provide `mean` and `variance` (n, D) and `interval(level)`.
         targets: targets (n, D), or (n,) if D is 1.
         coverage: probability that an interval contains the target, such as 0.9.
         method: conformal method, "quantile" or "normalised".
-        joint: guarantee the coverage for all D targets of a datum at once; only for "normalised", whose scores have no unit.
+        joint: guarantee the coverage for all D targets of a data point at once; only for "normalised", whose scores have no unit.
 
     Returns:
         A callable that maps predictions to lower and upper ends. `DataError` is raised if there are too few data for the coverage.
@@ -105,7 +105,7 @@ def prediction_intervals(
 
 
 def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
-    # Return lower and upper ends (n, D) before calibration, and the length that a score of 1 adds at each end.
+    # Return the lower and upper ends (n, D) before calibration, and the length that a score of 1 adds at each end.
     if not hasattr(prediction, "interval"):
         raise DataError(
             f"expected a prediction for regression with mean, variance and interval(level); got {type(prediction).__name__}. For "

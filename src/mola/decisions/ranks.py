@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 
 
 def check_share(value: Any, name: str, example: str) -> float:
-    """Return a number strictly between 0 and 1, or raise `OptionError` with an example."""
+    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` that contains the example."""
     try:
         share = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -43,24 +43,24 @@ def conformal_rank(count: int, rate: float) -> int:
 
 
 def data_needed(rate: float) -> int:
-    """Return the smallest number of scores n for which k is at most n."""
+    """Return the smallest number n of scores for which k is at most n."""
     return math.ceil(1 / (rate * (1 + ROUNDING))) - 1
 
 
 def conformal_quantiles(scores: Tensor, rate: float) -> Tensor:
-    """Return the k-th smallest of the scores (n, ...), or infinity if there are too few scores."""
+    """Return the k-th smallest of the scores (n, ...) along the first axis, or infinity if there are too few scores."""
     rank = conformal_rank(len(scores), rate)
     infinite = torch.full(scores.shape[1:], math.inf, dtype=torch.float64)
     return infinite if rank > len(scores) else scores.sort(0).values[rank - 1]
 
 
 def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
-    """Return the conformal quantiles of scores (n, ...) at a coverage; raise `DataError` if there are too few data."""
+    """Return the conformal quantiles of scores (n, ...) for a given coverage; raise `DataError` if there are too few data."""
     rate = 1 - coverage
     if len(scores) < data_needed(rate):
         raise DataError(
             f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {coverage:g}: only {always} "
-            f"reach this coverage. Pass at least {data_needed(rate)} data, or lower the coverage."
+            f"reach this coverage. Pass at least {data_needed(rate)} data points, or lower the coverage."
         )
     return conformal_quantiles(scores, rate)
 

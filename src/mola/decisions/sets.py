@@ -5,11 +5,11 @@ Let :math:`s(x, c)` be a score that is lower for classes that fit better, and le
 a new input is :math:`\{c : s(x, c) \le q\}`. It contains the true class y whenever :math:`s(x, y) \le q`. For exchangeable data, the
 probability of this event is at least :math:`1 - \alpha` and, if there are no ties, at most :math:`1 - \alpha + 1/(n + 1)`, for every
 predictor and every score. A better predictor gives smaller sets. Let p be the predicted probabilities, and let U be uniform between 0
-and 1 (or 1 without randomisation). The scores are
+and 1 (or equal to 1 without randomisation). The scores are
 
 - "lac": :math:`-p_c`. A set contains all classes whose probability reaches a fixed threshold. These sets are the smallest on average
     (Sadinle et al., 2019).
-- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, with classes in order of probability. Sets are larger for hard inputs
+- "aps": :math:`\sum_{c' \text{ above } c} p_{c'} + U p_c`, with the classes sorted by probability. Sets are larger for hard inputs
     (Romano et al., 2020).
 - "raps": the score of "aps" plus :math:`\lambda \max(0, \text{rank}_c - k)`. The penalty makes very large sets rarer (Angelopoulos et
     al., 2021).
@@ -20,8 +20,8 @@ computed from fewer data, so sets are larger and vary more.
 
 *Empty sets* mean that no class fits well enough: either the input differs from most calibration data, or the coverage is below the
 accuracy, so some misses are allowed. An empty set misses the true class; `at_least_one` adds the most probable class. *Full sets* mean
-that no class can be excluded. If sets are by class, a class with fewer than :math:`\lceil 1/\alpha \rceil - 1` examples is in every
-set.
+that no class can be excluded. If the sets are calibrated by class, a class with fewer than :math:`\lceil 1/\alpha \rceil - 1` examples
+is in every set.
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ class PredictionSets:
     method: str
     """Conformal method, "lac", "aps" or "raps"."""
     threshold: Tensor
-    """Largest score of a class in a set, in float64. Its shape is (), or (C,) if each class has its own threshold."""
+    """Largest score that a class in a set may have, in float64. Its shape is (), or (C,) if each class has its own threshold."""
     classes: int
     """Number of classes C."""
     count: int
     """Number of calibration examples."""
     randomised: bool = False
     penalty: float = 0.0
-    """Penalty for each rank above `free` in "raps"."""
+    """Penalty for each rank beyond `free` in "raps"."""
     free: int = 0
     at_least_one: bool = False
 
     @property
     def least_probability(self) -> float:
-        """Smallest probability at which "lac" includes a class, the same for all inputs; 0 includes all classes."""
+        """Smallest probability at which "lac" includes a class, the same for all inputs; if it is 0, all classes are included."""
         if self.method != "lac" or self.threshold.ndim:
             raise OptionError(
-                "only sets of method 'lac' that are not by class have a least probability. Use method='lac' and by=None."
+                "only 'lac' sets that were not calibrated by class have a least probability. Use method='lac' and by=None."
             )
         return max(0.0, -float(self.threshold))
 
     def __call__(self, prediction: Prediction | Any, *, generator: torch.Generator | None = None) -> Tensor:
-        """Return a mask (n, C), on the CPU, of the classes in the set for each input.
+        """Return a mask of the classes in the set for each input, of shape (n, C), on the CPU.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
-            generator: random generator for randomised sets; None uses torch's default generator.
+            generator: random generator for randomised sets; torch's default generator if None.
         """
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
-            raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]} classes.")
+            raise DataError(f"expected probabilities for {self.classes} classes; got {probs.shape[1]} classes.")
         above, rank = ranked(probs)
         draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
         included = _scores(self.method, probs, above, rank, draws, self.penalty, self.free) <= self.threshold
@@ -108,21 +108,21 @@ def prediction_sets(
 ) -> PredictionSets:
     """Calibrate, on labelled data, sets of classes that contain the true class with a given probability.
 
-    The probability is over draws of the labelled data and of new data that are exchangeable with the labelled data.
-    `mola.decisions.sets` describes the methods and the proof.
+    The probability is taken over draws of the labelled data and of new data that are exchangeable with them. `mola.decisions.sets`
+    describes the methods and the proof.
 
     Args:
-        prediction: prediction for labelled data: a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`, which
-            includes its labels.
-        labels: class indices (n,); None for a `Calibration`.
+        prediction: predictions for labelled data, as a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`,
+            which includes its labels.
+        labels: class indices (n,), or None if `prediction` is a `Calibration`.
         coverage: probability that a set contains the true class, such as 0.9.
         method: conformal method, "lac", "aps" or "raps".
-        by: "class" guarantees the coverage for each class; None guarantees it on average over classes.
+        by: "class" to guarantee the coverage for each class; by default, it is guaranteed only on average over the classes.
         randomised: let "aps" and "raps" drop the last class at random, so that the coverage is not higher than requested.
-        penalty: penalty lambda of "raps", added for each rank above `free`.
-        free: number k of ranks without penalty in "raps".
+        penalty: penalty lambda of "raps", added for each rank beyond `free`.
+        free: number k of ranks that "raps" does not penalise.
         at_least_one: add the most probable class to empty sets.
-        generator: random generator for randomised scores; None uses torch's default generator.
+        generator: random generator for randomised scores; torch's default generator if None.
 
     Returns:
         A callable that maps predictions to masks (n, C). `DataError` is raised if there are too few data for the coverage.
@@ -137,7 +137,7 @@ def prediction_sets(
             "the method 'lac' cannot be randomised, because its sets have no last class to drop at random. Use 'aps' or 'raps'."
         )
     if not is_real(penalty) or not 0 <= penalty < math.inf:
-        raise OptionError(f"penalty must be a number of at least 0, got {penalty!r}.")
+        raise OptionError(f"penalty must be a non-negative number; got {penalty!r}.")
     whole_number(free, "free", 0)
     strength, ranks = (float(penalty), free) if method == "raps" else (0.0, 0)
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
@@ -150,8 +150,8 @@ def prediction_sets(
         lacking = threshold.isinf().nonzero().flatten().tolist()
         if lacking:
             warn(
-                f"a coverage of {share:g} needs at least {data_needed(1 - share)} labelled data of each class. There are fewer data "
-                f"of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}, so every set includes it."
+                f"a coverage of {share:g} requires at least {data_needed(1 - share)} labelled data points of each class. Every set "
+                f"includes the classes that have fewer: {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}."
             )
     else:
         threshold = thresholds(scores, share, "sets of all classes")
