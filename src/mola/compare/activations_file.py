@@ -25,7 +25,7 @@ BATCH = 1024
 """Number of rows per batch during fitting and prediction."""
 
 NUMBERS_AT_ONCE = 2**23
-"""Maximum number of feature values per network in a slice."""
+"""Maximum number of feature values that a slice holds for each network."""
 
 WHOLE = ("weight", "bias")
 """Names of the head's tensors, which are stored whole rather than row by row."""
@@ -145,7 +145,7 @@ class Stored:
 
     files: tuple[TensorFile, ...]
     places: Sequence[int]
-    """Indices of the rows to read from the files, in order."""
+    """Indices of the rows to read from the files, in reading order."""
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:

@@ -82,7 +82,7 @@ class Answer:
     """Index of each row's input, shape (n,), if the rows are positions; None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; `labels`, if known, are class indices (n,) or, for multi-label data, 0 or 1 (n, C)."""
+        """Return the columns of a tally; `labels`, if known, are class indices (n,) or zeros and ones (n, C) for multi-label data."""
         probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
         limits = torch.finfo(probs.dtype)
         if not self.likelihood.mutually_exclusive:  # clamp both ends, because 1 - p may also round to 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mola.compare.record import Comparison
 
 DEFAULT = "MoLA (calibrated)"
-"""Name of MoLA tuned by the library's default rule."""
+"""Name of the method MoLA when it is tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
 """Names of the methods: a single network, an ensemble without and with a temperature, and MoLA tuned by the paper's rule and by the

@@ -122,7 +122,7 @@ class LastLayer:
     group: str = "main"
     components: int | None = None
     structure: str | None = None
-    """Structure of the Laplace approximation, or None for networks without a Laplace approximation."""
+    """Structure of the Laplace approximation, or None if the networks are used without one."""
     link: str = "probit"
     rule: str = "threshold"
     weights: str = "uniform"
@@ -155,7 +155,7 @@ class LastLayer:
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:
             raise OptionError(
-                f"{self.name} scales the logits before the fit, which requires stored training activations. Omit --stream."
+                f"{self.name} scales the logits before fitting, so it requires stored training activations. Omit --stream."
             )
         start = time.perf_counter()
         with noting() as notes:

@@ -62,7 +62,7 @@ class RegressionDetail:
     """Calibration of each output's standard deviation. Each group of data points has three entries: its size, the root mean square of
     the predicted standard deviations, and the root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """Examples for each output, each consisting of the target, the predicted mean, and both ends of the 90 % interval."""
+    """Examples for each output; an example consists of the target, the predicted mean, and both ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
     """Results for the first few outputs, keyed by output name."""
 
@@ -142,7 +142,7 @@ class Record:
     """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (a description) and "notes".
     The entry "ood_score" is the name of the posterior's outlier score."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time in seconds to "fit" (including tuning) and to "predict". In suites, both steps start from stored activations."""
+    """Time in seconds taken to "fit" (including tuning) and to "predict". In suites, both steps start from stored activations."""
     labelled: dict[str, LabelledResult]
     """Results on the labelled sets, by set name, starting with the test set."""
     outliers: dict[str, OutlierResult]
@@ -241,7 +241,7 @@ class AnswerResult:
     answered: float | None = None
     """Share of the test inputs that are answered."""
     realised: float | None = None
-    """Error rate of the answers."""
+    """Error rate of the answers on the test data."""
     why: str = ""
     """Reason why there is no threshold; empty if a threshold exists."""
 

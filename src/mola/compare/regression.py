@@ -3,8 +3,8 @@
 Let u be the predicted distribution function evaluated at a target. A central interval of probability p covers the target if and only
 if |2 u - 1| <= p. A single number per target, the smallest such p, therefore determines the coverage of intervals of any probability.
 
-The log-likelihood is the joint log-likelihood of all D outputs. Every other metric is averaged over the outputs. Results are also
-stored separately for each of the first `MOST_OUTPUTS` outputs.
+The log-likelihood is computed jointly over all D outputs. Every other metric is averaged over the outputs. Results are also stored
+separately for each of the first `MOST_OUTPUTS` outputs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RegressionAnswer:
 
 
 def regression_metrics(tally: Tally) -> dict[str, Measurement]:
-    """Return rmse, nll, crps, std, and the coverage and width of the intervals at each of the `LEVELS`, named as in coverage_90."""
+    """Return rmse, nll, crps, std, and the coverage and width of intervals at each of the `LEVELS`, under names such as coverage_90."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),

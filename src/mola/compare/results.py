@@ -77,7 +77,7 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Return all metrics that are defined for a method on the labelled data.
+    """Return a method's results on labelled data, including every metric that is defined.
 
     If `detail` is True, the result includes the bins needed for figures. If `classes` is given (for regression, the names of the
     outputs), results for each class are added; if `types` is given, results for each type of shift are added. Data point i has the
@@ -102,7 +102,7 @@ def labelled_result(
 
 def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[str]) -> dict[str, float]:
     confidence, correct = tally["confidence"], tally["correct"]
-    # For multi-label data, use the uncertainty of each label rather than of the whole input.
+    # For multi-label data, use the uncertainty of each label rather than that of the whole input.
     uncertainty = 1 - confidence if "question" in tally.columns else tally["max probability"]
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     found = {
@@ -224,7 +224,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on labelled data by each metric in `BETTER` that all methods have."""
+    """Return, for each metric in `BETTER` that all methods have, the best method on labelled data."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     return {
         name: lead({(method,): one[name] for method, one in found.items()}, end)
@@ -252,7 +252,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best methods on outliers: over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
+    """Return the best methods on outliers, over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

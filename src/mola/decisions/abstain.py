@@ -8,25 +8,25 @@ of the answers above a threshold. From n labelled examples, the procedure choose
 over draws of these data. The procedure tests one threshold after another, from few answers to many (Learn then Test, Angelopoulos et
 al., 2021).
 
-*One threshold.* Given the number m of examples above a fixed :math:`\tau`, the number of errors among them is Binomial(m, R). So
-:math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value for the null hypothesis :math:`R(\tau) > \varepsilon`,
-for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given :math:`\tau`, the m larger scores are
-independent draws from the distribution above :math:`\tau`.
+*One threshold.* Given the number m of examples with scores above a fixed :math:`\tau`, the number of errors among them is
+Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value for the null hypothesis
+:math:`R(\tau) > \varepsilon`, for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given
+:math:`\tau`, the m larger scores are independent draws from the distribution above :math:`\tau`.
 
-*Many thresholds.* The order of the tests is fixed in advance: all real numbers, from high to low. In this order, a significance level
-is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of :math:`\delta / J`, at
-n/2, n/4, n/8, ... answers, as long as that many answers without an error would pass the test (the fallback procedure: Wiens, 2003;
-with J = 1, fixed-sequence testing). A confident mistake at the top therefore costs only a part of the level. If no test fails, the
-last tests use the full :math:`\delta`. Testing more thresholds costs nothing, so every score in the data serves as a threshold, and
-ties need no special treatment.
+*Many thresholds.* The thresholds are tested in an order that is fixed in advance: all real numbers, from high to low. In this order, a
+significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts, each of
+size :math:`\delta / J`, at n/2, n/4, n/8, ... answers, as long as that many answers without an error would pass the test (the fallback
+procedure: Wiens, 2003; with J = 1, fixed-sequence testing). A confident mistake at the top therefore costs only part of the level. If
+no test fails, the last tests use the full :math:`\delta`. Testing more thresholds costs nothing, so every score in the data serves as
+a threshold, and ties need no special treatment.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
 requires a test below :math:`\tau^*` to succeed. There are two cases. In the first case, the level was passed on from above, and the
-test at :math:`\tau^*` succeeded at the sum of the parts spent above it. Given the number M of examples above :math:`\tau^*`, the
-probability of this case is at most that sum. In the second case, one of the remaining parts was spent below :math:`\tau^*`. Given the
-score at which it was spent, the probability that the test succeeds is at most this part. The probabilities of the two cases add up to
-at most :math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than less certain ones. Each
-further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the probability of failure.
+test at :math:`\tau^*` succeeded at a level equal to the sum of the parts spent above it. Given the number M of examples above
+:math:`\tau^*`, the probability of this case is at most that sum. In the second case, one of the remaining parts was spent below
+:math:`\tau^*`. Given the score at which it was spent, the probability that the test succeeds is at most this part. The probabilities
+of the two cases add up to at most :math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than
+less certain ones. Each further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the probability of failure.
 
 The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
 over draws of the calibration data. The guarantee does not extend to shifted data.
@@ -179,7 +179,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
 
 
 def _fewest(rate: float, delta: float) -> int:
-    # Return the smallest number of answers, all correct, that passes a test at level delta.
+    # Return the smallest number of answers that, if all of them are correct, passes a test at level delta.
     return math.ceil(math.log(delta) / math.log1p(-rate))
 
 

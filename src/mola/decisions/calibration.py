@@ -1,6 +1,6 @@
 """Calibration data for decisions: a few numbers per labelled example, whatever the number of classes.
 
-A `Calibration` is made from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
+A `Calibration` is created from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
 computed from it without running a network again. Calibration data must be exchangeable with future data, and the predictor must not
 have been trained on the labels of the calibration data.
 """
@@ -82,7 +82,7 @@ class Calibration:
             )
         wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
         if bool(wrong.any()):
-            raise DataError(f"labels: expected whole numbers from 0 to {classes - 1}, got {float(given[wrong][0]):g}.")
+            raise DataError(f"labels: expected integers from 0 to {classes - 1}; got {float(given[wrong][0]):g}.")
         known, (above, rank) = given.long(), ranked(probs)
         true = known[:, None]
         return cls(
@@ -120,7 +120,7 @@ class Calibration:
         )
         if not known or len({len(columns[name]) for name in names}) != 1:
             raise DataError(
-                f"expected the columns {', '.join(names)} of equal length; got {', '.join(columns) or 'nothing'}."
+                f"expected the columns {', '.join(names)}, all of equal length; got {', '.join(columns) or 'nothing'}."
             )
         made = cls(**{name: columns[name] for name in names}, classes=classes)
         ranks, labels = made.true_rank, made.label

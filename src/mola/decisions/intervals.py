@@ -73,7 +73,7 @@ def prediction_intervals(
     """Calibrate, on labelled data, intervals that contain the target with a given probability.
 
     The probability is taken over draws of the labelled data and of new data that are exchangeable with them.
-    `mola.decisions.intervals` describes the methods and the proof.
+    `mola.decisions.intervals` describes the methods and why the guarantee holds.
 
     Args:
         prediction: predictions for labelled data, which must provide `mean` and `variance` (n, D) and `interval(level)`.
@@ -96,7 +96,7 @@ def prediction_intervals(
     known = known[:, None] if known.ndim == 1 and low.shape[1] == 1 else known
     if known.shape != low.shape or not bool(known.isfinite().all()):
         raise DataError(
-            f"targets: expected finite values of shape {tuple(low.shape)}, like the predictions; got shape {tuple(known.shape)}."
+            f"targets: expected finite values of shape {tuple(low.shape)}, matching the predictions; got shape {tuple(known.shape)}."
         )
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
@@ -108,7 +108,7 @@ def _ends(prediction: RegressionPrediction | Any, method: str, coverage: float) 
     # Return the lower and upper ends (n, D) before calibration, and the length that a score of 1 adds at each end.
     if not hasattr(prediction, "interval"):
         raise DataError(
-            f"expected a prediction for regression with mean, variance and interval(level); got {type(prediction).__name__}. For "
+            f"expected a regression prediction with mean, variance and interval(level); got {type(prediction).__name__}. For "
             f"classes, use mola.prediction_sets."
         )
     if method == "quantile":

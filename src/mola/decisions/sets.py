@@ -109,7 +109,7 @@ def prediction_sets(
     """Calibrate, on labelled data, sets of classes that contain the true class with a given probability.
 
     The probability is taken over draws of the labelled data and of new data that are exchangeable with them. `mola.decisions.sets`
-    describes the methods and the proof.
+    describes the methods and why the guarantee holds.
 
     Args:
         prediction: predictions for labelled data, as a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`,

@@ -64,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], height: float = 3.4) -> Figure:
 
 
 Estimates = Mapping[float, Mapping[str, Estimate | None]]
-"""Estimates by position on the x-axis and by label."""
+"""Estimates, keyed by position on the x-axis and then by label."""
 
 
 def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:

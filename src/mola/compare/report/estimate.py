@@ -40,7 +40,7 @@ class Estimate:
         return cls(mean, _error(list(values.values()), overlap), len(values), values, overlap)
 
     def minus(self, other: Estimate) -> Estimate:
-        """Return the mean difference over the common runs, or the difference of the means if there are fewer than two common runs.
+        """Return the mean difference over the shared runs, or the difference of the means if fewer than two runs are shared.
 
         In the second case, an estimate from a single run is assumed to have the same spread as the other estimate. If both estimates
         come from a single run, the error is unknown.

@@ -1,6 +1,7 @@
 """Numbers from the paper (arXiv 2111.03577), shown in reports next to our own.
 
-Mean confidence (MMC) and AUROC are in %. Means and standard errors were computed over five runs. The paper calls MultiSWAG "MSWAG".
+Mean confidence (MMC) and AUROC are given in %. Means and standard errors were computed over five runs. The paper calls MultiSWAG
+"MSWAG".
 """
 
 from __future__ import annotations

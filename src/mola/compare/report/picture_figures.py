@@ -24,7 +24,7 @@ MOST_SHIFTED = 2
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:
-    """Return the sets for which there are images and the confidences of at least one method."""
+    """Return the sets for which images and the confidences of at least one method are available."""
     shown = {name for records in comparison.runs.values() for name in records[0].examples}
     known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in shown]
     shifted = [one for one in known if one.role == "shift"]
@@ -123,7 +123,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
                 panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
         means = {"mean": numbers(On(one.name, "confidence")), "AUROC": numbers(On(one.name, "auroc", BY_CONFIDENCE))}
         words = [f"{name} {found.mean:.3f}" for name, by in means.items() if (found := by[method]) is not None]
-        # The text is placed above the panel because inside the panel it would hide bars.
+        # The text is placed above the panel because it would hide bars inside the panel.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data" if sets else "share of the test data", fontsize=8)
     return figure

@@ -98,7 +98,7 @@ class SuiteResults(Comparison):
 
     @property
     def runs(self) -> dict[str, tuple[Record, ...]]:
-        """Records of the compared methods, by method."""
+        """Records of the compared methods, keyed by method."""
         return self.groups.get(MAIN, {})
 
     @property

@@ -66,7 +66,7 @@ def detail_table(comparison: Comparison, most: int | None = None) -> Table | Non
 
 def _test_table(comparison: Comparison) -> Table:
     test = comparison.test
-    caption = f"{set_words(test)}, with standard errors over inputs. {BOLD.format('')}."
+    caption = f"{set_words(test)}, with standard errors computed over the inputs. {BOLD.format('')}."
     columns = on_set(test.name, TEST_DATA)
     return records_table("On the test data", caption, Numbers(comparison.runs), columns, leads=comparison.leads)
 
@@ -197,9 +197,7 @@ def _regression_tables(comparison: Comparison) -> list[Table]:
         name: Column(title, better="low", digits=digits_of(comparison, name)) for name, title in REGRESSION.items()
     }
     columns["std"] = Column("mean std.", digits=digits_of(comparison, "std"))
-    caption = (
-        f"{set_words(comparison.test)}, in the targets' units, with standard errors over inputs. {BOLD.format('')}."
-    )
+    caption = f"{set_words(comparison.test)}, in the targets' units, with standard errors computed over the inputs. {BOLD.format('')}."
     levels = [f"{100 * level:g}" for level in LEVELS]
     wide = max(digits_of(comparison, f"width_{name}") for name in levels)
     intervals = [Column(f"{one} %", "covered, in %", None, 1, On(test, f"coverage_{one}"), 100) for one in levels]
@@ -221,7 +219,7 @@ OUTPUT_COLUMNS = {**REGRESSION, "coverage_90": "90 % covered, %"}
 
 
 def _output_table(comparison: Comparison) -> Table | None:
-    # Return the results for each output, for the plain networks and the posterior, or None if there is only one output.
+    # Return the results of the plain networks and of the posterior for each output, or None if there is only one output.
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
     details = [comparison.methods[name].labelled[test].regression for name in methods]
     found = [one.outputs for one in details if one is not None]

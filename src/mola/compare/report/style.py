@@ -116,7 +116,7 @@ def quiet_axes(panel: Axes) -> None:
 
 
 def shared_legend(figure: Figure, panels: list[Axes], used: int, handles: list[Any] | None = None) -> None:
-    """Draw one legend for all panels, in the first unused panel if it fits there and otherwise below the figure."""
+    """Draw one legend for all panels: in the first unused panel if it fits there, otherwise below the figure."""
     for panel in panels[used:]:
         panel.set_axis_off()
     if handles is None:

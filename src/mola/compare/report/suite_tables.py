@@ -189,7 +189,7 @@ def _along_shift(suite: SuiteResults, metric: str, group: str = MAIN) -> Table |
 
 
 BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
-"""Metrics that are shown for each type of shift: title, number of decimals and unit factor."""
+"""Metrics shown for each type of shift, with title, number of decimals and unit factor."""
 
 BY_DISTANCE, PAPERS_RULE = "MoLA (distance)", "MoLA"
 """The two methods whose difference is shown for each type of shift."""
@@ -258,7 +258,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
             own.setdefault(name, []).append(method)
     listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} Bold numbers compare "
+        f"AUROC in %, averaged over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} Bold numbers compare "
         f"the scores within each method. Scores are higher for outliers.{f' The ood score is: {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]

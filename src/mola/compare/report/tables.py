@@ -139,7 +139,7 @@ def records_table(
 ) -> Table:
     """Return a table with the numbers of each method; columns without numbers are omitted unless `aside` has rows.
 
-    `leads` contains the best methods in a single-run comparison, by set and metric; see `Comparison.leads`.
+    `leads` contains the best methods in a single-run comparison, keyed by set and metric; see `Comparison.leads`.
     """
     found = [(one, values) for one in columns if any((values := numbers(one.on, one.factor)).values()) or aside]
     best = None

@@ -18,9 +18,9 @@ EVALUATION_METHODS = {**METHODS, "MoLA": "all networks, each with a Laplace appr
 REGRESSION_METHODS = {
     **EVALUATION_METHODS,
     "MAP": "the first network, unchanged, with the noise estimated from the training data",
-    "MAP-N": "MAP with its noise scaled on the validation data",
+    "MAP-N": "MAP with its noise rescaled to fit the validation data",
     "DE": "the deep ensemble: a mixture of all networks, each with its own noise",
-    "DE-N": "DE with its noise scaled on the validation data",
+    "DE-N": "DE with its noise rescaled to fit the validation data",
 }
 
 
