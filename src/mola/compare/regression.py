@@ -106,7 +106,7 @@ class RegressionAnswer:
 
 
 def regression_metrics(tally: Tally) -> dict[str, Measurement]:
-    """Return rmse, nll, crps, std, and the coverage and width of intervals at each of the `LEVELS`, under names such as coverage_90."""
+    """Return rmse, nll, crps, std, and the coverage and width of intervals at each of `LEVELS`, under names such as coverage_90."""
     names = {level: f"{level:.0%}".rstrip("%") for level in LEVELS}
     return {
         **_scores(tally, "all"),
