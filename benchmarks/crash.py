@@ -1,17 +1,17 @@
-"""Kill tasks at random moments: no file may be lost, and a second attempt must give the same results as an undisturbed run.
+"""Check that tasks killed at random moments lose no file, and that a second attempt gives the same results as a full run.
 
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
-Each of four tasks is killed many times: `save` (a posterior that replaces an older posterior), `fit` (with a checkpoint
-after every batch), `bench` (`mola bench digits` on a small subset of the data) and `predict` (`mola predict` that replaces an
-older file). In half of the cases, SIGKILL is sent at a random time. In a quarter of the cases, the kill comes just before a file
-operation, and in the remaining quarter in the middle of a write, when a file reaches a random size.
+Each of four tasks is killed many times: `save` (saving a posterior over an older one), `fit` (with a checkpoint after every
+batch), `bench` (`mola bench digits` on a small subset of the data) and `predict` (`mola predict`, overwriting an older file).
+In half of the cases, SIGKILL is sent at a random time. In a quarter of the cases, the process is killed just before a file
+operation, and in the remaining quarter, in the middle of a write, once a file has reached a random size.
 
-After a kill, either the old result or the new result must be complete (otherwise: `half-written`). The second attempt must
-succeed (otherwise: `lost`) and give the same bytes as work that was never killed (otherwise: `differs`). Hidden `.partial` files
-may remain.
+After a kill, either the old or the new result must be complete (if not, the outcome is `half-written`). The second attempt must
+succeed (if not, the outcome is `lost`) and produce the same bytes as an uninterrupted run (if not, the outcome is `differs`).
+Hidden `.partial` files may remain.
 
-The exit status is 1 if a case fails, and the command that repeats the case is printed. Writes benchmarks/results/crash.json.
+If a case fails, the command that repeats it is printed and the exit status is 1. Writes benchmarks/results/crash.json.
 """
 
 import argparse
@@ -131,13 +131,13 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
 }
-"""The tasks. Each has functions that write the initial files, do the work, and return the result as a digest of each file."""
+"""The tasks. Each consists of three functions, which write the initial files, do the work, and return digests of the results."""
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 FORK = multiprocessing.get_context("fork")
-"""Multiprocessing context whose child processes start with all modules imported."""
+"""Multiprocessing context whose child processes inherit all imported modules."""
 
 
 def start(folder: Path, action: Callable[[], Any]) -> Any:
@@ -159,7 +159,7 @@ def run(folder: Path, action: Callable[[], Any]) -> None:
 
 
 class Arena:
-    """A task, the files that exist before it starts, and its result if it is not killed."""
+    """A task, the files that exist before it starts, and the result of an uninterrupted run."""
 
     def __init__(
         self, place: Path, prepare: Callable[[], Any], act: Callable[[], Any], read: Callable[[], Any]
@@ -178,7 +178,7 @@ class Arena:
         return queue.get()
 
     def kill(self, rng: np.random.Generator) -> str | None:
-        """Start the work and kill it; return the time of the kill, or None if the work ended first."""
+        """Start the work and kill it; return when it was killed, in words, or None if it finished first."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
         moment, size, left = rng.uniform(0, self.seconds), int(2 ** rng.uniform(4, 18)), int(rng.geometric(0.1))
 
@@ -187,7 +187,7 @@ class Arena:
             opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             left -= bool(event in EVENTS or opened)
             if left == 0:
-                left = -1  # the kill is also an event
+                left = -1  # os.kill raises an audit event too
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def act() -> None:
@@ -210,7 +210,7 @@ class Arena:
         return how[way] if process.exitcode else None
 
     def case(self, seed: int) -> tuple[str, str]:
-        """Kill the work once; return the outcome and the time of the kill."""
+        """Kill the work once; return the outcome and, in words, when the work was killed."""
         rng, how, failed = np.random.default_rng(seed), None, "half-written"
         while how is None:
             shutil.rmtree(self.folder)
@@ -228,7 +228,7 @@ class Arena:
 
 
 def campaign(kind: str, cases: range) -> dict[str, Any]:
-    """Count the outcomes for one task."""
+    """Kill one task repeatedly and count the outcomes."""
     outcomes, began = collections.Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         arena = Arena(Path(place), *KINDS[kind])
@@ -245,14 +245,17 @@ def campaign(kind: str, cases: range) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "kinds", nargs="*", default=list(KINDS), help="kinds of work to run; rows of other kinds are kept"
+        "kinds",
+        nargs="*",
+        default=list(KINDS),
+        help="kinds of work to run (default: all); recorded rows of other kinds are kept",
     )
     parser.add_argument("--kills", type=int, default=100, help="number of kills for each kind of work")
     parser.add_argument("--quick", action="store_true", help="kill each kind of work once; write no file")
     parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # otherwise, the thread of tqdm's monitor would be forked
+    tqdm.monitor_interval = 0  # otherwise, tqdm would start a thread, which makes forking unsafe
     kinds, cases = options.kinds, range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")

@@ -1,25 +1,25 @@
-"""Test the guarantees of abstention, prediction sets and alarms on real predictions, over many splits and under shift.
+"""Test the guarantees for abstention, prediction sets and alarms on real predictions, over many random splits and under shift.
 
     python benchmarks/decisions.py --data DIR --cifar10 DIR [--cache DIR] [--splits 1000]
     python benchmarks/decisions.py --quick
 
-Posteriors for the first five MNIST and CIFAR-10 networks are fitted on activations that `mola bench` stored (--cache) and tuned
-on the validation set of the suite. The predictions for the test set are then split at random many times. One part is used for
-calibration, and the guarantees are measured on the other part. Each request in CLINC150 is represented by the mean of its token
-vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes no file.
+For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that `mola bench` stored (--cache)
+and tuned on the suite's validation set. The predictions for the test set are then split at random many times. In each split,
+one part is used for calibration, and the guarantees are measured on the other part. In CLINC150, each request is represented by
+the mean of its token vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes no file.
 
-- `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee concerns the true error rate above the
-    threshold, so calibration data are also drawn with replacement from the test data. The true rate is then known: it is the
-    error rate on all test data above the threshold. `violations` is the share of draws whose true rate is too high, which must
-    not exceed one minus the certainty. `realised` is the error rate in the other part of plain splits, and `above` is the share
-    of splits in which this rate is too high, partly by chance.
+- `answers`: the error rate of answers with a confidence above `mola.abstain_threshold`. The guarantee concerns the true error
+    rate above the threshold, so calibration data are also drawn with replacement from the test data. The true rate is then
+    known: it is the error rate on all test data with a confidence above the threshold. `violations` is the share of draws whose
+    true rate is too high, which must not exceed one minus the certainty. `realised` is the error rate on the other part of
+    plain splits, and `above` is the share of splits in which this rate is too high, partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
 - `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
 - `shift`: thresholds from test data, applied to shifted data and outliers, with and without alarms that prevent answers.
 
-The exit status is 1 if the `violations` of MoLA's answers exceed one minus the certainty by more than chance, or if coverage or alarm
-rates differ from their nominal values by more than 4 standard errors.
+The exit status is 1 if MoLA's `violations` exceed one minus the certainty by more than chance can explain, or if coverage or
+alarm rates differ from their nominal values by more than 4 standard errors.
 """
 
 import argparse
@@ -52,16 +52,16 @@ FALSE_ALARMS = (0.01, 0.05)
 SIZED = 20
 """Number of splits in which set sizes are measured."""
 BESIDE = 100
-"""Number of splits for MAP and DE."""
+"""Number of splits used for MAP and DE."""
 RETUNED = 10
-"""Number of splits in which the posterior is tuned again."""
+"""Number of splits in which the posterior is tuned again, on the calibration part."""
 SHIFTED = 10
-"""Number of splits for which guarantees are tested on shifted data."""
+"""Number of splits whose thresholds are tested on shifted data."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set with the size of its calibration part, its error rates, and the names of its shifted sets and outlier sets."""
+    """A data set, the size of its calibration part, the error rates to guarantee, and the names of its shifted and outlier sets."""
 
     name: str
     calibration: int
@@ -92,7 +92,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A loader that yields the features (n, K, P) from K networks and the labels of a set."""
+    """A loader that yields batches of a set: the features from K networks, of shape (n, K, P), and the labels if there are any."""
 
     features: Tensor
     labels: Tensor | None
@@ -111,12 +111,12 @@ class Rows:
 
 
 Ready = tuple[mola.MoLA, Rows, dict[str, Rows]]
-"""A fitted and tuned posterior, the test set, and the shifted sets and outlier sets."""
+"""A fitted and tuned posterior, the test set, and the shifted and outlier sets, keyed by name."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Probabilities, labels and OOD scores of one method on a set."""
+    """Probabilities and OOD scores of one method on a set, and the labels of the set."""
 
     probs: Tensor
     labels: Tensor | None
@@ -139,7 +139,7 @@ def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
 
 
 def from_suite(suite: Suite) -> Ready:
-    """Fit and tune a posterior on the activations of a suite."""
+    """Fit a posterior to the stored activations of a suite, and tune it."""
     stored = suite.read(slice(COMPONENTS))
     posterior = mola.fit(stored["train"].heads, stored.pop("train"), stored.pop("validation"), progress=False)
     sets = {
@@ -152,7 +152,7 @@ def from_suite(suite: Suite) -> Ready:
 
 
 def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes: int, epochs: int) -> Ready:
-    """Train small networks on vectors, and fit their posterior. Sets other than train, validation and test have no labels."""
+    """Train small networks on vectors, and fit and tune a posterior. Sets other than train, validation and test have no labels."""
     inputs, labels = parts["train"]
     assert labels is not None
     networks = []
@@ -176,7 +176,7 @@ def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes
 
 
 def from_sentences(folder: Path) -> Ready:
-    """Open CLINC150, in which each request becomes the mean of its token vectors."""
+    """Train on CLINC150, with each request represented by the mean of its token vectors."""
     requests = load_clinc150(folder)
     parts: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
@@ -186,7 +186,7 @@ def from_sentences(folder: Path) -> Ready:
 
 
 def from_digits() -> Ready:
-    """Open scikit-learn's digits with noise, so that there are errors."""
+    """Train on scikit-learn's digits, with noise added so that the networks make some errors."""
     from sklearn.datasets import load_digits
 
     pixels, labels = (torch.from_numpy(one) for one in load_digits(return_X_y=True))
@@ -213,14 +213,14 @@ def prepare(case: Case, data: Path, cifar10: Path, cache: Path) -> Ready:
 
 
 def mean_and_error(values: list[float]) -> list[float]:
-    """Return the mean over splits and its standard error, to five digits."""
+    """Return the mean over splits and its standard error, to five significant digits."""
     known = np.array(values)
     error = known.std(ddof=1) / math.sqrt(len(known)) if len(known) > 1 else math.nan
     return [float(f"{number:.5g}") for number in (known.mean(), error)]
 
 
 class Splits:
-    """Draw masks that select the calibration part of n data points."""
+    """Random splits of `total` data points, with a calibration part of `size` points."""
 
     def __init__(self, total: int, size: int, count: int) -> None:
         self.total, self.size, self.count = total, size, count
@@ -246,7 +246,7 @@ def answer_threshold(known: Calibration, rate: float, **options: Any) -> float |
 
 
 def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
-    """Measure nominal and realised error rates of answers."""
+    """Compare the realised error rate of answers with the nominal rate."""
     order = known.confidence.argsort(descending=True)
     ordered = known.confidence[order]
     # Compute the error rate among the k most confident data points, for every k.
@@ -276,7 +276,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
 
 
 def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> dict[str, Any]:
-    """Measure nominal and realised coverage, and the size of the sets."""
+    """Compare realised with nominal coverage, and measure the size of the sets."""
     held, sizes = [], []
     for place, (rows, rest) in enumerate(splits.plain()):
         made = prediction_sets(known.rows(rows), None, coverage)
@@ -288,7 +288,7 @@ def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> 
 
 
 def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
-    """Measure nominal and realised false-alarm rates."""
+    """Compare the realised false-alarm rate with the nominal rate."""
     found = [
         float((score[rest] > mola.alarm_threshold(score[rows], rate)).double().mean()) for rows, rest in splits.plain()
     ]
@@ -296,7 +296,7 @@ def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
 
 
 def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> dict[str, Any]:
-    """Measure all guarantees for a posterior that is tuned on the calibration data."""
+    """Test all guarantees for a posterior that is itself tuned on the calibration data."""
     realised: dict[str, list[float]] = {"coverage": [], "false alarms": []}
     wrong: dict[float, list[float]] = {rate: [] for rate in case.error_rates}
     for rows, rest in Splits(len(test.features), case.calibration, count).plain():
@@ -327,7 +327,7 @@ def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> d
 
 
 def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: float, count: int) -> list[dict[str, Any]]:
-    """Measure on shifted data and outliers how well guarantees calibrated on test data hold."""
+    """Measure how well guarantees calibrated on test data hold on shifted data and outliers."""
     known = test.calibration()
     assert test.score is not None
     found: dict[str, dict[str, list[float]]] = {}
@@ -383,7 +383,7 @@ def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: flo
 def measure(
     case: Case, posterior: mola.MoLA, test: Rows, others: dict[str, Rows], count: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Compute all numbers for a case."""
+    """Compute all results for a case."""
     found_outputs = outputs_of(posterior, test)
     splits = Splits(len(test.features), case.calibration, count)
     found: dict[str, Any] = {
@@ -415,7 +415,7 @@ def measure(
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """List the guarantees that are violated by more than chance."""
+    """List the guarantees that are violated by more than chance can explain."""
     wrong = []
     for row in found["answers"]:
         chance = math.sqrt(CERTAINTY * (1 - CERTAINTY) / row["splits"])
@@ -447,7 +447,7 @@ def main() -> int:
         parser.error("pass --data and --cifar10, or --quick")
     began, wrong = time.perf_counter(), []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
-    # Keep earlier cases that have the same number of splits.
+    # Keep cases that were recorded earlier with the same number of splits.
     if record.exists("decisions") and (before := record.read("decisions"))["splits"] == options.splits:
         document["cases"] = before["cases"]
     for name in options.cases.split(","):

@@ -1,9 +1,9 @@
 """Confirm the default rule on networks that were not used to choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
 
-The constants of the rule were chosen on the first two groups of five networks for MNIST and CIFAR-10, with the suites' split of
-the test images into validation and test data. This script compares the rule with temperature-scaled ensembles on these groups,
-and on the other groups with another split. It uses 1, 2, 3 and 5 networks, and 200, 500 and 2000 validation images. Activations
-are read from the cache of `mola bench` (`--cache`), or computed if they are missing. Writes
+The constants of the rule were chosen on the first two groups of five networks from each of the MNIST and CIFAR-10 suites, with
+the suites' own split of the test images into validation and test data. This script compares the rule with temperature-scaled
+ensembles, both on these groups and, with a different split, on the other groups. It uses 1, 2, 3 or 5 networks, and 200, 500 or
+2000 validation images. Activations are read from the cache of `mola bench` (`--cache`), or computed if they are missing. Writes
 `benchmarks/results/default_rule.json`.
 """
 
@@ -27,14 +27,14 @@ from mola.metrics import auroc, expected_calibration_error, negative_log_likelih
 from mola.tuning import HeldOut
 
 GROUP, HALF, SEED = 5, 2, 7
-"""Number of networks in a group, number of groups on which the rule was chosen, and seed for the other split."""
+"""Number of networks in a group, number of groups on which the rule was chosen, and the seed of the split for the other groups."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
-"""Numbers of networks and numbers of validation images to compare."""
+"""Pairs to compare: a number of networks and a number of validation images."""
 
 
 def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
-    """Select rows of held-out data."""
+    """Return the rows of the held-out data with the given indices."""
     assert data.labels is not None
     return replace(
         data,
@@ -45,7 +45,7 @@ def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
 
 
 def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut, HeldOut]:
-    """Return the suite's split, or a random split with the same sizes."""
+    """Return the suite's own split or, given a seed, a random split with the same sizes."""
     if seed is None:
         return validation, test
     assert validation.labels is not None
@@ -61,14 +61,14 @@ def split(validation: HeldOut, test: HeldOut, seed: int | None) -> tuple[HeldOut
 
 
 def probabilities(posterior: mola.MoLA, data: HeldOut) -> Tensor:
-    """Compute the probabilities of all rows."""
+    """Compute the predicted probabilities for all rows."""
     return torch.cat([posterior.predictive(rows).point() for rows, _ in data.chunks(4000)])
 
 
 def measured(
     posterior: mola.MoLA, sets: dict[str, HeldOut], shifted: Sequence[str], outliers: Sequence[str]
 ) -> dict[str, float]:
-    """Compute log loss and calibration on test data, mean log loss under shift, and mean AUROC of outlier detection by confidence."""
+    """Compute log loss and ECE on test data, mean log loss under shift, and mean AUROC for detecting outliers by confidence."""
     probs = {name: probabilities(posterior, data) for name, data in sets.items()}
     losses = {name: negative_log_likelihood(probs[name], sets[name].labels) for name in ("test", *shifted)}  # type: ignore[arg-type]
     inside = -probs["test"].amax(1)

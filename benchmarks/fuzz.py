@@ -1,20 +1,20 @@
-"""Compare the results of random calls with an independent closed form.
+"""Compare the results of random calls with an independent implementation of the closed form.
 
     python benchmarks/fuzz.py [--calls 10000] [--seed 0] [--quick] [--case 1234]
 
-Each call draws networks, data and options at random. Its results are compared with `tests/reference/closed_form.py`, which uses numpy
-in float64 and shares no code with the library.
+For each call, networks, data and options are drawn at random. The results are compared with `tests/reference/closed_form.py`,
+which uses NumPy in float64 and shares no code with the library.
 
 A call that fails has one of these outcomes:
-  wrong     A result differs from the closed form by more than rounding explains. The closed form is computed again with all
+  wrong     A result differs from the closed form by more than rounding can explain. The closed form is computed again with all
             numbers perturbed by a few rounding errors, and the result may deviate by at most a small multiple of the resulting
             change.
   foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
   refused   The call raised a MolaError.
   changed   The call changed a network, the data or the posterior.
 
-The exit status is 1 if a call fails, and the command that repeats the call is printed. `--case` runs one call and shows its traceback.
-Writes results/fuzz.json.
+If a call fails, the command that repeats it is printed and the exit status is 1. `--case` runs a single call and shows its
+traceback if it fails. Writes results/fuzz.json.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(d
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of pairs of closed forms (one perturbed up, one down), and the factor by which an error may exceed their deviations."""
+"""Number of pairs of perturbed closed forms (one up, one down), and the factor by which an error may exceed their largest change."""
 
 
 class WrongError(Exception):
@@ -67,7 +67,7 @@ SCALES = {"plain": 1.0, "zero rows": 1.0, "all zero": 1.0, "duplicated": 1.0, "t
 
 @dataclass
 class Problem:
-    """Networks, data and options that are drawn from one seed."""
+    """Networks, data and options, all drawn at random from one seed."""
 
     rng: np.random.Generator
     networks: list[nn.Sequential]
@@ -87,7 +87,7 @@ class Problem:
         return choices[int(self.rng.integers(len(choices)))]
 
     def features(self, inputs: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return every network's features, with a constant 1 appended, and its logits."""
+        """Return every network's features, with a constant 1 appended if the head has a bias, and its logits."""
         found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for network in self.networks:
             with torch.no_grad():
@@ -108,7 +108,7 @@ class Problem:
         return dense.Mixture(components, changes.get("weights", self.weights), changes.get("link", self.link))
 
     def loader(self, inputs: Tensor, labels: Tensor) -> Any:
-        """Return the data in one of the forms that a loader may have."""
+        """Return the data in a random form that the library accepts as a loader."""
         size = int(self.pick([1, 2, 3, 7, len(inputs)]))
         self.notes.append(f"batches of {size}")
         batches = list(zip(inputs.split(size), labels.split(size), strict=True))
@@ -134,7 +134,7 @@ def draw(seed: int) -> Problem:
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
     inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
-    bias = bool(rng.random() < 0.7) and kind != "huge"  # compared with features of 1e22, a constant 1 is rounding error
+    bias = bool(rng.random() < 0.7) and kind != "huge"  # next to features of 1e22, the constant 1 is lost
     deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
@@ -144,7 +144,7 @@ def draw(seed: int) -> Problem:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.copy_(torch.from_numpy(rng.standard_normal(tuple(parameter.shape)) * strength))
-            network[-1].weight.div_(SCALES[kind])  # give logits an ordinary size
+            network[-1].weight.div_(SCALES[kind])  # keep the logits at an ordinary magnitude
         networks.append(network.train(bool(rng.random() < 0.5)))
     precision = 10.0 ** rng.uniform(-8, 8, size=count)
     weights: Any = [rng.dirichlet(np.ones(count)), "uniform", "evidence"][int(rng.choice(3, p=[0.4, 0.5, 0.1]))]
@@ -167,10 +167,10 @@ def compare(
     *,
     relative: bool = False,
 ) -> bool:
-    """Return False if the closed form is inconclusive because it does not converge, overflows or is ill-conditioned.
+    """Compare a result with the closed form; return False if the latter does not converge, overflows or is ill-conditioned.
 
     Raises:
-        WrongError: the result differs from the closed form by more than rounding explains.
+        WrongError: the result differs from the closed form by more than rounding can explain.
     """
     arithmetic = problem.arithmetic if arithmetic is None else arithmetic
     own = torch.finfo(problem.test[0].dtype).eps
@@ -188,10 +188,10 @@ def compare(
     values = np.asarray(found.detach().double() if isinstance(found, Tensor) else found, dtype=np.float64)
     require(values.shape == exact.shape, f"{name}: shape {values.shape}, expected {exact.shape}")
     require(not np.isnan(values).any(), f"{name}: NaN")
-    if getattr(found, "dtype", None) == torch.float32:  # infinity is right beyond the range of float32
+    if getattr(found, "dtype", None) == torch.float32:  # beyond the range of float32, infinity is correct
         values = np.where(np.isposinf(values) & (exact > 3e38), exact, values)
     size = np.maximum(np.abs(exact), (1e-295 if arithmetic < 1e-10 else 1e-30) if relative else 1.0)
-    if exact.ndim > 1:  # rounding errors of one class affect all other classes
+    if exact.ndim > 1:  # rounding errors in one class affect all others
         movement = np.broadcast_to(movement.max(-1, keepdims=True), exact.shape)
         size = np.broadcast_to(size.max(-1, keepdims=True), exact.shape)
     tolerance = SLACK * movement + 64 * arithmetic * size
@@ -221,14 +221,15 @@ def call_predict(problem: Problem) -> bool:
     decided = check_probs(problem, prediction.probs, reference)
     variance, score = prediction.logit_variance, prediction.ood_score
     compare(problem, "logit_variance", variance, lambda one: one.variance(*seen), reference, relative=True)
-    if all(one.gram.max() > 0 for one in reference.components):  # undefined if all training features are 0
+    # The score is undefined if all training features are 0.
+    if all(one.gram.max() > 0 for one in reference.components):
         compare(problem, "ood_score", score, lambda one: one.outlier_score(*seen), reference, relative=True)
     return decided
 
 
 def call_evidence(problem: Problem) -> bool:
     found, exact = problem.fit().log_evidence(), problem.reference()
-    # Hundreds of logarithms are added and may cancel.
+    # The evidence is a sum of hundreds of logarithms, which may cancel.
     return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 
@@ -249,7 +250,7 @@ def call_with(problem: Problem) -> bool:
 
 
 def call_tune(problem: Problem) -> bool:
-    """Check that candidates have the scores of the closed form, and that the chosen candidate is the best on the curve."""
+    """Check that the candidates' scores agree with the closed form, and that the chosen candidate has the best score."""
     name = problem.pick(["threshold", "nll", "brier"])
     inputs, labels = (torch.cat(parts) for parts in zip(problem.test, problem.train, strict=True))
     grid = [float(value) for value in np.logspace(-4, 4, int(problem.rng.integers(1, 9)))]
@@ -260,9 +261,7 @@ def call_tune(problem: Problem) -> bool:
     curve = np.array(tuned.tuning.curve[score])
     if name != "threshold":
         require(curve[grid.index(chosen)] == curve.min(), f"{name}: another candidate is better")
-    if (
-        tuned.tuning.temperature != 1
-    ):  # for underconfident networks, the curve uses this temperature, but the closed form uses 1
+    if tuned.tuning.temperature != 1:  # the closed form always uses a temperature of 1
         return False
     seen = problem.features(inputs)
 
@@ -279,7 +278,7 @@ CALLED = {call_predict: 60, call_evidence: 10, call_with: 10, call_tune: 20}
 
 
 def run(seed: int) -> tuple[str, str]:
-    """Run one call; return its outcome and its description, with the traceback of a failure."""
+    """Run one call; return its outcome and a description, which includes the traceback if the call failed."""
     problem, shares = draw(seed), np.array(list(CALLED.values()))
     call = list(CALLED)[int(problem.rng.choice(len(shares), p=shares / shares.sum()))]
     problem.notes.append(call.__name__)
@@ -304,7 +303,7 @@ def run(seed: int) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; each later call adds 1")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; increases by 1 with each call")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} calls; write no file")
     parser.add_argument("--case", type=int, help="run one call and show its traceback")
     options = parser.parse_args()
