@@ -53,7 +53,7 @@ Found = tuple[str, Tensor, Tensor, Tensor, bool]
 class Average:
     """Mean over draws, with its standard error.
 
-    A first guess is subtracted from the draws, so that no digits are lost if the mean is large.
+    A first estimate of the mean is subtracted from the draws, so that no digits are lost if the mean is large.
     """
 
     count: int = 0
@@ -61,7 +61,7 @@ class Average:
     sums: list[Tensor] = field(default_factory=list)
 
     def add(self, draws: Tensor) -> None:
-        """Add the draws (S, ...)."""
+        """Add S draws, stacked along the first dimension."""
         if self.guess is None:
             self.guess = draws.mean(0)
             self.sums = [torch.zeros_like(self.guess), torch.zeros_like(self.guess)]
@@ -97,7 +97,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, in chunks, the outputs (S, n, D) of networks with drawn weights and, for each draw, the index of its network."""
+    """Yield chunks of S draws: the outputs with the drawn weights, of shape (S, n, D), and the index of each draw's network."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         features = torch.stack([network[:-1](x) for network in posterior.networks])
@@ -193,7 +193,7 @@ def labels(structure: str, samples: int) -> Iterator[Found]:
 
 
 def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iterator[dict[str, Any]]:
-    """Return one row for each likelihood, structure and closed form."""
+    """Yield one row for each likelihood, structure and closed form."""
     for likelihood in ("gaussian", "gaussian, heteroscedastic", "bernoulli"):
         for structure in structures:
             discrete = likelihood == "bernoulli"
@@ -207,7 +207,7 @@ def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iter
                     "exact": exact,
                     "error": float(apart.max()),
                     "standard_error": float(error.flatten()[int(apart.argmax())]),
-                    # Constant quantities differ only by rounding.
+                    # Quantities that are the same in every draw differ only by rounding.
                     "standard_errors": float((apart / error.clamp_min(1e-13 * (1 + closed.abs()))).max()),
                     "size": float(closed.abs().max()),
                     "compared": closed.numel(),
@@ -242,7 +242,7 @@ class Experiment:
     svhn: Tensor
 
     def tune(self, posterior: mola.MoLA, rule: str) -> mola.MoLA:
-        """Return the posterior at the prior precision that the rule chooses."""
+        """Return the posterior with the prior precision that the rule chooses."""
         return posterior.tune(self.validation, rule=rule, progress=False)
 
 
@@ -260,7 +260,7 @@ def read(folder: Path, weights: Path, cache: Path, network: int) -> Experiment:
 
 
 def total_variation(first: Tensor, second: Tensor) -> Tensor:
-    """Return half the sum of absolute differences (n,), the largest difference in the probability of any set of classes."""
+    """Return half the sum of absolute differences, of shape (n,): the largest difference in the probability of any set of classes."""
     return (first - second).abs().sum(1) / 2
 
 
@@ -299,7 +299,7 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
 
 
 def scores(experiment: Experiment, structure: str, name: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Measure log loss and calibration on all test images, and how well the confidence separates test images from SVHN."""
+    """Measure log loss and ECE on all test images, and how well the confidence separates them from SVHN images."""
     inside, outside = posterior(experiment.test), posterior(experiment.svhn)
     return {
         "structure": structure,
@@ -312,7 +312,7 @@ def scores(experiment: Experiment, structure: str, name: str, posterior: mola.Mo
 
 
 def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Measure the median variance of a logit, split into the part common to all classes and the part in their contrasts."""
+    """Measure the median variance of a logit, split into the part common to all classes and the part in the contrasts between them."""
     row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
     for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
         curvature, precision = posterior.components[0].layer.curvature, posterior.prior_precision[0]
@@ -324,7 +324,7 @@ def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> d
 
 
 def on_real_logits(experiment: Experiment) -> dict[str, Any]:
-    """Compute all rows for the record."""
+    """Compute all rows of the record."""
     plain = mola.ensemble(experiment.head)
     scaled = mola.baselines.temperature_scaled([experiment.head], experiment.validation)
     rows, spreads = [], []
@@ -341,7 +341,7 @@ def on_real_logits(experiment: Experiment) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--samples", type=int, default=1_000_000, help="number of draws of the weights (default 1,000,000)"
+        "--samples", type=int, default=1_000_000, help="number of weight samples to draw (default 1,000,000)"
     )
     parser.add_argument("--quick", action="store_true", help="use 20,000 draws; write no file")
     parser.add_argument("--data", type=Path, help="folder of the data sets")
@@ -350,7 +350,7 @@ def main() -> int:
     parser.add_argument("--network", type=int, default=0, help="index of the pretrained network (default 0)")
     options = parser.parse_args()
     environment = record.environment("mola-torch")
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings about growing grids are expected
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings about extended grids are expected
     if options.networks is not None:
         found = on_real_logits(read(options.data, options.networks, options.cache, options.network))
         about = {

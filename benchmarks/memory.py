@@ -2,13 +2,14 @@
 
     python benchmarks/memory.py [--quick]
 
-Each case runs in a separate process. Its result is the peak of resident memory during the call minus the resident memory before
-the call, measured with Linux's peak-memory counter, which is reset before each call. The memory that fitting needs must not
-grow with the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
+Each case runs in a separate process. The result is the peak resident memory during the call minus the resident memory before
+it, measured with Linux's peak-memory counter, which is reset before each call. The memory that fitting needs must not grow with
+the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
 
-Scale-out: two processes with one thread each, and one process alone, alternately fit the same networks on the same images. The
-ratio of CPU times (one process alone divided by the busier of the two) is the speed-up if each process has its own core; wall
-time depends on the load of the machine. The record also contains the constants that docs/scale.md uses.
+Scale-out: the same networks are fitted to the same images alternately by two processes with one thread each and by one process
+alone. The ratio of CPU times (that of one process alone divided by that of the busier of the two) is the speed-up if each
+process has its own core; wall time depends on the load of the machine. The record also contains the constants that
+docs/scale.md uses.
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.
 """
@@ -48,13 +49,13 @@ CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("predict", "kron", 512, 100, 2048, False),
     ("predict", "kron", 512, 100, 16_384, False),
 )
-"""Work, structure, P, C, N, and True if the limit applies: at most 3 times the bytes of the result, for every N."""
+"""Work, structure, P, C, N, and whether the limit applies: a peak of at most 3 times the size of the result, for every N."""
 BAR = 3.0
 QUICK = (0, 5, 7)
 
 
 def resident(name: str) -> int:
-    """Return the current number of resident bytes of the process ("VmRSS"), or its peak since the last reset ("VmHWM")."""
+    """Return the resident memory of the process in bytes: its current value ("VmRSS") or its peak since the last reset ("VmHWM")."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -62,7 +63,7 @@ def resident(name: str) -> int:
 
 
 def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
-    """Return the peak number of resident bytes during the work, minus the number before it or minus a given number."""
+    """Return the peak resident memory during the work, in bytes, relative to a given baseline (by default, the usage beforehand)."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS") if above is None else above
@@ -88,7 +89,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
     network = nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
     tiny = nn.Sequential(nn.Linear(INPUTS, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     few = [(torch.randn(8, INPUTS), torch.randint(3, (8,)))]
-    # Load the code before measuring.
+    # Run the code once beforehand, so that loading it is not measured.
     mola.fit(tiny, few, few, rule="nll", structure=structure, progress=False).predict(few)
     data = Stream(count, classes)
     with torch.no_grad():
@@ -103,7 +104,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
 
 
 def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
-    """Return the size of the result in bytes: the sums, the features and outputs, or the probabilities and variances."""
+    """Return the bytes that must be stored: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
     if work == "fit":
         return as_structure(structure).bytes(features + 1, classes)
     return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
@@ -113,14 +114,14 @@ def floor(work: str, structure: str, features: int, classes: int, count: int) ->
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Return the wall time and the CPU time, in seconds."""
+    """Return the wall time and the CPU time of the work, in seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
-    """Alternate between fitting together and alone; the other process waits while rank 0 fits alone."""
+    """Alternate between a fit by both processes and a fit by rank 0 alone, during which the other process waits."""
     from mola.lab.models import lenet
 
     torch.manual_seed(0)
@@ -200,11 +201,11 @@ def scale_out(quick: bool) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="run three small cases on few images; write no file")
+    parser.add_argument("--quick", action="store_true", help="run three small cases with fewer images; write no file")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # networks cannot predict random labels better than chance
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # expected, because the labels are random
     if options.case is not None:
         print(measure(*options.case))
         return 0

@@ -1,8 +1,8 @@
-"""Separate environments for other libraries.
+"""Separate environments for the libraries that mola is compared with.
 
-laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. An environment is
-created on first use in the user's cache folder. It contains the library without its declared dependencies, plus the packages that
-are needed to import it. mola is imported from this repository, so that both libraries run in one process.
+laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. Each environment is
+created in the user's cache folder on first use. It contains the library without its declared dependencies, plus the packages
+that are needed to import it. mola is imported from this repository, so that both libraries run in one process.
 """
 
 import json
@@ -20,11 +20,11 @@ REPOSITORY = HERE.parent
 
 @dataclass(frozen=True)
 class Packages:
-    """The packages of an environment."""
+    """The packages to install in an environment."""
 
     name: str
     peer: tuple[str, ...]
-    """The libraries to install, without their dependencies."""
+    """The libraries to compare with, which are installed without their dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
     """Packages that are installed without their dependencies, which are never imported."""

@@ -1,21 +1,23 @@
-"""Check agreement with laplace-torch, MAPIE and TorchCP in float64, for all quantities with the same definition.
+"""Check that mola agrees with laplace-torch, MAPIE and TorchCP in float64 on all quantities that they define in the same way.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-The libraries run in separate environments (peer_environment.py), each in one process with mola.
+laplace-torch runs in one environment and MAPIE and TorchCP in another (peer_environment.py), in the same process as mola.
 
-laplace-torch defines the same posterior for `full` and `diag`. On a head without bias, its `kron` is mola's `kron-exact`; with a bias,
-laplace-torch uses a separate block for the bias. The Laplace bridge is the same for all structures except `diag`: laplace-torch
-conditions the logits on a sum of 0, and mola projects the logits. laplace-torch uses BackPACK here. Its default backend, curvlinops,
-is listed separately, because it computes the Hessian of `full` in float32, even for float64 networks.
+For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, its `kron` is mola's
+`kron-exact`; if there is a bias, laplace-torch uses a separate block for it. The Laplace bridge is the same for all structures
+except `diag`, for which it matters that laplace-torch conditions the logits on a sum of 0, whereas mola projects them. Here,
+laplace-torch uses its BackPACK backend. Its default backend, curvlinops, is listed separately, because it computes the `full`
+Hessian in float32, even for float64 networks.
 
-Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and class-conditional
-lac) must contain the same classes, except for one set in a hundred: MAPIE adds classes whose score exceeds the threshold only by
-rounding. MAPIE defines the other forms of aps differently; they are reported, but not tested.
+Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and
+class-conditional lac) must contain the same classes as mola's, except in at most one set in a hundred, because MAPIE adds
+classes whose scores exceed the threshold only by rounding. MAPIE defines the other forms of aps differently; these are reported
+but not tested.
 
-The exit status is 1 if a difference is above its tolerance. Writes compare_laplace_torch.json, compare_laplace_torch_regression.json
-and conformal_against_mapie.json in benchmarks/results. With `--frozen`, the script prints the small reference for tests/library
-instead.
+The exit status is 1 if a difference exceeds its tolerance. Writes compare_laplace_torch.json,
+compare_laplace_torch_regression.json and conformal_against_mapie.json to benchmarks/results. With `--frozen`, the script
+instead prints the small reference case for tests/library.
 """
 
 import argparse
@@ -43,9 +45,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import mola
 
 TOLERANCE = 1e-8
-"""Relative tolerance. At prior precision 1e-3, condition numbers of 1e6 leave about 10 of float64's digits correct."""
+"""Relative tolerance. At a prior precision of 1e-3, condition numbers of 1e6 leave about 10 correct digits in float64."""
 SETTLED = 1e-6
-"""Largest slope allowed at the point where a search for the maximum evidence ends. It ends when the evidence
+"""Largest slope allowed where the search for the maximum of the evidence ends. The search ends when the evidence
 no longer grows in float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
@@ -68,13 +70,13 @@ def lenet_with(outputs: int, bias: bool) -> nn.Sequential:
 
 
 def observed(inputs: Tensor, outputs: int) -> Tensor:
-    """Return targets (n, D): waves along the first value of each input, plus noise."""
+    """Return targets of shape (n, D): sine waves in the first value of each input, plus noise."""
     waves = torch.sin(inputs.flatten(1)[:, :1] + torch.arange(outputs, dtype=torch.float64))
     return waves + NOISE * torch.randn(len(inputs), outputs, dtype=torch.float64)
 
 
 def train(network: nn.Module, data: TensorDataset) -> None:
-    """Train for a few steps, so that outputs are as large as those of a trained network."""
+    """Train for a few steps, so that the outputs are as large as those of a trained network."""
     inputs, labels = data.tensors
     loss = nn.functional.mse_loss if labels.is_floating_point() else nn.functional.cross_entropy
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -86,12 +88,12 @@ def train(network: nn.Module, data: TensorDataset) -> None:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference relative to the largest value."""
+    """Return the largest absolute difference, divided by the largest absolute value."""
     return float(f"{float((ours.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max()):.2g}")
 
 
 def bias_last(head: nn.Linear) -> Tensor:
-    """Return the positions of mola's weights (C, P) in laplace-torch's parameter vector: weights row by row, then biases."""
+    """Return the position of each of mola's weights in laplace-torch's parameter vector (weights row by row, then biases)."""
     classes, features = head.weight.shape
     places = torch.arange(classes * features).view(classes, features)
     if head.bias is not None:
@@ -152,9 +154,10 @@ def quantities(
 
 
 def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterator[tuple[str, float, float]]:
-    """Return the prior precision and the noise that the evidence rule chooses, and laplace-torch's logarithmic slopes at these values.
+    """Measure the slopes of laplace-torch's evidence at the optimum that mola's evidence rule finds.
 
-    The slopes are fourth-order finite differences, since automatic differentiation does not reach the noise in laplace-torch's
+    Yields a name, the optimal prior precision, and the slope in the logarithm of the prior precision or of the noise. The
+    slopes are fourth-order finite differences, since automatic differentiation does not reach the noise in laplace-torch's
     determinant for `kron`.
     """
     if regression:
@@ -176,7 +179,7 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
 def compare(
     name: str, network: nn.Sequential, structure: str, data: TensorDataset, unseen: tuple[Tensor, Tensor], backend: Any
 ) -> list[dict[str, Any]]:
-    """Return the difference in every quantity at every prior precision."""
+    """Return the difference between the libraries in every quantity at every prior precision."""
     from laplace import Laplace
 
     regression = data.tensors[1].is_floating_point()
@@ -253,7 +256,7 @@ def laplace_torch() -> dict[str, Any]:
 
 
 def above(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that have the same definition but differ by more than their tolerance."""
+    """Return the rows of quantities that have the same definition but differ by more than their tolerance."""
     return [
         row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])
     ]
@@ -267,7 +270,7 @@ def judge_laplace_torch(documents: dict[str, Any]) -> int:
         largest = max(max(row["difference"]) for row in document["same"] if "tolerance" not in row)
         right = len(document["same"]) - len(wrong)
         print(
-            f"{name}: {right} of {len(document['same'])} rows within their tolerance, the largest difference is {largest:.1e}"
+            f"{name}: {right} of {len(document['same'])} rows are within their tolerance; the largest difference is {largest:.1e}"
         )
         for row in wrong:
             print(f"  ABOVE {row['network']}, {row['structure']}, {row['quantity']}: {row['difference']}")
@@ -279,7 +282,7 @@ def judge_laplace_torch(documents: dict[str, Any]) -> int:
 
 SEED = 0
 ALLOWED = 0.01
-"""Fraction of sets that may differ, because the scores of some classes equal the threshold up to rounding."""
+"""Fraction of prediction sets that may differ between libraries because some scores equal the threshold up to rounding."""
 
 
 def torchcp() -> types.SimpleNamespace:
@@ -314,7 +317,7 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
     from sklearn.base import BaseEstimator, ClassifierMixin
 
     class Given(ClassifierMixin, BaseEstimator):
-        """A classifier that takes the probabilities as its inputs."""
+        """A classifier that returns its inputs as probabilities."""
 
         classes_, n_features_in_ = np.arange(probs.shape[1]), probs.shape[1]
 
@@ -330,7 +333,7 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
 
 
 def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw overconfident probabilities and labels."""
+    """Draw labels, and probabilities that are overconfident for them."""
     draw = np.random.default_rng(seed)
     logits = draw.normal(0, 2, (count, classes))
     true = np.exp(logits / 1.5)
@@ -340,7 +343,10 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
-    """Compute mola's sets with one minus MAPIE's random numbers; MAPIE subtracts them, and draws them from the seed in both steps."""
+    """Compute mola's sets with one minus MAPIE's random numbers.
+
+    MAPIE subtracts its random numbers, and draws them from the same seed in calibration and in prediction.
+    """
 
     def drawn(*shape: int, **_: Any) -> Tensor:
         return torch.from_numpy(1 - np.random.RandomState(SEED).uniform(size=shape[0])).reshape(shape)
@@ -350,19 +356,19 @@ def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray
 
 
 class Ends:
-    """Predicted low, high and middle quantiles (n, 3), in the form that `mola.prediction_intervals` reads."""
+    """Predicted low, high and middle quantiles, the columns of an (n, 3) array, in the form that `mola.prediction_intervals` reads."""
 
     def __init__(self, columns: np.ndarray) -> None:
         self.columns = torch.from_numpy(columns)
         self.mean, self.variance = self.columns[:, 2:], torch.ones(len(columns), 1)
 
     def interval(self, _level: float) -> tuple[Tensor, Tensor]:
-        """Return the given end points."""
+        """Return the low and high quantiles, whatever the level."""
         return self.columns[:, :1], self.columns[:, 1:2]
 
 
 def intervals() -> dict[str, Any]:
-    """Compare conformalised quantile regression with a symmetric correction."""
+    """Compare mola with MAPIE on conformalised quantile regression with a symmetric correction."""
     from mapie.regression import ConformalizedQuantileRegressor
     from sklearn.base import BaseEstimator, RegressorMixin
 
@@ -467,7 +473,7 @@ def conformal() -> dict[str, Any]:
 
 
 def frozen() -> dict[str, Any]:
-    """Return a small case with the sets that MAPIE and TorchCP predict, for tests/library/conformal_reference.json."""
+    """Return a small case and the sets that MAPIE and TorchCP predict for it, for tests/library/conformal_reference.json."""
     peer = torchcp()
     (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
     given = probs, labels, new, 0.8

@@ -3,14 +3,15 @@
     python benchmarks/speed.py [--quick] [--data DIR --networks DIR] [--only LeNet]
     python benchmarks/speed.py --peer [--venv DIR]
 
-`fit` and `tune`, with every rule, are compared with bare forward passes over the same batches, and `posterior(x)` is compared
-with `mola.ensemble`. Both run alternately in one process with one thread, and CPU time is measured. `ratio` is the median of
-the tested time divided by the plain time. `added` is 1 + (time outside the networks) / (time inside), for the tested calls
-alone; for predictions, it is divided by the ensemble's value. Limits apply to `added`, because two bare passes of one network
-may differ by more than the overhead.
+`fit` and `tune` (with every rule) are compared with bare forward passes over the same batches, and `posterior(x)` is compared
+with `mola.ensemble`. The two run alternately in one single-threaded process, and their CPU time is measured. `ratio` is the
+median, over turns, of the tested time divided by the plain time. `added` is 1 + (time outside the networks) / (time inside),
+measured in the tested calls alone; for predictions, it is divided by the ensemble's value. Limits apply to `added`, because the
+times of two bare passes through one network may differ by more than the overhead.
 
-With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, weights and images are random, and
-the arithmetic is the same. With --peer, laplace-torch does the same work in a separate environment (peer_environment.py).
+With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, its weights and images are
+random, and the amount of arithmetic is the same. With --peer, mola is compared with laplace-torch on the same work, in a
+separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
 """
@@ -41,7 +42,7 @@ Work = Callable[[], Any]
 
 RULES = ("calibrated", "nll", "threshold", "brier", "ece", "distance", "outliers", "evidence")
 TURN_SECONDS = 0.1
-"""Shortest duration of a turn in seconds. Shorter work is repeated, so that caches are warm."""
+"""Minimum duration of a turn, in seconds. Work that takes less time is repeated within the turn, so that caches are warm."""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def cpu_seconds(work: Work) -> float:
 
 
 def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Module] = ()) -> dict[str, list[Any]]:
-    """Run several turns of each task after a warm-up; return pairs of CPU times in seconds: in total, and inside the networks."""
+    """Run several turns of each task after a warm-up; return the CPU seconds of each turn, in total and inside the networks."""
     calls = {name: max(1, round(TURN_SECONDS / max(cpu_seconds(work), 1e-4))) for name, work in works.items()}
     times: dict[str, list[Any]] = {name: [] for name in works}
     for repeat in range(repeats):
@@ -90,7 +91,7 @@ def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Modu
 def compare(
     tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool
 ) -> dict[str, Any]:
-    """Return the ratio and the added time of the tested work; if `relative`, divide by the plain work's added time."""
+    """Return the ratio and the added time of the tested work; if `relative`, the latter is divided by the plain work's added time."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
     ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
     added = {name: statistics.median(total / own for total, own in found) for name, found in times.items()}
@@ -117,7 +118,7 @@ def bare(networks: Iterable[nn.Module], loader: Loader) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, its data, and the limit for each task; "tune seconds" is a limit in seconds."""
+    """A network, its data, and the limit for each task, which is a ratio or, under "tune seconds", a number of seconds."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -151,7 +152,7 @@ def resnet20() -> nn.Module:
 
 
 def head(inputs: int, features: int, classes: int) -> nn.Module:
-    """Build a last layer on top of a tiny network."""
+    """Build a tiny network whose last layer has the given size."""
     return nn.Sequential(nn.Linear(inputs, features), nn.ReLU(), nn.Linear(features, classes))
 
 
@@ -277,7 +278,7 @@ def dense_data(images: int, size: int) -> tuple[nn.Module, Loader]:
 
 
 def dense_memory(images: int, size: int) -> dict[str, int]:
-    """Measure the peak resident memory of `fit` above the peak of a bare pass, in a separate process."""
+    """Measure the peak resident memory of a bare pass and that of `fit`; call this in a separate process."""
     from memory import peak_of
 
     network, loader = dense_data(images, size)
