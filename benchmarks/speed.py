@@ -261,7 +261,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(FEATURES, DENSE_CLASSES, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (n, C, H, W)."""
+        """Return the logits, of shape (n, C, H, W)."""
         kept: list[Tensor] = []
         for level in self.down:
             images = level(nn.functional.max_pool2d(images, 2) if kept else images)
@@ -282,7 +282,7 @@ def dense_memory(images: int, size: int) -> dict[str, int]:
     from memory import peak_of
 
     network, loader = dense_data(images, size)
-    # Load the code before measuring.
+    # Run the code once beforehand, so that loading it is not measured.
     mola.fit(nn.Conv2d(3, 4, 1), [(torch.randn(2, 3, 8, 8), torch.randint(4, (2, 8, 8)))], progress=False)
     plain = peak_of(lambda: bare([network], loader), above=0)
     return {"bare_peak": plain, "fit_peak": peak_of(lambda: mola.fit(network, loader, progress=False), above=0)}
@@ -322,9 +322,8 @@ class PeerLoader(list):
     ) -> None:
         inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
         if judge is not None:
-            with (
-                torch.no_grad()
-            ):  # with labels for which the network is overconfident, the best prior precision is inside the grid
+            # Draw labels for which the network is overconfident, so that the best prior precision lies inside the grid.
+            with torch.no_grad():
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         super().__init__(zip(inputs.split(size), labels.split(size), strict=True))
         self.dataset, self.batch_size = torch.utils.data.TensorDataset(inputs, labels), size
@@ -438,20 +437,22 @@ def main() -> int:
         "--quick", action="store_true", help="use an eighth of the data and one turn; write no file and apply no limits"
     )
     parser.add_argument("--data", type=Path, help="folder of the data sets, for ResNet-20")
-    parser.add_argument("--networks", type=Path, help="folder with 00.safetensors of a ResNet-20")
+    parser.add_argument("--networks", type=Path, help="folder with the weights of a ResNet-20 (00.safetensors)")
     parser.add_argument(
-        "--only", default="", help="run settings whose names contain this text; other rows of the record are kept"
+        "--only",
+        default="",
+        help="run only settings whose names contain this text; recorded rows of other settings are kept",
     )
     parser.add_argument("--peer", action="store_true", help="compare with laplace-torch")
     parser.add_argument(
-        "--venv", type=Path, default=peer_environment.cache_folder(), help="folder of the environment of laplace-torch"
+        "--venv", type=Path, default=peer_environment.cache_folder(), help="folder of laplace-torch's environment"
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dense-memory", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # networks cannot predict random labels better than chance
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # expected, because the labels are random
     if options.inside:
         print(json.dumps({"rows": peer_rows(options.quick), "environment": record.environment("laplace-torch")}))
         return 0
@@ -462,7 +463,7 @@ def main() -> int:
         against_laplace_torch(options.venv, options.quick)
         return 0
     if (options.data is None) != (options.networks is None):
-        parser.error("pass --data and --networks together: images and weights of ResNet-20")
+        parser.error("--data (images) and --networks (weights of ResNet-20) must be passed together")
     environment = record.environment("mola-torch")
     rows = []
     print(f"{'':32} {'work':5} {'kind':12} {'ratio':>7} {'added':>7} {'tested':>10}")

@@ -21,7 +21,7 @@ class Suite:
     activations: Activations
 
     def read(self, networks: slice) -> dict[str, Stored]:
-        """Return the activations of selected networks on every set."""
+        """Return the activations of the selected networks on every set."""
         return {place: self.activations.read(self.networks[networks], one) for place, one in self.sources.items()}
 
     def places(self, role: str) -> list[str]:
@@ -36,11 +36,11 @@ def open_suite(
 
     Args:
         name: "mnist" or "cifar10".
-        networks: folder of 00.safetensors, 01.safetensors, ...
+        networks: folder that contains 00.safetensors, 01.safetensors, ...
         options: data sets, their folder and their normalisation.
         cache: folder for the activations.
-        count: number of networks; None uses all networks.
-        sets: names of the sets to use; an empty sequence uses all sets.
+        count: number of networks; all of them if None.
+        sets: names of the sets to use; all of them if empty.
     """
     suite = find_suite(name)
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)

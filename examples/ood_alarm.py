@@ -2,9 +2,9 @@
 
     python examples/ood_alarm.py
 
-`prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns it into an alarm that at most 5 % (or 1 %) of real digits
-raise. The threshold needs no outliers. This example checks the rate on new digits and counts the outliers that raise the alarm. Takes
-about ten seconds. Needs `pip install 'mola-torch[bench]'`.
+`prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns it into an alarm that is raised by at most 5 % (or 1
+%) of real digits. No outliers are needed to set the threshold. This example checks the rate on new digits and counts the
+outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = pixels.float().reshape(-1, 1, 8, 8) / 16
@@ -54,11 +54,12 @@ def main() -> None:
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
     posterior = mola.fit(networks, [train_set], [val_set])
 
-    # The score does not depend on the prior precision, so the validation data can be used for tuning and for the threshold.
+    # The score does not depend on the prior precision, so the validation data can serve for both tuning and the threshold.
     usual, unseen = (posterior.predict(some[0]).ood_score for some in (val_set, test_set))
     thresholds = {rate: mola.alarm_threshold(usual, rate) for rate in RATES}
 
-    # The guarantee holds on average over validation sets. The table shows the range of the realised rate on 400 test digits.
+    # The guarantee holds on average over validation sets.
+    # The table shows the range within which the rate on 400 test digits falls 95 % of the time.
     print("False alarms among 400 test digits, with thresholds from 400 validation digits:\n")
     print(f"{'requested':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
     for rate, threshold in thresholds.items():
@@ -71,7 +72,7 @@ def main() -> None:
         )
     print(f"\nMean over 1000 random splits of the same 800 digits: {', '.join(over_splits(usual, unseen))}.")
 
-    # Count the outliers that raise the alarm. No outliers were used to fit or tune.
+    # Count the outliers that raise the alarm. No outliers were used for fitting or tuning.
     test = test_set[0]
     grain = torch.randn(test.shape, generator=torch.Generator().manual_seed(options.seed))
     groups = {
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def over_splits(usual, unseen):
-    """Yield false-alarm rates, averaged over random splits into validation and test digits."""
+    """Yield each false-alarm rate, averaged over random splits into validation and test digits."""
     pool, generator = torch.cat([usual, unseen]), torch.Generator().manual_seed(0)
     splits = [pool[torch.randperm(len(pool), generator=generator)].split([400, 400]) for _ in range(1000)]
     for rate in RATES:

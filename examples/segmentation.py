@@ -1,11 +1,12 @@
-"""Segmentation: per-pixel confidence of MAP, a deep ensemble and MoLA, in distribution and under shift.
+"""Segmentation: the per-pixel confidence of MAP, a deep ensemble and MoLA, both in distribution and under shift.
 
     python examples/segmentation.py
 
-Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior over their last layers, which
-are 1x1 convolutions. Evaluates on test pictures, on shifted copies (dimmer and noisy), and on pictures with rings, a shape absent from
-the training data. Prints a table and draws maps. Distances are medians over pixels, and the AUROC measures how well the OOD score
-separates rings from all other pixels. Takes about a minute. Needs `pip install 'mola-torch[bench]'`.
+Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior over their last layers,
+which are 1x1 convolutions. Evaluates all methods on test pictures, on shifted copies (dimmer and noisier), and on pictures with rings,
+a shape absent from the training data. Prints a table and draws maps of the confidence and other fields. Distances are medians
+over pixels, and the AUROC measures how well the OOD score separates rings from all other pixels. Takes about a minute. Needs
+`pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ RING = -100  # label that fit and tune ignore
 
 
 def shapes(count: int, seed: int, *, rings: bool = False) -> tuple[Tensor, Tensor]:
-    """Return pictures (n, 3, H, W) between 0 and 1, and the class of every pixel (n, H, W)."""
+    """Return pictures of shape (n, 3, H, W), with values from about 0 to 1, and the class of every pixel, of shape (n, H, W)."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -68,7 +69,7 @@ def block(given: int, made: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """A U-Net with three levels, whose head is a 1x1 convolution."""
+    """A three-level U-Net whose head is a 1x1 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """Draw a row for each type of picture, with the picture, its labels and the maps."""
+    """Draw a row for each set: one picture, its labels, and the maps for it."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
@@ -129,7 +130,7 @@ def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], 
 
 
 def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[Tensor, Tensor]]]:
-    """Return the methods, and sets of pictures with the class of every pixel."""
+    """Train the networks; return the methods, and the test sets with the class of every pixel."""
     train_set, val_set, test_set = (shapes(60, seed + part) for part in range(3))
     networks = [train(seed + member, *train_set, steps) for member in range(NETWORKS)]
     loader = list(zip(train_set[0].split(20), train_set[1].split(20), strict=True))
