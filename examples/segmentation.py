@@ -78,7 +78,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(16, CLASSES, 1)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the logits (n, C, H, W)."""
+        """Return the logits, of shape (n, C, H, W)."""
         kept = []
         for level in self.down:
             pictures = level(functional.max_pool2d(pictures, 2) if kept else pictures)
@@ -152,7 +152,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Return metrics for the pixels of known classes, and the AUROC of the OOD score for rings against these pixels."""
+    """Return metrics for the pixels of known classes, and the AUROC with which the OOD score separates rings from them."""
     said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
     known, scores = truth >= 0, said.ood_score.flatten()
     probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]

@@ -2,9 +2,9 @@
 
     python examples/tabular.py
 
-`mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. This example compares `MolaClassifier`,
-logistic regression and `MLPClassifier` on the chemistry of 178 wines, then predicts rows that contain mistakes. Takes about ten
-seconds. Needs `pip install 'mola-torch[sklearn]'`.
+`mola.MolaClassifier` is a scikit-learn estimator and works in pipelines and cross-validation. This example compares
+`MolaClassifier`, logistic regression and `MLPClassifier` on chemical measurements of 178 wines, then makes predictions for rows
+that contain mistakes. Takes about ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
     wine = load_wine()
     rows, labels = wine.data, wine.target
 
@@ -52,7 +52,7 @@ def compare(rows, labels, seed: int) -> None:
         # MolaClassifier also standardises its inputs, but the pipeline gives all models the same inputs.
         pipeline = make_pipeline(StandardScaler(), model)
         with warnings.catch_warnings():
-            # MLPClassifier warns that it stops at max_iter, which is enough here.
+            # MLPClassifier warns that it reached max_iter, but so many iterations are enough here.
             warnings.simplefilter("ignore", ConvergenceWarning)
             probs = cross_val_predict(pipeline, rows, labels, cv=folds, method="predict_proba")
         print(
@@ -62,7 +62,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Count alarms for correct rows and for rows with mistakes, over several splits, since a single split of 178 wines is noisy."""
+    """Measure how often correct rows and rows with mistakes raise the alarm, over several splits, since one split is noisy."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)
@@ -70,7 +70,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
         held_out, test = rest[::2], rest[1::2]
         model = mola.MolaClassifier(random_state=SPLITS * seed + split).fit(train, train_labels)
 
-        # Set the threshold on held-out rows, for at most one false alarm in ten.
+        # Choose the threshold on held-out rows, so that at most one correct row in ten raises the alarm.
         threshold = mola.alarm_threshold(model.ood_score(held_out), 0.1)
         low, high = train.min(0), train.max(0)
         margin = 0.5 * (high - low)
@@ -92,7 +92,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
 
 
 def calibration_error(probs, labels, bins: int = 10) -> float:
-    """Return the expected calibration error: the mean gap between confidence and accuracy over confidence bins."""
+    """Return the expected calibration error: the gap between confidence and accuracy, averaged over confidence bins."""
     confidence, right = probs.max(1), probs.argmax(1) == labels
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [abs((confidence[place == one] - right[place == one]).sum()) for one in range(bins)]
@@ -100,7 +100,7 @@ def calibration_error(probs, labels, bins: int = 10) -> float:
 
 
 def mistakes(rows, names):
-    """Return correct rows, and rows with typical data-entry mistakes."""
+    """Return the correct rows, and copies with typical data-entry mistakes, keyed by description."""
 
     def scaled(name: str, factor: float):
         changed = rows.copy()

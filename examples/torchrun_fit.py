@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the posterior")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # one core for each process
+    torch.set_num_threads(1)  # each process uses one core
 
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -44,18 +44,18 @@ def main() -> None:
     train_set, val_set, test_set = (TensorDataset(pixels[rows] / 16, labels[rows]) for rows in parts)
 
     with mola.distributed.join() as team:  # the processes that torchrun started, or this process alone
-        # Every process needs the same networks. Normally, you load their weights from files; here, equal seeds give equal networks in
-        # every process. mola compares checksums, and rejects networks that differ.
+        # Every process needs the same networks. Normally, you would load their weights from files; here, equal seeds give
+        # equal networks in every process. mola compares checksums, and rejects networks that differ.
         networks = [train(seed, *train_set.tensors) for seed in range(NETWORKS)]
 
         # Each datum goes to exactly one process. All processes then fit, tune and predict together.
         loaders = [DataLoader(team.shard(some), batch_size=100) for some in (train_set, val_set, test_set)]
         posterior = mola.fit(networks, *loaders[:2], team=team)
-        prediction = posterior.predict(loaders[2], team=team)  # for all test data, in order, on every process
+        prediction = posterior.predict(loaders[2], team=team)  # every process gets all test rows, in order
 
         if team.first:  # only one process writes and prints
             accuracy = (prediction.label == test_set.tensors[1]).double().mean()
-            print(f"{team}: read {len(loaders[0].dataset)} of {len(train_set)} training data in this process")
+            print(f"{team}: this process read {len(loaders[0].dataset)} of {len(train_set)} training images")
             print(f"prior precision    {posterior.prior_precision[0]:.12g}")
             print(f"log evidence       {', '.join(f'{value:.9f}' for value in posterior.log_evidence())}")
             print(f"test accuracy      {accuracy:.4f}")

@@ -41,12 +41,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the figure")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads slow down small networks
+    torch.set_num_threads(1)  # small networks run faster on one thread
 
     train_set, val_set, test_set = (moons(200, seed=3 * options.seed + part) for part in range(3))
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
 
-    # Fit in one pass over the training data, then tune on the validation data. A loader is any iterable of batches.
+    # Fit in one pass over the training data, then tune on the validation data. Any iterable of batches can serve as a loader.
     methods = {
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
