@@ -248,10 +248,10 @@ def main() -> int:
         "kinds",
         nargs="*",
         default=list(KINDS),
-        help="kinds of work to run (default: all); recorded rows of other kinds are kept",
+        help="tasks to run (default: all); recorded rows of other tasks are kept",
     )
-    parser.add_argument("--kills", type=int, default=100, help="number of kills for each kind of work")
-    parser.add_argument("--quick", action="store_true", help="kill each kind of work once; write no file")
+    parser.add_argument("--kills", type=int, default=100, help="number of kills for each task")
+    parser.add_argument("--quick", action="store_true", help="kill each task once; write no file")
     parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -52,7 +52,7 @@ PAIRS, SLACK = 4, 30
 
 
 class WrongError(Exception):
-    """Error raised if a result differs from the closed form."""
+    """Error raised when a result differs from the closed form."""
 
 
 def require(right: Any, message: str) -> None:

@@ -43,7 +43,7 @@ CHUNK = 5000
 """Number of draws processed at once. Larger chunks would not fit into the processor's cache and would be several times slower."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Largest difference allowed, in standard errors. With thousands of comparisons, about one run in a thousand exceeds it by chance."""
+"""Largest allowed difference, in standard errors. With thousands of comparisons, about one run in a thousand exceeds it by chance."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
 """Name, closed form, Monte Carlo estimate, its standard error, and whether the closed form is exact."""
@@ -265,7 +265,7 @@ def total_variation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> Iterator[dict[str, Any]]:
-    """Measure the errors of each link, at the prior precisions that the rules choose for the probit link."""
+    """Measure the errors of each link at the prior precisions that the rules choose for the probit link."""
     points = {
         "test": (experiment.test[:POINTS], experiment.test_labels[:POINTS]),
         "svhn": (experiment.svhn[:POINTS], None),

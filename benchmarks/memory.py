@@ -8,7 +8,7 @@ the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks
 
 Scale-out: the same networks are fitted to the same images alternately by two processes with one thread each and by one process
 alone. The ratio of CPU times (that of one process alone divided by that of the busier of the two) is the speed-up if each
-process has its own core; wall time depends on the load of the machine. The record also contains the constants that
+process has its own core; wall time depends on the load of the machine. The scale-out record also contains the constants that
 docs/scale.md uses.
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.

@@ -47,7 +47,7 @@ import mola
 TOLERANCE = 1e-8
 """Relative tolerance. At a prior precision of 1e-3, condition numbers of 1e6 leave about 10 correct digits in float64."""
 SETTLED = 1e-6
-"""Largest slope allowed where the search for the maximum of the evidence ends. The search ends when the evidence
+"""Largest allowed slope where the search for the maximum of the evidence ends. The search ends when the evidence
 no longer grows in float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
@@ -373,7 +373,7 @@ def intervals() -> dict[str, Any]:
     from sklearn.base import BaseEstimator, RegressorMixin
 
     class Column(RegressorMixin, BaseEstimator):
-        """A regressor that predicts a column of its inputs."""
+        """A regressor whose prediction is one column of its inputs."""
 
         def __init__(self, place: int = 0) -> None:
             self.place, self.fitted_ = place, True

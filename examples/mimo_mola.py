@@ -32,7 +32,7 @@ def adam(parameters):
 
 
 class Shuffled:
-    """Yield batches in a new order every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
+    """A loader with a new order in every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
 
     def __init__(self, images, labels) -> None:
         self.images, self.labels = images, labels

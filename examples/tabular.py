@@ -80,7 +80,7 @@ def raise_alarms(rows, labels, names, seed: int) -> None:
             confidence = model.predict_proba(some).max(1)
             found.setdefault(name, []).append((alarm.mean(), outside.mean(), confidence.mean()))
 
-    print(f"\n{len(test)} test wines, correct and with mistakes; mean of {SPLITS} splits:\n")
+    print(f"\n{len(test)} test wines, correct and with mistakes; mean over {SPLITS} splits:\n")
     print(f"{'':34}{'alarm by ood_score':>20}{'column out of range':>24}{'confidence':>13}")
     for name, splits in found.items():
         alarm, outside, confidence = np.mean(splits, axis=0)
