@@ -10,8 +10,9 @@ the mean of its token vectors. With --quick, the benchmark uses scikit-learn's d
 
 - `answers`: the error rate of answers with a confidence above `mola.abstain_threshold`. The guarantee concerns the true error
     rate above the threshold, so calibration data are also drawn with replacement from the test data. The true rate is then
-    known: it is the error rate on all test data with a confidence above the threshold. `violations` is the share of draws whose true rate is too high; it must not exceed one minus the certainty. `realised` is the error rate on the other part of
-    plain splits, and `above` is the share of splits in which this rate is too high, partly by chance.
+    known: it is the error rate on all test data with a confidence above the threshold. `violations` is the share of draws whose
+    true rate is too high; it must not exceed one minus the certainty. `realised` is the error rate on the other part of plain
+    splits, and `above` is the share of splits in which this rate is too high, partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
 - `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
