@@ -1,4 +1,4 @@
-"""The `mola` command, which `python -m mola` also runs."""
+"""The `mola` command, which can also be run as `python -m mola`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mola.errors import MolaError, MolaWarning
 
 
 def main() -> None:
-    """Run the `mola` command; if an expected error occurs, report it in one line on stderr and exit with code 1."""
+    """Run the `mola` command; on an expected error, print a one-line message to stderr and exit with code 1."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app
@@ -20,7 +20,7 @@ def main() -> None:
         sys.stderr.write(f"mola: {error}\n")
         sys.exit(1)
     except OSError as error:
-        # This happens, for example, if the disk is full or the folder is not writable.
+        # For example, the disk is full or the folder is not writable.
         if error.filename is None and error.strerror is None:
             raise
         place = "" if error.filename is None else f" ({error.filename})"

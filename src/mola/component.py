@@ -19,19 +19,19 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer before a prior is added, computed in one pass over the training data."""
+    """The Laplace approximation of a last layer, without a prior; computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
     weights: Tensor
-    """Trained weights (C, P) in float64, which are the posterior's mean. The bias is the last column."""
+    """Trained weights (C, P) in float64, which serve as the posterior mean. The bias is the last column."""
     curvature: Curvature
     distance: ClassDistance | None
-    """Distances from the training classes, or None if the fit did not compute them."""
+    """Distances from the training classes, or None if they were not computed during the fit."""
 
     @staticmethod
     def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
-        """Solve the eigenproblems of the sums. `weights` (C, P) are the trained weights of all outputs."""
+        """Compute the curvature and the class distances from the sums. `weights` (C, P) are the trained weights of all outputs."""
         uncertain = likelihood.uncertain(weights)
         curvature = structure.solve(likelihood.sums_at_noise(sums))
         return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
@@ -91,7 +91,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Return the Laplace approximation on the given device, because the user may have moved the network there."""
+        """Return the Laplace approximation, moved to the given device in case the user has moved the network there."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer
@@ -104,7 +104,7 @@ class Component(nn.Module):
         return Spread(layer.curvature, phi, self.prior_precision if precision is None else precision)
 
     def require_layer(self, what: str) -> LastLayer:
-        """Return the Laplace approximation, or raise an `OptionError` that names the operation that needs it."""
+        """Return the Laplace approximation, or raise an `OptionError` saying that the operation `what` needs it."""
         if self.layer is None:
             raise OptionError(
                 f"{what} needs a Laplace approximation, but a plain ensemble has none. Use mola.fit(networks, train_loader)."
@@ -126,7 +126,7 @@ class Component(nn.Module):
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:
-    """Return one value for each of `count` components, from a single value or a sequence of `count` values."""
+    """Return a list of `count` values, one for each component, given a single value or a sequence of `count` values."""
     single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)

@@ -1,4 +1,4 @@
-"""Curvature structures, which turn features into sums, and sums into a curvature for any prior precision."""
+"""Curvature structures: they turn features into sums, and sums into a curvature that accepts any prior precision."""
 
 from mola.laplace.base import Curvature, Spread, Structure, check_precision, check_size
 from mola.laplace.diag import Diag
@@ -32,5 +32,5 @@ STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, Kro
 
 
 def as_structure(structure: str | Structure) -> Structure:
-    """Return the structure with the given name and its default settings, or the given structure unchanged."""
+    """Return the structure with the given name and default settings; if a structure is given, return it unchanged."""
     return resolve(structure, Structure, STRUCTURES, "structure")  # type: ignore[type-abstract]

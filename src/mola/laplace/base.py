@@ -1,14 +1,14 @@
-r"""The contracts of a curvature structure, and the linear algebra that structures share.
+r"""The interfaces of a curvature structure, and the linear algebra that structures share.
 
-A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature` without a prior.
-Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value or for many
-values at once.
+A `Structure` computes sums over batches and then solves the eigenproblem of the sums once. The result is a `Curvature` without a
+prior. Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value of
+:math:`\lambda` or for many at once.
 
 In all tensor shapes, n is the number of data points, P is the number of features (including the constant 1), and C is the number of
-outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda =
-\mathrm{diag}(d) + L(u u^\top)` (`mola.likelihoods.base`). Without a separate part d, as for a softmax, a shift common to all outputs
-has no effect, and its direction is *hidden*. The hidden direction is treated exactly, without relying on an eigenvalue that should
-be zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
+outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d)
++ L(u u^\top)` (`mola.likelihoods.base`). Without the separate part d, as with a softmax, a shift common to all outputs has no effect,
+and the direction of this shift is *hidden*. The hidden direction is handled exactly; no code relies on a computed eigenvalue being
+zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 OUTLIER_RIDGE = 1e-10
 """Ridge added to the feature covariance in `mahalanobis`, relative to its largest eigenvalue. Lengths are almost unchanged in
-directions that the training data span, and very large instead of infinite in other directions."""
+directions that the training data span; in all other directions, they are very large instead of infinite."""
 
 Precision: TypeAlias = "float | Tensor"
-"""One prior precision, or a tensor (L,) of L prior precisions, for which results have a leading dimension of size L."""
+"""One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
 
 
 def check_precision(value: float) -> float:
-    """Return a prior precision as a float, or raise `OptionError` if it is not a number in the allowed range."""
+    """Return a prior precision as a float; raise `OptionError` if it is not a number in the allowed range."""
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -61,27 +61,27 @@ class Structure(ABC):
 
     name: str
     smaller: str | None = None
-    """Name of the structure that error messages recommend if this one does not fit into memory; if None, the recommendation depends on
-    the sizes."""
+    """Name of the structure that error messages recommend if this one needs too much memory; if None, the recommendation depends on
+    the numbers of features and outputs."""
     additive = True
-    """True if the sums over parts of the data, in any order, add up to the sums over all data."""
+    """True if sums over parts of the training data can be added in any order to give the sums over all the training data."""
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the float64 sums over one batch, from its features (n, P), including the constant 1, and its output curvature.
+        """Return the float64 sums over one batch, given its output curvature and its features (n, P), including the constant 1.
 
-        The names of the sums are arbitrary, except for "separate". This tensor holds the sums over the outputs' separate curvature
-        (`OutputCurvature`), with the outputs as the first axis. It is present only if the likelihood has separate curvature. Without
-        it, a shift common to all outputs is hidden, as for a softmax (`hides_shift`). A regression divides it by the variance of the
-        noise.
+        The names of the sums are arbitrary, with one exception: the tensor "separate" holds the sums over the outputs' separate
+        curvature (`OutputCurvature`), with the outputs as the first axis. It is present only if the likelihood has separate curvature.
+        Without it, a shift common to all outputs has no effect, as with a softmax (`hides_shift`). For regression, this tensor is
+        divided by the noise variance.
         """
 
     @abstractmethod
     def solve(self, sums: Sums) -> Curvature:
-        """Solve the eigenproblem of the sums."""
+        """Solve the eigenproblem of the sums and return the curvature."""
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add a batch to a total in place."""
+        """Add the sums of a batch to the total, in place."""
         total += batch
         return total
 
@@ -90,12 +90,12 @@ class Structure(ABC):
         """Return the peak memory, in bytes, needed to fit one network."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the structure, as a dictionary for JSON."""
+        """Return the constructor arguments of the structure as a dictionary that can be written as JSON."""
         return {}
 
 
 def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
-    """Raise `StructureTooLargeError` if the sums of networks with these widths do not fit into the free memory."""
+    """Raise `StructureTooLargeError` if the sums for networks with these numbers of features do not fit into the free memory."""
     needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
     if free is not None and needed > free:
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
@@ -140,18 +140,18 @@ class Curvature(ABC):
     @property
     @abstractmethod
     def noise_size(self) -> int:
-        """Number of standard normals in one draw of the logits."""
+        """Number of standard normal variables in one draw of the logits."""
 
     @abstractmethod
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size) shared by all data."""
+        """Return deviations (n, S, C) of the logits, up to a common shift; all data share the standard normals (S, noise_size)."""
 
     @abstractmethod
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Draw deviations (count, C, P) of the weights from the trained weights."""
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the logits from draws of the weights."""
+        """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
         return torch.einsum("np,scp->nsc", phi, self.sample(precision, count, generator).to(phi))
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, such as a factor that multiplies the noise variance."""
+        """Return the curvature divided by a number, such as the factor by which the noise variance is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Spread:
     """Features (n, P), including the constant 1."""
     precision: Precision
     divisor: float | Tensor = 1.0
-    """Divisor s of the logits: 1, or (..., n, 1)."""
+    """Divisor s of the logits: either 1 or a tensor (..., n, 1)."""
 
     @property
     def _column(self) -> float | Tensor:
@@ -195,8 +195,8 @@ class Spread:
         """Return the variance (..., n, C) of each logit."""
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
-        # A search tries many temperatures at each prior precision, so variances are computed once for each prior precision. With 1000
-        # classes, they take most of the time.
+        # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
+        # 1000 classes, computing them takes most of the time.
         precisions, places = torch.unique(self.precision, return_inverse=True)
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
@@ -206,19 +206,19 @@ class Spread:
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normals in one draw of the logits."""
+        """Number of standard normal variables in one draw of the logits."""
         return self.curvature.noise_size
 
     def perturb(self, noise: Tensor) -> Tensor:
-        """Return deviations (..., n, S, C) of the logits up to a common shift, at one prior precision."""
+        """Return deviations (..., n, S, C) of the logits, up to a common shift, at one prior precision."""
         return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Return deviations (..., n, count, C) of the logits from draws of the weights, at one prior precision."""
+        """Return deviations (..., n, count, C) of the logits, computed from draws of the weights at one prior precision."""
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """Return the spread of the logits after division by a positive number (..., n, 1) for each datum."""
+        """Return the spread of the logits after each datum's logits are divided by its positive number in (..., n, 1)."""
         return replace(self, divisor=divisor * self.divisor)
 
 
@@ -232,7 +232,7 @@ def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
 
 
 def hides_shift(sums: Sums) -> bool:
-    """Return True if a shift common to all outputs has no effect, because no output has separate curvature."""
+    """Return True if adding the same number to all outputs has no effect, because no output has separate curvature."""
     return "separate" not in sums.tensors
 
 
@@ -245,7 +245,7 @@ def contrasts(outputs: int) -> Tensor:
 
 
 def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Return orthonormal bases of the output directions with curvature (C, R) and of the hidden directions (C, C - R)."""
+    """Return orthonormal bases of the output directions with curvature, (C, R), and of the hidden directions, (C, C - R)."""
     if not hidden:
         return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
             outputs, 0, dtype=torch.float64, device="cpu"
@@ -254,30 +254,30 @@ def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
 
 
 def laplacian(weights: Tensor) -> Tensor:
-    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are not used."""
+    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel out and are ignored."""
     off_diagonal = weights - torch.diag(weights.diagonal())
     return torch.diag(off_diagonal.sum(1)) - off_diagonal
 
 
 def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues, clamped to at least 0, and the eigenvectors of a positive semi-definite matrix, on the CPU."""
+    """Return the eigenvalues (clamped to be non-negative) and eigenvectors of a positive semi-definite matrix, on the CPU."""
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.clamp_min(0), vectors
 
 
 def centred_variance(variance: Tensor) -> Tensor:
-    """Return the variances (..., C) of independent outputs minus their mean, `v_c (1 - 2/C) + mean(v) / C`."""
+    """Return the variances (..., C) of independent outputs after subtracting their mean: `v_c (1 - 2/C) + mean(v) / C`."""
     outputs = variance.shape[-1]
     return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
 
 
 def centred_diagonal(variance: Tensor) -> Tensor:
-    """Return the covariance (..., C, C) of independent outputs minus their mean, from the outputs' variances (..., C)."""
+    """Return the covariance (..., C, C) of independent outputs with variances (..., C) after subtracting their mean."""
     outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:
-    """Return `1 / (b + ridge)` for eigenvalues b (P,) of the features' mean outer product, or 1 if all eigenvalues are 0."""
+    """Return `1 / (b + ridge)` for the eigenvalues b (P,) of the mean outer product of the features, or 1 if all of them are 0."""
     largest = values.max()
     return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))

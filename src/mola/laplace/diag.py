@@ -30,7 +30,7 @@ class Diag(Structure):
     name = "diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the diagonals (C, P) of the Hessian for coupled and separate curvature, and the squared features (P,)."""
+        """Return the Hessian's diagonals (C, P) for coupled and separate curvature, and the sums (P,) of the squared features."""
         squares = phi.square()
         sums = {"squares": squares.sum(0)}
         if curvature.coupling is not None:
@@ -42,7 +42,7 @@ class Diag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """Return the curvature from the diagonal, which needs no eigendecomposition."""
+        """Return the curvature given by the diagonal, which needs no eigendecomposition."""
         diagonal = torch.stack(
             [sums.tensors[name].cpu() for name in ("coupled", "separate") if name in sums.tensors]
         ).sum(0)
@@ -51,7 +51,7 @@ class Diag(Structure):
         return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, needed for the sums and another table (C, P)."""
+        """Return the memory, in bytes, needed for the sums and one more table of size (C, P)."""
         return 8 * 3 * features * outputs
 
 
@@ -81,7 +81,7 @@ class DiagCurvature(Curvature):
 
     @property
     def noise_size(self) -> int:
-        """Number of outputs: one standard normal for each logit."""
+        """Number of outputs: one standard normal variable for each logit."""
         return self.outputs
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class DiagCurvature(Curvature):
         return self.variance(phi, precision).sqrt()[:, None, :] * noise
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals with the posterior variances."""
+        """Draw independent normal deviations with the posterior variances."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.diagonal.device)
         return noise * self.inverse(precision).sqrt()
 
@@ -98,11 +98,11 @@ class DiagCurvature(Curvature):
         return (self.diagonal + precision).log().sum()
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Return `sqrt(sum_p phi_p^2 / B_pp)`, without covariances between features."""
+        """Return `sqrt(sum_p phi_p^2 / B_pp)`, which ignores covariances between features."""
         return (phi.square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return a diagonal matrix of the variances of the output's weights."""
+        """Return a diagonal matrix with the variances of the output's weights."""
         return torch.diag(self.inverse(precision)[output])
 
     def smallest_class_variance(self, precision: float) -> Tensor:
