@@ -1,8 +1,8 @@
 r"""Distances of features from the training classes, computed from additive sums.
 
-Features h, without the constant 1, are normalised to :math:`g = h / |h|`. With class means :math:`\mu_c` and the covariance S within
-classes, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. The direction of
-the features does not change when an input is scaled up, so the norm :math:`|h|` is computed as well.
+Features h, without the constant 1, are normalised to :math:`g = h / |h|`. Given the class means :math:`\mu_c` and the within-class
+covariance S, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Scaling up an
+input leaves the direction of its features unchanged, so the norm :math:`|h|` is computed as well.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
-"""Ridge added to the covariance within classes, relative to its Frobenius norm. For networks on MNIST and CIFAR-10, every ridge from
-1e-10 to 1e-3 gives the same ranking. With few data points or few features (two moons, two images per class), no smaller ridge is
-sufficient."""
+"""Ridge added to the within-class covariance, relative to the Frobenius norm of that covariance. For networks trained on MNIST and
+CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. With few data points or few features (such as two moons, or
+two images per class), a smaller ridge does not suffice."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
 """Rounding error of a sum of unit vectors, divided by the square root of the number of data points."""
@@ -27,22 +27,23 @@ NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
 
 COUNTS, DIRECTIONS, GRAM, NORMS = "class_counts", "class_directions", "direction_gram", "feature_norms"
-"""Names of the sums, whose shapes are (G,), (G, P), (P, P) and (3,). The last tensor contains the sums of norms and of squared
-norms, and the number of data points whose class was predicted."""
+"""Names of the sums, which are tensors of shapes (G,), (G, P), (P, P) and (3,). The last tensor contains the sum of the norms, the sum
+of the squared norms, and the number of data points whose class was predicted."""
 
 
 def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicted: bool) -> dict[str, Tensor]:
-    """Return the float64 sums over one batch of features (n, P), without the constant 1.
+    """Return the float64 sums over one batch.
 
     Args:
-        features: features of the data.
-        groups: class (n,) of each datum.
+        features: features (n, P), without the constant 1.
+        groups: index (n,) of each datum's class.
         num_groups: number of classes.
         predicted: True if the classes are the network's predictions because the data have no labels.
     """
     norms = torch.linalg.vector_norm(features, dim=1)
     directions = features / torch.where(norms > 0, norms, 1)[:, None]
-    # The sums are sparse, because a batch contains only a few classes. With 32,000 classes, dense tables would take most of the time.
+    # The sums are sparse, because a batch contains only a few classes. With 32,000 classes, building dense tables would take most of
+    # the time.
     shape, device = (num_groups, features.shape[1]), features.device
     sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=device, check_invariants=False)
     count = norms.new_tensor(float(len(features) if predicted and num_groups > 1 else 0))
@@ -56,16 +57,16 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
 
 @dataclass(frozen=True)
 class ClassDistance:
-    """Class means and the inverse covariance within classes, in float64."""
+    """Class means and the inverse of the within-class covariance, in float64."""
 
     root: Tensor
-    """Root R (P, P) of the inverse `R R'` of the covariance within classes, including the ridge; 0 if all features are identical."""
+    """Matrix R (P, P) such that `R R'` is the inverse of the within-class covariance plus the ridge; 0 if `known` is False."""
     means: Tensor
     """Means of the classes that have data, multiplied by R."""
     squares: Tensor
     """Squared norms of `means`."""
     known: bool
-    """False if features do not vary within classes, so that all distances are set to 1."""
+    """False if the features do not vary within classes, in which case all distances are set to 1."""
     training_distance: float
     """Root mean square distance of the training data from their class means."""
     training_norm: float
@@ -75,7 +76,7 @@ class ClassDistance:
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:
-        """Return the class means and the inverse covariance from the sums, or None if the sums for distances were not computed."""
+        """Compute the class means and the inverse covariance from the sums; return None if the sums for distances are missing."""
         if COUNTS not in sums.tensors:
             return None
         counts, totals, gram, norms = (
@@ -92,7 +93,7 @@ class ClassDistance:
         known = size > rounding and not bool(failed)
         identity = torch.eye(width, dtype=torch.float64, device="cpu")
         root = torch.linalg.solve_triangular(lower, identity, upper=False).T if known else torch.zeros_like(within)
-        # The mean squared distance from a datum's own class is the trace of (S + ridge)^-1 S = 1 - ridge (S + ridge)^-1.
+        # The mean squared distance of the data from their own class means is the trace of (S + ridge)^-1 S = 1 - ridge (S + ridge)^-1.
         square = width - ridge * float(root.square().sum()) if known else 0.0
         mean = float(norms[0]) / number
         deviation = math.sqrt(max(0.0, float(norms[1]) / number - mean**2))
@@ -109,7 +110,7 @@ class ClassDistance:
 
     @property
     def width(self) -> int:
-        """Number of features, without the constant 1."""
+        """Number of features, not counting the constant 1."""
         return len(self.root)
 
     def to(self, device: torch.device) -> ClassDistance:
@@ -121,7 +122,7 @@ class ClassDistance:
         """Return the log distances (n,) and the log norms (n,) of features (n, P), with or without the constant 1."""
         tiny = torch.finfo(phi.dtype).tiny
         features = phi[:, : self.width]
-        # Divide by the largest feature first, because squares of features near 1e200 overflow in float64.
+        # Divide by the largest feature first, because the squares of features near 1e200 overflow in float64.
         largest = features.abs().amax(1, keepdim=True).clamp_min(tiny)
         scaled = features / largest
         norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(tiny)

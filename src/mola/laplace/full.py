@@ -1,9 +1,9 @@
 r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
 
-With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with
-:math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus
-:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem, of
-size RP, is solved only in the directions with curvature. In the hidden direction, the posterior equals the prior.
+With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with :math:`Z_i =
+\mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus :math:`\Phi^\top
+\mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem is restricted to the
+directions with curvature, so its size is RP. In the hidden direction, the posterior equals the prior.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mola.numerics import Generator, standard_normals
 
 @dataclass(frozen=True)
 class Full(Structure):
-    """The exact Hessian, the best structure if C P is at most a few thousand."""
+    """The exact Hessian: the best structure as long as C P is at most a few thousand."""
 
     name = "full"
     smaller = "kron"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products (P, P) of the features."""
+        """Return `Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the sum (P, P) of the features' outer products."""
         sums, width = {"gram": phi.T @ phi}, phi.shape[1]
         if curvature.coupling is not None:
             outputs = curvature.coupling.shape[1]
@@ -55,7 +55,7 @@ class Full(Structure):
         assert given is not None
         outputs, width = given.shape[:2]
         hessian = torch.zeros(outputs, width, outputs, width, dtype=torch.float64, device="cpu")
-        blocks = hessian.diagonal(dim1=0, dim2=2)  # (P, P, C), a view
+        blocks = hessian.diagonal(dim1=0, dim2=2)  # a view of shape (P, P, C)
         if coupling is not None:
             hessian -= coupling.cpu()
             blocks.zero_()
@@ -70,7 +70,7 @@ class Full(Structure):
         return FullCurvature(outputs, width, values, rotated, unseen, *eigensystem(gram / sums.count))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory, in bytes, needed for the sum, the Hessian, its eigenvectors and the eigensolver's workspace."""
+        """Return the memory, in bytes, needed for the sums, the Hessian, its eigenvectors and the eigensolver's workspace."""
         return 8 * 6 * (features * outputs) ** 2
 
 
@@ -94,7 +94,7 @@ class FullCurvature(Curvature):
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
     def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        """Return the variance (..., n) of the logits' shift, which the prior alone determines."""
+        """Return the variance (..., n) of the logits' common shift, which is determined by the prior alone."""
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -125,7 +125,7 @@ class FullCurvature(Curvature):
         return torch.einsum("np,pcs->nsc", phi, weights)
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals in the eigenbasis and rotate them back, with the prior's variance in the hidden direction."""
+        """Draw independent normals in the eigenbasis and rotate them back; the hidden direction has the prior's variance."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
         seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
         hidden = standard_normals((count, self.unseen.shape[1], self.features), generator).to(self.values.device)
@@ -141,7 +141,7 @@ class FullCurvature(Curvature):
         return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the output's diagonal block (P, P) of the covariance."""
+        """Return the diagonal block (P, P) of the covariance that belongs to the given output."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(

@@ -42,8 +42,8 @@ class Kron(Structure):
     """Kronecker factors as in Algorithm 1 of the paper: the prior is split evenly between the two factors.
 
     Args:
-        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, starting from 0; None computes exact sums. A running
-            average depends on the order of the batches, so several processes cannot share it.
+        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, starting from 0; by default, exact sums are computed.
+            A running average depends on the order of the batches, so it cannot be computed by several processes.
     """
 
     running_average: float | None = None
@@ -60,7 +60,7 @@ class Kron(Structure):
         return self.running_average is None
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the outer products of the features and of the couplings, and the separate curvature of each output."""
+        """Return the summed outer products of the features and of the couplings, and each output's summed separate curvature."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
             sums["coupling"] = curvature.coupling.T @ curvature.coupling
@@ -69,12 +69,12 @@ class Kron(Structure):
         return sums
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add a batch, or move the running average towards the batch. The average is stored as N times its value."""
+        """Add a batch, or move the running average towards the batch. The average is stored multiplied by N."""
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)
         count = total.count + batch.count
-        moved = dict((total + batch).tensors)  # label sums and distances are always plain sums
+        moved = dict((total + batch).tensors)  # the sums for labels and distances are never averaged
         for name in {"gram", "coupling", "separate"} & batch.tensors.keys():
             before = total.tensors[name] / total.count if total.count else torch.zeros_like(batch.tensors[name])
             moved[name] = count * (beta * before + (1 - beta) * batch.tensors[name] / batch.count)
@@ -89,12 +89,12 @@ class Kron(Structure):
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:
-        """Return `running_average`, if it is set, as a dictionary for JSON."""
+        """Return a dictionary for JSON that contains `running_average` if it is set."""
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 
 def kron_eigensystem(sums: Sums) -> dict[str, Any]:
-    """Return the eigensystems of both Kronecker factors. The hidden output direction comes last and has the eigenvalue 0."""
+    """Return the eigensystems of both Kronecker factors. The hidden output direction, if any, comes last and has eigenvalue 0."""
     gram, coupling, separate = (sums.tensors.get(name) for name in ("gram", "coupling", "separate"))
     assert gram is not None
     output = gram.new_zeros(())
@@ -129,15 +129,15 @@ class FactoredCurvature(Curvature):
 
     @abstractmethod
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
 
     @abstractmethod
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C), or its centred part."""
+        """Return U (C, C) or, if `centred`, its centred part."""
 
     @abstractmethod
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """Return draws (S, C) with covariance U, up to a common shift, from standard normals (S, noise_size)."""
+        """Turn standard normals (S, noise_size) into draws (S, C) with covariance U, up to a common shift."""
 
     @abstractmethod
     def class_log_determinant(self, precision: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class FactoredCurvature(Curvature):
 
     def feature_variance(self, phi: Tensor, precision: Precision) -> Tensor:
         """Return `phi' V phi` (..., n)."""
-        # The features are not transposed, because onnxruntime before 1.25 cannot multiply transposed matrices in float64.
+        # The features are not transposed, because versions of onnxruntime before 1.25 cannot multiply transposed float64 matrices.
         return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -195,7 +195,7 @@ class KronCurvature(FactoredCurvature):
     """A factored curvature with `U = (sqrt(N) A + sqrt(lambda) I)^-1`, computed from A's eigensystem."""
 
     class_values: Tensor
-    """Eigenvalues a (C,) of A. The hidden direction comes last."""
+    """Eigenvalues a (C,) of A. The eigenvalue of the hidden direction comes last."""
     class_vectors: Tensor
     """Eigenvectors Q_A (C, C) of A."""
     visible: int
@@ -210,18 +210,18 @@ class KronCurvature(FactoredCurvature):
         return self.class_vectors[:, :count], self.class_inverse(precision)[..., :count]
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return inverse @ vectors.square().T
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C), or its centred part."""
+        """Return U (C, C) or, if `centred`, its centred part."""
         vectors, inverse = self._visible(precision, centred=centred)
         return (vectors * inverse) @ vectors.T
 
     @property
     def noise_size(self) -> int:
-        """Number of visible directions: one standard normal for each."""
+        """Number of visible directions: one standard normal variable for each."""
         return self.visible
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:

@@ -1,24 +1,24 @@
 r"""Algorithm 1 for a very large number of classes: only the diagonal of the class factor is stored, not a C x C matrix.
 
-A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are
-the classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we choose the
-graph in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
+A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
+classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
+contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we choose the one
+in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
 :math:`\sum_c q_c = 1`, and the degrees determine q and T:
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
 
-:math:`A_d` has the diagonal of A and, like A, no curvature along the direction 1, which the softmax ignores. It *equals* A if C = 2,
-if there is only one datum, or if the outputs' curvature is the same for all data. In general, let :math:`\nu_2` and
-:math:`\nu_{\max}` be the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\,
-\mathrm{diag}(d)^{-1/2}`, which lie between 0 and 2. Then
+:math:`A_d` has the same diagonal as A and, like A, no curvature along the all-ones vector, which the softmax ignores. It *equals* A if
+C = 2, if there is only one datum, or if the outputs' curvature is the same for all data. In general, let :math:`\nu_2` and
+:math:`\nu_{\max}` be the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\, \mathrm{diag}(d)^{-1/2}`,
+which lie between 0 and 2. Then
 
 .. math:: \nu_2 (1 - q_{\max})\, A_d \preceq A \preceq \nu_{\max}\, A_d ,
    \qquad \frac{U_d}{\nu_{\max}} \preceq U \preceq \frac{U_d}{\nu_2 (1 - q_{\max})},
 
-so a logit's variance under `kron` is at least half of its variance under this structure. It exceeds the variance under this
-structure only to the extent that the classes form groups that are confused among themselves. The second pair of bounds follows from
-the first because :math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
+so a logit's variance under `kron` is at least half of its variance under this structure. It exceeds the latter only to the extent that
+the classes form groups whose members are confused with one another. The second pair of bounds follows from the first because
+:math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
 
 The inverse has a closed form. With :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lambda)`, the centring matrix :math:`\Pi` and
 :math:`\kappa = \sqrt\lambda / \sum_c (1 - \sqrt\lambda \gamma_c)`,
@@ -27,8 +27,8 @@ The inverse has a closed form. With :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt
    + \tfrac{1}{\sqrt\lambda}\, \tfrac{1 1^\top}{C}.
 
 All terms are positive, and the only subtraction removes the mean of :math:`\gamma`. If the prior outweighs the data, all
-:math:`\gamma_c` are near :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that no
-digits are lost.
+:math:`\gamma_c` are close to :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that
+no digits are lost.
 
 If the outputs have separate curvature s, it is added to the diagonal, and there is no hidden direction. In this case,
 :math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
@@ -58,7 +58,7 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator, standard_normals
 
 HALVINGS = 80
-"""Number of bisection steps for T, which is enough for float64."""
+"""Number of bisection steps for T, which is sufficient for float64 precision."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class KronDiag(Structure):
 def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     """Find the graph with edges `T q_i q_j` and the given degrees (C,): `T q_c (1 - q_c) = d_c` and `sum q = 1`.
 
-    Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the largest degree takes the larger
-    root. In any graph, the largest degree is at most the sum of the other degrees. If it equals the sum, as in a star, the exact T is
-    infinite, and a very large T is returned.
+    Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the larger root is used for the
+    largest degree. In any graph, the largest degree is at most the sum of the other degrees. If it equals that sum, as in a star, the
+    exact T is infinite, and a very large T is returned.
 
     Returns:
-        The total T and the node weights q (C,).
+        The scale T of the edges and the node weights q (C,).
     """
     degrees = degrees.clamp_min(0)
     largest = int(degrees.argmax())
@@ -135,10 +135,10 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True)
 class KronDiagCurvature(FactoredCurvature):
-    """A factored curvature whose U, computed from the graph of A's degrees, is a diagonal matrix plus a matrix of rank one."""
+    """A factored curvature whose U, computed from the graph of A's degrees, is the sum of a diagonal and a rank-one matrix."""
 
     total: float
-    """Total T of the graph."""
+    """Scale T of the edges `T q_i q_j`."""
     nodes: Tensor
     """Node weights q (C,) of the graph."""
     separate: Tensor | None
