@@ -68,11 +68,11 @@ class KronDiag(Structure):
     name = "kron-diag"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
-        """Return the diagonals (C,) of the coupled and of the separate curvature, and the outer products (P, P) of the features."""
+        """Return the diagonals (C,) of the coupled and separate curvature, and the sum (P, P) of the features' outer products."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
-            # This difference of two sums loses no more digits than u_c (sum(u) - u_c), and is faster. It avoids a table of squares
-            # (n, C), which would take three times as long with 32,000 classes.
+            # This difference of two sums loses no more digits than u_c (sum(u) - u_c) and is faster to compute. It needs no table
+            # (n, C) of squares, which would take three times as long with 32,000 classes.
             coupling = curvature.coupling
             sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
         if curvature.separate is not None:
@@ -80,7 +80,7 @@ class KronDiag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """Eigendecompose B, and find the graph that has the degrees in the sums."""
+        """Eigendecompose B and find the graph whose degrees are given by the sums."""
         values, vectors = eigensystem(sums.tensors["gram"] / sums.count)
         degrees, separate = (sums.tensors.get(name) for name in ("degrees", "separate"))
         separate = None if separate is None else separate.cpu() / sums.count
@@ -112,7 +112,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     shares = degrees / most
 
     def roots(part: float, *, other: bool) -> Tensor:
-        # Return the smaller roots at part = 4 max(d) / T. With `other`, the largest degree takes the larger root.
+        # Return the smaller roots for part = 4 max(d) / T. With `other`, the larger root is used for the largest degree.
         discriminant = (1 - part * shares).clamp_min(0).sqrt()
         found = part * shares / (2 * (1 + discriminant))
         if other:
@@ -123,8 +123,8 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        # With smaller roots alone, the sum increases with the part. With the larger root, the sum is 1 at 0, increases, and then
-        # decreases.
+        # If only smaller roots are used, their sum increases with `part`. If the larger root is used, the sum is 1 at part = 0,
+        # increases at first, and then decreases.
         if (float(roots(middle, other=other).sum()) < 1) != other:
             low = middle
         else:
@@ -145,7 +145,7 @@ class KronDiagCurvature(FactoredCurvature):
     """Mean separate curvature (C,), or None if a shift common to all outputs has no effect."""
 
     def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
-        """Return gamma (..., C), and the part `sqrt(N) s + sqrt(lambda)` (..., C) of its inverse that does not depend on the graph."""
+        """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of its inverse that does not depend on the graph."""
         root = self.count**0.5
         floor = torch.zeros_like(self.nodes) if self.separate is None else root * self.separate
         rest = floor + as_column(precision, self.nodes, 1) ** 0.5
@@ -178,7 +178,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C), or its centred part, for links that need covariances."""
+        """Return U (C, C) or, if `centred`, its centred part; used by links that need covariances."""
         gamma, shared = self.own(precision)[0], self.shared(precision)
         if self.separate is not None:
             return torch.diag(gamma) + shared[:, None] * shared
@@ -187,11 +187,11 @@ class KronDiagCurvature(FactoredCurvature):
 
     @property
     def noise_size(self) -> int:
-        """Number of outputs plus one: a standard normal for each logit, and one shared by all logits."""
+        """Number of outputs plus one: one standard normal variable for each logit and one shared by all logits."""
         return self.outputs + 1
 
     def class_draws(self, precision: float, noise: Tensor) -> Tensor:
-        """Return `sqrt(gamma) * noise + k * z`, where z is an additional standard normal."""
+        """Return `sqrt(gamma) * noise + k * z`, where z is an additional standard normal variable."""
         return noise[:, :-1] * self.own(precision)[0].sqrt() + noise[:, -1:] * self.shared(precision)
 
     def class_log_determinant(self, precision: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class KronDiagCurvature(FactoredCurvature):
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw an independent normal for each class and one that all classes share, and multiply them by a root of V."""
+        """Draw independent normals for each class and normals shared by all classes, and multiply them by a root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
         drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]
@@ -210,6 +210,6 @@ class KronDiagCurvature(FactoredCurvature):
         return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] * self._shift(precision).sqrt()
 
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, including both the graph and the separate part."""
+        """Return the curvature with both the graph and the separate part divided by a number."""
         separate = None if self.separate is None else self.separate / by
         return replace(self, total=self.total / by, separate=separate)

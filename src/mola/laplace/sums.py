@@ -1,7 +1,7 @@
-"""Sufficient statistics: named float64 tensors that add up over batches, processes and restarts.
+"""Sufficient statistics: named float64 tensors that are added up over batches, processes and restarts.
 
-A fit computes one `Sums` for each network. Checkpoints store these sums, processes add them up, and `save` writes them. The
-curvature, the distances and the noise of a regression are all computed from the sums.
+A fit computes one `Sums` for each network. Checkpoints store these sums, processes that fit together add them up, and `save` writes
+them to a file. The curvature, the distances and, for regression, the noise are all computed from the sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
+    """Sums over the training data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
 
     tensors: dict[str, Tensor]
     count: int = 0
@@ -29,8 +29,8 @@ class Sums:
         return self._with(merged, other)
 
     def __iadd__(self, other: Sums) -> Sums:
-        # Add in place, because a second C x C or P x P matrix for each batch would dominate the cost of the fit. The sums of a batch
-        # may be sparse, but the total is dense.
+        # Add in place, because allocating another C x C or P x P matrix for each batch would dominate the cost of the fit. The sums of
+        # a batch may be sparse, but the total is always dense.
         for name, tensor in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].add_(tensor)

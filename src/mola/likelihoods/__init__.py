@@ -39,5 +39,5 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categor
 
 
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood with the given name and its default settings, or the given likelihood unchanged."""
+    """Return the likelihood with the given name and default settings; if a likelihood is given, return it unchanged."""
     return resolve(likelihood, Likelihood, LIKELIHOODS, "likelihood")  # type: ignore[type-abstract]

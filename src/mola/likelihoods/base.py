@@ -1,12 +1,12 @@
-r"""The contract of a likelihood: checks of outputs and labels, log-likelihood, curvature, and predictive distribution.
+r"""The interface of a likelihood: checks of outputs and labels, the log-likelihood, its curvature, and the predictive distribution.
 
 For one datum, the curvature of the negative log-likelihood with respect to the outputs f always has the form
 
 .. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
 
-with a separate part d that acts on each output alone, and a part that couples every pair of outputs. The coupling is the Laplacian
-of the graph with edge weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)` has no separate part,
-and
+with a separate part d that acts on each output alone, and a part that couples every pair of outputs. The coupling part is the
+Laplacian of the graph with edge weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)` has no
+separate part, and
 
 * :math:`\Lambda 1 = 0` holds by construction in any precision, because the softmax ignores a shift common to all outputs;
 * the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so no digits are lost if a network is
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from mola.laplace.sums import Sums
 
 Ran = Sequence[tuple[str, torch.Size]]
-"""Names and output shapes of the linear layers that ran in a watched pass."""
+"""Names and output shapes of the linear layers that ran in a watched forward pass."""
 
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Curvature of n data points with respect to their C outputs, `diag(separate) + L(coupling coupling')` for each datum."""
+    """Curvature at n data points with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each datum."""
 
     separate: Tensor | None = None
     """Separate curvature (n, C) of each output, or None if the outputs are only coupled."""
@@ -47,9 +47,9 @@ class OutputCurvature:
 
 @dataclass(frozen=True)
 class Members:
-    """K members of a mixture at n data points. They determine the predictive distribution.
+    """The K members of a mixture at n data points, which determine the predictive distribution.
 
-    The leading dimensions (...) are candidates in a search.
+    The leading dimensions (...) index the candidates of a search.
     """
 
     outputs: Sequence[Tensor]
@@ -59,14 +59,14 @@ class Members:
     weights: Tensor
     """Mixture weights (K,)."""
     divisors: Sequence[Tensor]
-    """Divisors s_k (..., n, 1) or (..., 1, 1), which divide logits and multiply the standard deviations of a regression."""
+    """Divisors s_k (..., n, 1) or (..., 1, 1); they divide the logits or, in regression, multiply the standard deviations."""
     pooling: float | Tensor
-    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; (...) for candidates."""
+    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; of shape (...) in a search."""
     likelihoods: Sequence[Likelihood]
-    """Likelihood of each member. The noise of a regression may differ between members."""
+    """Likelihood of each member. In regression, the noise may differ between members."""
 
     def scaled(self) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
-        """Return the means and spreads of the logits after division, `z_k = f_k / s_k`, and pooling, `z + c (z_k - z)`."""
+        """Return the means and spreads of the logits after division (`z_k = f_k / s_k`) and pooling (`z + c (z_k - z)`)."""
         means = [outputs / divisor for outputs, divisor in zip(self.outputs, self.divisors, strict=True)]
         pairs = zip(self.spreads, self.divisors, strict=True)
         spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
@@ -74,18 +74,18 @@ class Members:
 
 
 class Predictive(Protocol):
-    """The predictive distribution for n data points. The leading dimensions may be candidates in a search."""
+    """The predictive distribution for n data points. In a search, the leading dimensions index the candidates."""
 
     def point(self) -> Tensor:
-        """Return probabilities (..., n, C) or means (..., n, D), which are the result of calling a posterior."""
+        """Return the probabilities (..., n, C) or means (..., n, D) that calling the posterior returns."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return scores (..., m) for each datum, or for each known label of multi-label data."""
+        """Return scores (..., m), keyed by name, for each datum or, with multi-label data, for each known label."""
 
 
 @dataclass(frozen=True)
 class RegressionPredictive(ABC):
-    """A mixture of K distributions for each of D outputs, in the targets' units, given by the moments of its components."""
+    """For each of D outputs, a mixture of K distributions, described by their moments in the targets' units."""
 
     weights: Tensor
     """Mixture weights (K,)."""
@@ -94,7 +94,7 @@ class RegressionPredictive(ABC):
     variances: Tensor
     """Variances (K, ..., n, D) of the components, including the noise."""
     noises: Tensor
-    """Variances (K, ..., n, D) of the noise, without scaling."""
+    """Variances (K, ..., n, D) of the noise, before any scaling."""
 
     def point(self) -> Tensor:
         """Return the mixture's mean (..., n, D)."""
@@ -106,7 +106,7 @@ class RegressionPredictive(ABC):
         return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the joint log loss "nll" (..., n) of each datum, and its "crps" (..., n) averaged over the outputs."""
+        """Return each datum's joint log loss "nll" (..., n) and its mean "crps" (..., n) over the outputs."""
         return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
 
     @abstractmethod
@@ -115,19 +115,20 @@ class RegressionPredictive(ABC):
 
     @abstractmethod
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the probability (..., n, D) that a target is at most `values`."""
+        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
 
     @abstractmethod
     def quantile(self, level: float) -> Tensor:
-        """Return the quantile (..., n, D) that targets fall below with probability `level`."""
+        """Return the values (..., n, D) below which the targets fall with probability `level`."""
 
     @abstractmethod
     def crps(self, targets: Tensor) -> Tensor:
-        """Return the continuous ranked probability score (..., n, D) of targets."""
+        """Return the continuous ranked probability score (..., n, D) of the targets."""
 
 
 LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", int | None], Tensor]
-"""A function that maps the mean (..., n, C) and spread of the logits, the likelihood and a seed to probabilities (`mola.links`)."""
+"""A function that computes probabilities from the mean (..., n, C) and spread of the logits, the likelihood and a seed
+(`mola.links`)."""
 
 
 class Likelihood(ABC):
@@ -135,14 +136,14 @@ class Likelihood(ABC):
 
     name: str
     mutually_exclusive: bool = False
-    """True if the outputs are C exclusive classes, False if they are C binary labels."""
+    """True if the outputs stand for C mutually exclusive classes; False for binary labels and for regression."""
     classification: bool = True
-    """True if the labels are categorical (classes or binary labels), False for regression."""
+    """True for classification (classes or binary labels), False for regression."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the likelihood, as a dictionary for JSON."""
+        """Return the constructor arguments of the likelihood as a dictionary that can be written as JSON."""
         return {}
 
     @abstractmethod
@@ -150,14 +151,15 @@ class Likelihood(ABC):
         """Return the outputs of a network as rows (n, C), or raise `HeadError` if they do not fit the likelihood.
 
         Args:
-            outputs: outputs that the network returned.
-            ran: linear layers that ran in a watched pass. Messages name the last of these layers. If `ran` is given, outputs are not
-                checked for probabilities, because the watched pass already detects operations after the last layer.
+            outputs: outputs returned by the network.
+            ran: linear layers that ran in a watched forward pass. Error messages mention the last of these layers. If `ran` is given,
+                there is no check for outputs that are probabilities, because the watched pass already detects operations after the
+                last layer.
         """
 
     @abstractmethod
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels in canonical form on the device of the outputs (n, C), or raise a `DataError` that names `where`."""
+        """Return labels in canonical form on the device of the outputs (n, C), or raise a `DataError` that mentions `where`."""
 
     def known(self, labels: Tensor) -> Tensor | None:
         """Return a mask (n,) of the data that have at least one label, or None if every datum has one.
@@ -172,46 +174,46 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the Fisher information of outputs (n, C): the expected second derivative of the negative log-likelihood.
+        """Return the Fisher information of outputs (n, C), i.e. the expected second derivatives of the negative log-likelihood.
 
         It does not depend on the values of the labels; an output without a label has no curvature. Like `label_sums` and
-        `Structure.sums`, the function also runs on the meta device, from which `mola.load` takes the shapes of the sums.
+        `Structure.sums`, this method also runs on the meta device, which `mola.load` uses to find the shapes of the sums.
         """
 
     @abstractmethod
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> Predictive:
-        """Return the mixture's predictive distribution. Links that draw samples use `seed`."""
+        """Return the mixture's predictive distribution. Links that draw samples are seeded with `seed`."""
 
     # Groups of training data. Distances are measured from the centres of the groups.
 
     def num_groups(self, outputs: int) -> int:
-        """Return the number of groups. By default, all data form one group."""
+        """Return the number of groups of training data. By default, all data form one group."""
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the group (n,) of each datum as int64, given by its label, or by the predicted class if it has no label."""
+        """Return each datum's group (n,) as int64, which is its label, or the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Methods that a regression overrides, because its noise is chosen after the sums are computed.
 
     def num_uncertain(self, outputs: int) -> int:
-        """Return the number of a network's outputs that are uncertain."""
+        """Return how many of a network's outputs are uncertain."""
         return outputs
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """Return the rows of a head's weights (C, P) whose outputs are uncertain."""
+        """Return the rows of a head's weights (C, P) that belong to uncertain outputs."""
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, by name, that determine the log-likelihood after the fit. By default, there are none."""
+        """Return the sums over labels, keyed by name, that determine the log-likelihood after the fit. By default, there are none."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:
-        """Return the likelihood with parameters estimated from the sums over all training data."""
+        """Return the likelihood with parameters estimated from the sums over all the training data."""
         return self
 
     def sums_at_noise(self, sums: Sums) -> Sums:
-        """Return the sums with their curvature at the likelihood's noise level. The fit sums the curvature at unit noise."""
+        """Return the sums with the curvature converted from unit noise to the likelihood's noise level."""
         return sums
 
     def total_log_likelihood(self, sums: Sums) -> float | None:
@@ -220,7 +222,7 @@ class Likelihood(ABC):
 
 
 class ClassificationLikelihood(Likelihood):
-    """The likelihood for classification: one of C classes, or C binary labels."""
+    """A likelihood for classification, either into one of C classes or with C binary labels."""
 
     def member_probabilities(self, members: Members, link: LinkFunction, seed: int | None = None) -> list[Tensor]:
         """Return the probabilities (..., n, C) that each member predicts after scaling and pooling."""
@@ -257,7 +259,7 @@ class ClassificationLikelihood(Likelihood):
 
 
 class RegressionLikelihood(Likelihood):
-    """The likelihood for regression, with an independent distribution for each of D outputs."""
+    """A likelihood for regression, with an independent distribution for each of D outputs."""
 
     classification = False
     mixture_type: type[RegressionPredictive]
@@ -275,7 +277,7 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
 
 
 def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
-    """Contract members (..., n, C) towards their weighted mean, `z + c (z_k - z)`. At c = 1, the members do not change."""
+    """Contract members z_k (..., n, C) towards their weighted mean z, which gives `z + c (z_k - z)`. At c = 1, they do not change."""
     if not isinstance(pooling, Tensor) and pooling == 1:
         return members
     mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
@@ -283,7 +285,7 @@ def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) 
 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
-    """Return the outputs if they are a matrix, and raise `HeadError` otherwise."""
+    """Return the outputs if they are a matrix; otherwise, raise `HeadError`."""
     if outputs.dim() != 2:
         last = (
             f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""
