@@ -194,7 +194,7 @@ class Likelihood(ABC):
         """Return each datum's group (n,) as int64, which is its label, or the predicted class if it has no label."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
-    # Methods that a regression overrides, because its noise is chosen after the sums are computed.
+    # Methods that regression likelihoods override, because their noise is chosen after the sums are computed.
 
     def num_uncertain(self, outputs: int) -> int:
         """Return how many of a network's outputs are uncertain."""
@@ -235,7 +235,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> Predictive:
-        """Return the predictive distribution that has the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
 
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -243,18 +243,18 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Return the number of choices: C for C exclusive classes, 2 for each binary label."""
+        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities of all choices: (..., C) for classes, (..., C, 2) for no and yes."""
+        """Return the probabilities of all choices: (..., C) for classes, or (..., C, 2) for binary labels, in the order no, yes."""
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the true choices (n,) or (n, C) as int64, with -1 for missing labels."""
+        """Return the true choices, (n,) or (n, C), as int64, with -1 for missing labels."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the most probable choices (n,) or (n, C) at outputs (n, C)."""
+        """Return the most probable choices, (n,) or (n, C), for outputs (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
 
 

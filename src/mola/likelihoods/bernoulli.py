@@ -1,9 +1,9 @@
 r"""Binary and multi-label classification: yes or no for each of C labels, with one logit each, :math:`p(\text{yes}) = \sigma(f)`.
 
 Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and every direction in
-output space has curvature. A missing label contributes neither log-likelihood nor curvature.
+output space has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
 
-The sigmoid of a logit z equals the softmax of the two logits (0, z), with the first row of weights fixed at 0.
+The sigmoid of a logit z is the second entry of the softmax of (0, z), i.e. of a softmax whose first row of weights is fixed at 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran
 from mola.options import counted
 
 MISSING = -100
-"""Value that marks a missing label, besides NaN. It is the default `ignore_index` of PyTorch's losses."""
+"""Value that, like NaN, marks a missing label. It is the default `ignore_index` of PyTorch's losses."""
 
 ENOUGH_OUTPUTS = 64
-"""Smallest number of outputs needed to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
+"""Minimum number of outputs needed to distinguish probabilities from logits. A few logits may all lie between 0 and 1 by chance."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class BernoulliPredictive:
         """Return the log loss, Brier score, confidence and correctness (..., m) for each known label."""
         known = ~labels.isnan()
         yes, truth = self.probs[..., known], labels[known]
-        # In floating point, 1 - p rounds to 0 long before p does. Both are bounded in the same way, so that the loss does not depend
-        # on which answer is called yes.
+        # In floating point, 1 - p rounds to 0 long before p does. Both are clamped in the same way, so the loss does not depend on
+        # which answer is called yes.
         right = torch.where(truth > 0.5, yes, 1 - yes).clamp_min(torch.finfo(yes.dtype).eps / 2)
         return {
             "nll": -right.log(),
@@ -52,13 +52,13 @@ class BernoulliPredictive:
 
 @dataclass(frozen=True)
 class Bernoulli(ClassificationLikelihood):
-    """Yes or no for each of C labels, where the probability of yes is the sigmoid of one logit."""
+    """A yes-or-no answer for each of C labels; the probability of yes is the sigmoid of the label's logit."""
 
     name = "bernoulli"
     default_rule = "calibrated"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return logits (n, C) from outputs of shape (n,) or (n, C)."""
+        """Return logits of shape (n, C), given outputs of shape (n,) or (n, C)."""
         if outputs.dim() == 1:
             outputs = outputs[:, None]
         matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
@@ -70,7 +70,7 @@ class Bernoulli(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels (n, C) as float64: 0, 1, or NaN if a label is missing. Labels (n,) are accepted for one logit."""
+        """Return labels (n, C) as float64: 0, 1, or NaN for a missing label. Labels (n,) are accepted if there is one logit."""
         count, width = outputs.shape
         if labels.dim() == 1 and width == 1:
             labels = labels[:, None]
@@ -79,7 +79,7 @@ class Bernoulli(ClassificationLikelihood):
             if labels.dim() == 1 and len(labels) == count:
                 remedy = " For class indices, use likelihood='categorical'. For multi-label data, pass 0 or 1 for each label."
             raise DataError(
-                f"{where}: expected labels of shape ({count}, {width}), with 0 or 1 for each output, got shape "
+                f"{where}: expected labels of shape ({count}, {width}), with 0 or 1 for each output; got shape "
                 f"{tuple(labels.shape)}.{remedy}"
             )
         if labels.is_complex():
@@ -116,20 +116,20 @@ class Bernoulli(ClassificationLikelihood):
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return `p (1 - p)` for each output, or 0 if its label is missing."""
-        # The product of both sigmoids keeps its digits if the network is almost certain, but p (1 - p) does not.
+        # The product of the two sigmoids stays accurate if the network is almost certain, whereas p (1 - p) does not.
         own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
     def distribution(self, probs: Tensor) -> BernoulliPredictive:
-        """Return the predictive distribution that has the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
         return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
-        """Return 2 for a single label (the groups are no and yes), or 1 for several labels, for which all data form one group."""
+        """Return 2 for a single label (the groups are no and yes) and 1 for several labels (all data form one group)."""
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the label of each datum, or its predicted label if the label is missing. For several labels, return 0."""
+        """Return the label of each datum, or the predicted label if it is missing. With several labels, return 0 for each datum."""
         if outputs.shape[1] > 1:
             return super().group(outputs, labels)
         yes = outputs[:, 0] > 0
@@ -142,11 +142,11 @@ class Bernoulli(ClassificationLikelihood):
         return 2
 
     def choices(self, probs: Tensor) -> Tensor:
-        """Return probabilities (..., C, 2) of no and yes."""
+        """Return the probabilities (..., C, 2) of no and yes."""
         return torch.stack([1 - probs, probs], dim=-1)
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return labels (n, C) as int64: 0, 1, or -1 if a label is missing."""
+        """Return labels (n, C) as int64: 0, 1, or -1 for a missing label."""
         return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
 
 

@@ -11,7 +11,8 @@ from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
-"""Smallest number of rows needed to distinguish probabilities from logits. The logits of a few rows may sum to 1 by chance."""
+"""Minimum number of rows needed to distinguish probabilities from logits. If there are only a few rows, the logits of each may sum to
+1 by chance."""
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -109,7 +110,7 @@ class Categorical(ClassificationLikelihood):
         return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
 
     def distribution(self, probs: Tensor) -> CategoricalPredictive:
-        """Return the predictive distribution that has the given probabilities (..., n, C)."""
+        """Return the predictive distribution with the given probabilities (..., n, C)."""
         return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:

@@ -2,16 +2,16 @@ r"""Regression with D outputs, which are the means of independent normal distrib
 
 .. math:: y_d \sim \mathcal N(\ell_d + s_d f_d,\; \sigma_d^2), \qquad \Lambda = \mathrm{diag}(s_d^2 / \sigma_d^2).
 
-The curvature does not depend on the outputs, so the Laplace approximation of the last layer is its exact posterior. Sums over data
-are computed at unit noise, so the noise can be chosen after the pass. The curvature of output d is then divided by the variance of
-its noise, and the log-likelihood follows from a few sums over the targets.
+The curvature does not depend on the outputs, so the Laplace approximation of the last layer is its exact posterior. The sums over the
+training data are computed at unit noise, so the noise can be chosen after the pass over the data. The curvature of output d is then
+divided by its noise variance, and the log-likelihood follows from a few sums over the targets.
 
 A heteroscedastic network has two outputs for each target: a mean, and a value that determines the variance :math:`v_d(x)`. The noise
-:math:`\sigma_d` is then a factor that multiplies the standard deviation; it is 1 for the network as trained. Only the means are
-uncertain.
+:math:`\sigma_d` is then a factor that multiplies the predicted standard deviation; a factor of 1 leaves the network's prediction
+unchanged. Only the means are treated as uncertain.
 
-Targets may have been standardised in training. With `location` and `scale`, all targets and results are in the user's units. Sums,
-weights and curvature are in the network's units.
+Targets may have been standardised for training. Given `location` and `scale`, all targets and results are in the user's units. The
+sums, weights and curvature are in the network's units.
 
 The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly and without a link, because both the last
 layer's posterior and the noise are normal.
@@ -50,10 +50,10 @@ VARIANCE_FLOOR = 1e-6
 """Smallest variance that a network may predict, as in `torch.nn.GaussianNLLLoss`."""
 
 CONSTANT = 1e-12
-"""Largest variance of targets, relative to their mean square, that rounding alone can cause."""
+"""Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
 
 SMALLEST, LARGEST = 1e-12, 1e12
-"""Smallest and largest allowed noise, and smallest and largest allowed scale of targets."""
+"""Smallest and largest allowed value of both the noise and the scale of the targets."""
 
 
 class NormalMixture(RegressionPredictive):
@@ -64,34 +64,34 @@ class NormalMixture(RegressionPredictive):
         return normal_mixtures.log_density(self.weights, self.means, self.variances, targets, joint=True)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the probability (..., n, D) that a target is at most `values`."""
+        """Return the probability (..., n, D) that a target is less than or equal to `values`."""
         return normal_mixtures.cdf(self.weights, self.means, self.variances, values)
 
     def quantile(self, level: float) -> Tensor:
-        """Return the quantile (..., n, D) that targets fall below with probability `level`."""
+        """Return the values (..., n, D) below which the targets fall with probability `level`."""
         return normal_mixtures.quantile(self.weights, self.means, self.variances, level)
 
     def crps(self, targets: Tensor) -> Tensor:
-        """Return the continuous ranked probability score (..., n, D) of targets."""
+        """Return the continuous ranked probability score (..., n, D) of the targets."""
         return normal_mixtures.crps(self.weights, self.means, self.variances, targets)
 
 
 @dataclass(frozen=True)
 class Gaussian(RegressionLikelihood):
-    """Regression with normal noise, which has one standard deviation for each output.
+    """Regression with normally distributed noise that has one standard deviation per output.
 
     Args:
-        noise: standard deviation of the targets around the mean, in the targets' units: one number, or one for each output. None
-            estimates the noise from the residuals of the training data, and tuning may change it. For heteroscedastic networks, the
-            noise is a factor that multiplies the predicted standard deviation, and None means 1.
+        noise: standard deviation of the targets around the mean, in the targets' units, given as one number or one number per output.
+            By default, the noise is estimated from the residuals of the training data, and tuning may change it. For heteroscedastic
+            networks, the noise is a factor that multiplies the predicted standard deviation; its default is 1.
         shared: True if all outputs share one estimated noise level.
-        location: mean that was subtracted from the targets in training: one number, or D numbers.
-        scale: standard deviation by which the targets were divided in training: one number, or D numbers.
-        heteroscedastic: True if the network also predicts a variance for each target, so that it has 2 D outputs.
+        location: mean that was subtracted from the targets for training, given as one number or D numbers.
+        scale: standard deviation by which the targets were divided for training, given as one number or D numbers.
+        heteroscedastic: True if the network also predicts a variance for each target and therefore has 2 D outputs.
         order: "stacked" if all means come before all variances, or "interleaved" if each mean is followed by its variance.
-        variance: meaning of the second output of a target: "log-variance", "log-deviation", or "softplus" if the softplus of the
-            output is the variance.
-        estimated: True if the noise was estimated, so that rules may change it. The fit sets this argument.
+        variance: what the second output for each target represents: "log-variance", "log-deviation" (the log of the standard
+            deviation), or "softplus" (the variance is the softplus of the output).
+        estimated: True if the noise was estimated, in which case tuning rules may change it. This argument is set by the fit.
     """
 
     noise: float | Sequence[float] | None = None
@@ -116,7 +116,7 @@ class Gaussian(RegressionLikelihood):
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments that differ from their defaults, as a dictionary for JSON."""
+        """Return the constructor arguments that differ from their defaults as a dictionary that can be written as JSON."""
         plain = Gaussian()
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -125,7 +125,7 @@ class Gaussian(RegressionLikelihood):
     # Outputs.
 
     def num_uncertain(self, outputs: int) -> int:
-        """Return the number of means D."""
+        """Return D, the number of means."""
         return outputs // 2 if self.heteroscedastic else outputs
 
     def _means(self, outputs: int) -> slice:
