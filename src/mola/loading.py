@@ -1,4 +1,4 @@
-"""Load a posterior from any folder that this library has written."""
+"""Load a posterior from any folder written by this library."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def load(
     """Load a saved posterior onto the networks it was fitted on.
 
     Args:
-        directory: folder that `posterior.save` or `mola.hub.save` wrote.
-        networks: the networks that the posterior was fitted on, in the same order; None for a hub folder that contains transformers
-            networks.
+        directory: folder written by `posterior.save` or `mola.hub.save`.
+        networks: the networks that the posterior was fitted on, in the same order; can be omitted for a hub folder that contains
+            transformers networks.
         logits: function that selects the logits from a network's output, as in `mola.fit`.
 
     Returns:
-        The posterior. Raises `StorageError` if the files are damaged or a network differs from the fitted network.
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one that was fitted.
     """
     from mola import hub, whole  # imported on first use, because they need optional packages
 

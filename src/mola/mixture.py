@@ -23,7 +23,7 @@ from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
 KEPT_BYTES = 2**28
-"""Number of bytes that the unread fields of a prediction may hold. Beyond this limit, fields are computed immediately."""
+"""Number of bytes that may be held for the unread fields of a prediction. Beyond this limit, fields are computed immediately."""
 
 
 class Predictor(Protocol):
@@ -37,9 +37,9 @@ class Mixture(nn.Module):
     """A weighted average of predictors: a deep ensemble, MultiSWAG, or any other mixture. Predictors may come from other libraries.
 
     Args:
-        predictors: callables from inputs to probabilities (n, C). Modules are registered as submodules.
+        predictors: callables that map inputs to probabilities (n, C). Those that are modules are registered as submodules.
         weights: "uniform", or K non-negative numbers that sum to 1.
-        likelihood: likelihood of the predictions, by name or as an object; None takes the members' likelihood, or "categorical" if
+        likelihood: likelihood of the predictions, by name or as an object; by default, the members' likelihood, or "categorical" if
             they have none.
     """
 
@@ -66,7 +66,7 @@ class Mixture(nn.Module):
         """Likelihood of the predictions."""
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Return probabilities (n, C), or means (n, D) for a regression. Members that draw samples use the generator."""
+        """Return probabilities (n, C) or, for regression, means (n, D). Members that draw samples use the generator."""
         return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
@@ -126,7 +126,7 @@ class Mixture(nn.Module):
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
     ) -> Iterator[Any]:
-        """Predict batch by batch in bounded memory. The arguments have the same meaning as for `predict`."""
+        """Predict batch by batch, in bounded memory. The arguments have the same meaning as in `predict`."""
         seed = seed_from(generator)
         for place, batch in _batches(inputs, progress=progress):
             yield self.predict_batch(batch, seed, place).cpu()
@@ -142,7 +142,7 @@ class Mixture(nn.Module):
         """Predict probabilities and uncertainty for one batch, or for all batches of a loader.
 
         Args:
-            inputs: one batch, or an iterable of batches, whose labels are ignored. A batch is a tensor, a tuple of the networks'
+            inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
                 positional arguments, or a mapping of their keyword arguments.
             generator: source of random numbers for links that draw samples; None uses the link's seed.
             progress: show a progress bar if stderr is a terminal.

@@ -52,7 +52,7 @@ CASES = {
     "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use --likelihood categorical"),
     "nan targets": (
         "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite"),
-    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "constant, 2,"),
+    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "constant (2)"),
     "one output where two are needed": (
         "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target"),
     "two outputs where one is needed": (

@@ -134,15 +134,15 @@ class Gaussian(RegressionLikelihood):
         return slice(outputs // 2) if self.order == "stacked" else slice(0, outputs, 2)
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """Return the rows of a head's weights (C, P) that compute means."""
+        """Return the rows of a head's weights (C, P) that compute the means."""
         return weights[self._means(len(weights))]
 
     def means(self, outputs: Tensor) -> Tensor:
-        """Return the means (..., D) among the outputs (..., C), in the network's units."""
+        """Return the means (..., D) contained in the outputs (..., C), in the network's units."""
         return outputs[..., self._means(outputs.shape[-1])]
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return outputs (n, D) or (n, 2 D). Outputs (n,) are returned as (n, 1)."""
+        """Return outputs of shape (n, D) or (n, 2 D). Outputs of shape (n,) are reshaped to (n, 1)."""
         expected = "outputs of shape (batch, outputs)"
         matrix = outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, expected)
         width = matrix.shape[1]
@@ -157,13 +157,13 @@ class Gaussian(RegressionLikelihood):
             targets = counted(self.num_uncertain(width), "target")
             raise HeadError(
                 f"{name} has {len(given)} values, but the networks have {counted(width, 'output')} for {targets} "
-                f"with heteroscedastic={self.heteroscedastic}. If it is True, half of the outputs are variances. Pass one value, or "
-                f"one for each target."
+                f"with heteroscedastic={self.heteroscedastic}. With heteroscedastic=True, half of the outputs are variances. Pass one "
+                f"value, or one value per target."
             )
         return matrix
 
     def predicted_variance(self, outputs: Tensor) -> Tensor:
-        """Return the variance (..., D) at unit noise, in the network's units. It is 1 unless the network is heteroscedastic."""
+        """Return the variances (..., D) at unit noise, in the network's units. They are 1 unless the network is heteroscedastic."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
@@ -172,12 +172,12 @@ class Gaussian(RegressionLikelihood):
         return (given if self.variance == "log-variance" else 2 * given).exp().clamp_min(VARIANCE_FLOOR)
 
     def noise_variance(self, outputs: Tensor) -> Tensor:
-        """Return the variance (..., D) of the noise at outputs (..., C), in the network's units."""
+        """Return the noise variances (..., D) for outputs (..., C), in the network's units."""
         predicted = self.predicted_variance(outputs)
         return predicted * self.deviation(predicted.shape[-1]).to(predicted).square()
 
     def deviation(self, width: int) -> Tensor:
-        """Return the noise (D,) in the network's units, or the noise factor for heteroscedastic networks."""
+        """Return the noise (D,) in the network's units or, for heteroscedastic networks, the noise factor (D,)."""
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
@@ -193,23 +193,23 @@ class Gaussian(RegressionLikelihood):
         return _expanded(self.location, width, "location"), _expanded(self.scale, width, "scale")
 
     def in_units(self, means: Tensor) -> Tensor:
-        """Return the network's means (..., D) in the targets' units."""
+        """Convert the network's means (..., D) to the targets' units."""
         location, scale = (one.to(means) for one in self.units(means.shape[-1]))
         return location + scale * means
 
     def variance_in_units(self, variance: Tensor) -> Tensor:
-        """Return the network's variances (..., D) in the targets' units."""
+        """Convert the network's variances (..., D) to the targets' units."""
         return variance * self.units(variance.shape[-1])[1].square().to(variance)
 
     # Labels, log-likelihood and curvature.
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return targets (n, D) as float64, in the user's units. Targets (n,) are accepted for D = 1."""
+        """Return targets (n, D) as float64, in the user's units. Targets of shape (n,) are accepted if D = 1."""
         count, width = len(outputs), self.num_uncertain(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
         if given.shape != (count, width):
             raise DataError(
-                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs, got shape "
+                f"{where}: expected targets of shape ({count}, {width}), one for each of the {width} outputs; got shape "
                 f"{tuple(labels.shape)}. For class indices, use likelihood='categorical'. If half of the outputs are variances, use "
                 f"mola.likelihoods.Gaussian(heteroscedastic=True)."
             )
@@ -235,14 +235,14 @@ class Gaussian(RegressionLikelihood):
         return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the curvature at unit noise, which is 1 or the reciprocal of the predicted variance; the noise is chosen later."""
+        """Return the curvature at unit noise, i.e. 1 or the reciprocal of the predicted variance; the noise is chosen later."""
         return OutputCurvature(separate=1 / self.predicted_variance(outputs))
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return sums (4, D) that determine the noise and the log-likelihood at any noise level.
 
-        The sums are over squared residuals at unit noise, logarithms of predicted variances, targets, and squared targets, all in the
-        network's units.
+        They are the sums of the squared residuals at unit noise, the logarithms of the predicted variances, the targets, and the
+        squared targets, all in the network's units.
         """
         means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
         targets = self._standardised(labels.to(means.device))
@@ -250,7 +250,7 @@ class Gaussian(RegressionLikelihood):
         return {"targets": torch.stack([one.sum(0) for one in summed])}
 
     def fitted(self, sums: Sums) -> Gaussian:
-        """Return the likelihood with its noise, which is given or estimated from the residuals of the training data."""
+        """Return the likelihood with its noise set, either as given or as estimated from the residuals of the training data."""
         if self.noise is not None:
             return self
         if self.heteroscedastic:
@@ -264,8 +264,8 @@ class Gaussian(RegressionLikelihood):
             which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
             value = float(self.in_units((total / count)[None])[0, constant[0]])
             raise DataError(
-                f"{which} constant, {value:.6g}, in all {count:,} training data, so the noise cannot be estimated. Check the targets, "
-                f"or pass mola.likelihoods.Gaussian(noise=...)."
+                f"{which} constant ({value:.6g}) in all {count:,} training examples, so the noise cannot be estimated. Check the "
+                f"targets, or pass mola.likelihoods.Gaussian(noise=...)."
             )
         variance = (squares.mean().expand_as(squares) if self.shared else squares) / count
         if bool((variance.sqrt() <= SMALLEST).any()):
@@ -299,7 +299,7 @@ class Gaussian(RegressionLikelihood):
     # Prediction.
 
     def predictive(self, members: Members, link: LinkFunction, seed: int | None = None) -> NormalMixture:
-        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the variance of member k's noise."""
+        """Return `sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, where `noise_k` is the noise variance of member k."""
         means = pooled([self.means(one) for one in members.outputs], members.weights, members.pooling)
         pairs = zip(members.likelihoods, members.outputs, strict=True)
         noises = [one.noise_variance(outputs) for one, outputs in pairs if isinstance(one, Gaussian)]
@@ -328,7 +328,7 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
     low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
     if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
         bounds = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
-        raise OptionError(f"{argument} must be a finite number{bounds}, or one for each output; got {value!r}.")
+        raise OptionError(f"{argument} must be a finite number{bounds}, or one such number per output; got {value!r}.")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""The contract of a link, and the formulas that several links share."""
+"""The interface of a link, and the formulas that several links share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Link(ABC):
 
     name: str
     variance_only = False
-    """True if the link uses only the variance of each logit, so that a search can evaluate many candidates at once."""
+    """True if the link uses only the variance of each logit, which allows a search to evaluate many candidates at once."""
 
     classes_only = False
-    """True if the link centres logits over classes, which is impossible for a single binary logit."""
+    """True if the link centres the logits over the classes, which is impossible for a single binary logit."""
     needs_covariance = False
     """True if the link is undefined without a covariance."""
 
@@ -30,18 +30,18 @@ class Link(ABC):
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
-        """Return probabilities (..., n, C) for logits with the given mean (..., n, C) and spread (None if there is no covariance)."""
+        """Return probabilities (..., n, C), given the mean (..., n, C) and the spread of the logits (None without a covariance)."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Return True if the link is defined for the given likelihood."""
         return likelihood.classification and (likelihood.mutually_exclusive or not self.classes_only)
 
     def row_size(self, outputs: int) -> int:
-        """Return the number of values that the link holds at once for each datum."""
+        """Return the number of values that the link holds in memory at once for each datum."""
         return outputs
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the link, as a dictionary for JSON."""
+        """Return the constructor arguments of the link as a dictionary that can be written as JSON."""
         return asdict(self)  # type: ignore[call-overload]
 
 

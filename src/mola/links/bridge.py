@@ -1,4 +1,4 @@
-"""The Laplace bridge, a link from Gaussian logits to a Dirichlet distribution."""
+"""The Laplace bridge, a link that maps Gaussian logits to a Dirichlet distribution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Bridge(Link):
     .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
 
-    after centring the logits. As the covariance vanishes, the link does not become the softmax, because the ratios of the variances
-    remain.
+    after centring the logits. As the covariance vanishes, the link does not converge to the softmax, because the ratios of the
+    variances remain.
 
     Args:
-        normalised: first scale the mean and the variance to a common spread (laplace-torch's `bridge_norm`). The scaling undoes any
-            division of the logits, so neither the temperature nor the distance changes the probabilities.
+        normalised: True to first scale the mean and the variance to a common spread, like laplace-torch's `bridge_norm`. The scaling
+            undoes any division of the logits, so neither the temperature nor the distance affects the probabilities.
     """
 
     normalised: bool = False
@@ -44,7 +44,7 @@ class Bridge(Link):
                 "link 'bridge' needs a covariance, but a plain ensemble has none. Use link='probit', or mola.fit."
             )
         mean, variance = centred(mean), spread.variance(centred=True)
-        # Without a bias, no logit has any variance if all features are 0.
+        # If there is no bias and all features are 0, no logit has any variance.
         variance = torch.where(variance.amax(-1, keepdim=True) > 0, variance, 1.0)
         classes = variance.shape[-1]
         if self.normalised:

@@ -15,7 +15,7 @@ from mola.links.base import Link
 from mola.links.probit import Probit
 
 MOST_CLASSES = 2**13
-"""Largest number of classes allowed. At this number, each table of all pairs takes half a gigabyte per datum."""
+"""Largest allowed number of classes. With this many classes, each table of all pairs takes half a gigabyte per datum."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return the total size of several matrices (C, C), which are computed twice as fast if they fit into the cache."""
+        """Return the size of 16 matrices (C, C), so that chunks of data fit into the cache, which doubles the speed."""
         return 16 * outputs**2
 
     def __call__(
@@ -41,14 +41,14 @@ class MeanField(Link):
             return Probit()(mean, spread, likelihood, seed)
         if mean.shape[-1] > MOST_CLASSES:
             raise OptionError(
-                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which do not fit into "
-                f"memory. Use 'probit', 'probit-centred' or 'mc'."
+                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which would not fit "
+                f"into memory. Use 'probit', 'probit-centred' or 'mc'."
             )
         covariance = spread.covariance(centred=True)
         half = 0.5 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)
-        # Compute 1 + pi/8 (S_ii + S_jj - 2 S_ij) in place, because memory traffic dominates the time and this saves a third of it.
+        # Compute 1 + pi/8 (S_ii + S_jj - 2 S_ij) in place, which saves a third of the memory traffic that dominates the run time.
         scale = (half[..., :, None] + half[..., None, :]).sub_(covariance, alpha=math.pi / 4).clamp_min_(1).rsqrt_()
         margins = (mean[..., None, :] - mean[..., :, None]).mul_(scale)
-        # Use logarithms, because a margin of -1e4 would overflow as exp(1e4), although it only means a very small probability. The
-        # margin of each class to itself is 0, so the diagonal of the log-softmax is minus the logarithm of the sum.
+        # Use logarithms: for a margin of -1e4, exp(1e4) would overflow, although such a margin only means a very small probability.
+        # The margin between a class and itself is 0, so the diagonal of the log-softmax is the negative logarithm of the sum.
         return torch.softmax(torch.log_softmax(margins, dim=-1).diagonal(dim1=-2, dim2=-1), dim=-1)

@@ -1,4 +1,4 @@
-"""The Monte Carlo link, which averages probabilities over draws."""
+"""The Monte Carlo link, which averages probabilities over random draws."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, whole_number
 
 DRAWS_AT_ONCE = 2**16
-"""Largest number of values (draws times classes) that are held at once for each datum."""
+"""Largest number of values (draws times classes) held in memory at once for each datum."""
 
 
 @dataclass(frozen=True)
 class MonteCarlo(Link):
     """The mean of the probabilities over draws of the logits.
 
-    All data share the same standard normals, so a prediction does not depend on its batch, and the same seed gives the same
-    probabilities. The estimate for each datum is unbiased.
+    All data share the same standard normal draws, so a prediction does not depend on the rest of its batch, and the same seed gives
+    the same probabilities. The estimate for each datum is unbiased.
 
     Args:
         samples: number of draws.
-        over: "logits" draws logits, and "weights" draws weights of the last layer. The logits of each datum have the same
+        over: "logits" to draw logits, or "weights" to draw weights of the last layer. The logits of each datum have the same
             distribution in both cases.
-        seed: seed of the draws, used unless a generator is passed to the call.
+        seed: seed for the draws, used unless a generator is passed to the call.
     """
 
     samples: int = 100
@@ -45,7 +45,7 @@ class MonteCarlo(Link):
         check_seed(self.seed)
 
     def row_size(self, outputs: int) -> int:
-        """Return the number of values in the draws that are held at once for each datum."""
+        """Return the number of drawn values that are held in memory at once for each datum."""
         return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
 
     def __call__(
@@ -54,7 +54,7 @@ class MonteCarlo(Link):
         """Return probabilities (..., n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
-        # Draw with NumPy, so that a trace stores the draws as constants.
+        # Draw with NumPy, so that tracing stores the draws as constants.
         generator = np.random.default_rng(self.seed if seed is None else seed)
         total, step = torch.zeros_like(mean), max(1, DRAWS_AT_ONCE // mean.shape[-1])
         if self.over == "weights":

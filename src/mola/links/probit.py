@@ -27,7 +27,7 @@ class Probit(Link):
 
 @dataclass(frozen=True)
 class CentredProbit(Link):
-    """The probit approximation of the centred logits."""
+    """The probit approximation applied to the centred logits."""
 
     name = "probit-centred"
     variance_only = True
