@@ -53,7 +53,7 @@ class Mixture(nn.Module):
         super().__init__()
         members = tuple(predictors) if isinstance(predictors, Iterable) else ()
         if not members or not all(callable(member) for member in members):
-            raise OptionError("predictors: expected a list with at least one callable from inputs to probabilities.")
+            raise OptionError("predictors: expected a non-empty list of callables that map inputs to probabilities.")
         if isinstance(weights, str):
             one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
         self.predictors = members
@@ -110,15 +110,15 @@ class Mixture(nn.Module):
         mixtures = [member for member in self.predictors if isinstance(member, Mixture)]
         if mixtures and len(mixtures) < len(self.predictors):
             raise OptionError(
-                "some predictors return means alone and others return distributions, whose spread a mixture of means would drop. Wrap "
-                "each network that returns means: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
+                "some predictors return only means and others return distributions, whose spread would be lost in a mixture of means. "
+                "Wrap each network that returns means: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
             )
         if mixtures:
             parts = [member.predict_batch(inputs, seed, place) for member in mixtures]
             return RegressionPrediction.mixed(parts, self.weights)
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
-                f"likelihood {self.likelihood.name!r} needs more than the predictors' means alone. Wrap the networks in mola.ensemble."
+                f"likelihood {self.likelihood.name!r} needs more than the predictors' means. Wrap the networks in mola.ensemble."
             )
         means = torch.stack(self._member_outputs(inputs, seed))
         return RegressionPrediction.of_means(means, self.weights, self.likelihood)
@@ -144,14 +144,14 @@ class Mixture(nn.Module):
         Args:
             inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
                 positional arguments, or a mapping of their keyword arguments.
-            generator: source of random numbers for links that draw samples; None uses the link's seed.
-            progress: show a progress bar if stderr is a terminal.
-            team: processes that predict together. Each process reads its own shard, and every process returns all predictions,
-                sorted by rank.
+            generator: source of random numbers for links that draw samples; by default, the link's seed is used.
+            progress: True to show a progress bar if stderr is a terminal.
+            team: processes that predict together. Each process reads its own shard, and every process returns all the predictions,
+                ordered by rank.
 
         Returns:
-            A `Prediction`, or a `RegressionPrediction`, in main memory. Costly fields are computed when they are first read, unless
-            keeping their inputs would take too much memory.
+            A `Prediction` or, for regression, a `RegressionPrediction`, in main memory. Costly fields are computed when they are first
+            read, unless keeping their inputs until then would take too much memory.
         """
         seed, parts, held = seed_from(generator), [], 0
         kind: Any = Prediction if self.likelihood.classification else RegressionPrediction
@@ -163,13 +163,13 @@ class Mixture(nn.Module):
         return kind.concatenate(parts) if team is None or alone else kind.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Return probabilities (n, C) as a NumPy array. The inputs are a NumPy array or anything that `predict` accepts."""
+        """Return probabilities (n, C) as a NumPy array. The inputs may be a NumPy array or anything that `predict` accepts."""
         if not self.likelihood.classification:
             raise OptionError(
                 "a regression has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and log_prob."
             )
         if isinstance(inputs, np.ndarray):
-            # Copy the array in native byte order, because torch accepts neither read-only arrays nor other byte orders.
+            # Copy the array to native byte order, because torch accepts neither read-only arrays nor other byte orders.
             native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
             if native.dtype.kind not in "biufc":
                 raise DataError(

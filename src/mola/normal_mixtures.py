@@ -2,8 +2,8 @@ r"""Mixtures of normal distributions: density, distribution function, quantiles 
 
 .. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
 
-Means and variances are tensors (K, ...) with the components along the first axis, and weights have shape (K,). All functions compute
-in float64.
+Means and variances are tensors of shape (K, ...), with the components along the first axis, and weights have shape (K,). All functions
+use float64.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tenso
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Return the log density (n, D) of the mixture at targets (n, D); with `joint`, the joint log density (n,) of all D outputs.
+    """Return the log density (n, D) of the mixture at targets (n, D) or, with `joint`, the joint log density (n,) of all D outputs.
 
-    Outputs are independent within each component, not within the mixture.
+    Outputs are independent within each component, but not in the mixture.
     """
     shares, means, deviations = _lifted(weights, means, variances)
     each = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
@@ -45,7 +45,7 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
 
 
 def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
-    """Return the probability (...) that a draw is at most `values`, whose shape must broadcast with (...)."""
+    """Return the probability (...) that a draw is less than or equal to `values`, whose shape must broadcast with (...)."""
     shares, means, deviations = _lifted(weights, means, variances)
     return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 
@@ -53,8 +53,8 @@ def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Te
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
     """Return the value (...) below which a draw falls with probability `level`, up to rounding in float64.
 
-    The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection does not use the
-    density, which is 0 in the gap between two distant components.
+    The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection is used because it does
+    not need the density, which is 0 in the gap between two distant components.
     """
     if level > 0.5:  # digits are lost near F = 1, so use the mirror image
         return -quantile(weights, -means, variances, 1 - level)
@@ -73,7 +73,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
 def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
     r"""Return the continuous ranked probability score (CRPS) of targets (n, D): the integral of :math:`(F(t) - 1[t \ge y])^2`.
 
-    The score has the targets' units, and lower is better. For a point prediction it is the absolute error.
+    The score is in the targets' units; lower is better. For a point prediction, it equals the absolute error.
     """
     shares, means, deviations = _lifted(weights, means, variances)
     distance = (shares * _mean_distance(to_float64(targets).to(means.device) - means, deviations)).sum(0)

@@ -1,7 +1,7 @@
 """Numerical conventions: the head computes in float64, and one seed per call determines all draws.
 
-Rows on a device without float64 (mps) are moved to the CPU. Each call draws one seed from its generator, so every batch and every
-component uses the same random numbers. A prediction then does not depend on its batch.
+Rows on a device that does not support float64 (mps) are moved to the CPU. Each call draws one seed from its generator, so every batch
+and every component uses the same random numbers. A prediction therefore does not depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 from mola.errors import OptionError
 
 Generator = torch.Generator | np.random.Generator | None
-"""A source of random numbers; None means PyTorch's default generator."""
+"""A source of random numbers; if None, PyTorch's default generator is used."""
 
 SOBOL_DIMENSIONS = 4096
-"""Largest number of dimensions drawn from a Sobol sequence. Beyond it, the gain is negligible and the table is slow to build."""
+"""Largest number of dimensions drawn from a Sobol sequence. Beyond this number, the gain is negligible and the table is slow to
+build."""
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64 computations: the given device, or the CPU if the device has no float64."""
+    """Return the device for float64 computations: the given device, or the CPU if the device does not support float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64. The tensor is moved first, because a device without float64 cannot convert it."""
+    """Convert a tensor to float64. It is moved first, because a device without float64 cannot convert it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
@@ -39,7 +40,7 @@ def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-@lru_cache(maxsize=32)  # every batch uses the same draws, and a trace stores cached draws as constants
+@lru_cache(maxsize=32)  # every batch uses the same draws, and tracing stores cached draws as constants
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     """Draw standard normals (count, size) from a scrambled Sobol sequence, which fills space more evenly than random draws.
 
@@ -61,7 +62,7 @@ def sobol_normals(count: int, size: int, seed: int) -> Tensor:
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:
-    """Draw one seed from a generator on the CPU, or return None if there is no generator."""
+    """Draw one seed from a CPU generator, or return None if there is no generator."""
     if generator is None:
         return None
     check_generator(generator)
@@ -69,7 +70,7 @@ def seed_from(generator: torch.Generator | None) -> int | None:
 
 
 def check_generator(generator: torch.Generator | None) -> None:
-    """Raise `OptionError` unless the argument is None or a generator on the CPU."""
+    """Raise `OptionError` unless the argument is None or a CPU generator."""
     if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
         raise OptionError(
             f"generator must be a torch.Generator or None, got {generator!r}. Pass torch.Generator().manual_seed(0), for example."
@@ -81,7 +82,7 @@ def check_generator(generator: torch.Generator | None) -> None:
 
 
 def check_seed(seed: int) -> int:
-    """Return the seed, or raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
+    """Return the seed; raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
     return seed

@@ -1,4 +1,4 @@
-"""Check and convert options that users pass: names and numbers."""
+"""Checks and conversions of the names and numbers that users pass as options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = TypeVar("Kind")
 
 
 def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
-    """Return the object with the given name and its default settings, or a given object unchanged.
+    """Return the object with the given name and default settings; if an object of the right kind is given, return it unchanged.
 
     Raises `OptionError` for any other value.
     """
@@ -23,7 +23,7 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
 
 
 def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
-    """Return the name if it is known; otherwise raise an `OptionError` that lists the known names and `otherwise`."""
+    """Return the name if it is known; otherwise, raise an `OptionError` that lists the known names and `otherwise`."""
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
@@ -37,11 +37,11 @@ MEANT = {
     **dict.fromkeys(("softmax", "multiclass", "multi-class"), "categorical"),
     **dict.fromkeys(("multilabel", "multi-label"), "bernoulli"),
 }
-"""Synonyms in common use, for hints only."""
+"""Common synonyms, used only for hints."""
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """Return a hint that ends a message and suggests the known name closest in spelling, or "" if no name is close."""
+    """Return a hint, to be appended to a message, that suggests the most similar known name, or "" if no name is similar."""
     if not isinstance(name, str):
         return ""
     meant = MEANT.get(name.lower())
@@ -50,7 +50,7 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return a number with its noun, such as "1 network" or "3 networks"; `many` is an irregular plural."""
+    """Return a count and its noun, such as "1 network" or "3 networks"; `many` is the plural if it is irregular."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -60,7 +60,7 @@ def is_real(value: object) -> bool:
 
 
 def whole_number(value: object, argument: str, least: int = 1) -> int:
-    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer of at least `least`."""
+    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

@@ -46,28 +46,28 @@ from mola.uncertainty import entropy, epistemic_share
 from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
 ROW_NUMBERS = 2**21
-"""Largest number of values per component in one chunk of rows; in float64, they take 16 MB."""
+"""Largest number of values per component in one chunk of rows (16 MB in float64)."""
 
 
 class WeightSamples(NamedTuple):
     """Last-layer weights drawn from the mixture."""
 
     weights: Tensor | list[Tensor]
-    """Weights (S, C, P) with the bias as the last column, or a list of S tensors (C, P) if the networks' widths differ."""
+    """Weights (S, C, P), with the bias as the last column, or a list of S tensors (C, P) if the networks have different widths."""
     component: Tensor
     """Index (S,) of the component that each draw comes from."""
 
 
 class MoLA(Mixture):
-    """A mixture of last-layer Laplace approximations, made by `mola.fit`, `mola.ensemble` or `mola.load`.
+    """A mixture of last-layer Laplace approximations, created by `mola.fit`, `mola.ensemble` or `mola.load`.
 
-    Calling the mixture returns probabilities (n, C), or means (n, D) for a regression. `predict` returns a `Prediction`.
+    Calling the mixture returns probabilities (n, C) or, for regression, means (n, D). `predict` returns a `Prediction`.
 
     Args:
         components: networks with their Laplace approximations.
         link: the link, which maps logits to probabilities.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        tuning: result of the rule that chose the prior precision, or None.
+        tuning: result of the rule that chose the prior precision, or None if no rule was used.
         scaling: temperature, pooling coefficient and distance exponent.
     """
 
@@ -87,7 +87,7 @@ class MoLA(Mixture):
         self.networks: tuple[nn.Module, ...] = tuple(component.network for component in components)
         """The trained networks."""
         self.likelihoods: tuple[Likelihood, ...] = tuple(component.likelihood for component in components)
-        """Likelihood of each component. The noise of a regression may differ between components."""
+        """Likelihood of each component. In regression, the noise may differ between components."""
         self.link: Link = as_link(link, self.likelihood)
         self.weighting: str = weighting if isinstance(weighting, str) else "given"
         self.tuning: Tuning | None = tuning
@@ -116,33 +116,33 @@ class MoLA(Mixture):
 
     @property
     def temperature(self) -> float:
-        """Temperature T, which divides all logits (T < 1 sharpens) or multiplies the standard deviations of a regression."""
+        """Temperature T, which divides all logits (T < 1 sharpens) or, in regression, multiplies the standard deviations."""
         return self.scaling.temperature
 
     @property
     def pooling(self) -> float:
-        """Pooling coefficient c, which contracts the networks' logits to their mean: 1 mixes probabilities, 0 averages logits."""
+        """Pooling coefficient c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
         return self.scaling.pooling
 
     @property
     def distance_exponent(self) -> float:
-        """Distance exponent gamma. Larger values shrink logits more with the distance from the training classes; 0 has no effect."""
+        """Distance exponent gamma. Larger values make logits shrink faster with distance from the training classes; 0 has no effect."""
         return self.scaling.exponent
 
     @property
     def has_distances(self) -> bool:
-        """True if the posterior has distances from the training classes."""
+        """True if the posterior can compute distances from the training classes."""
         return all(one.layer is not None and one.layer.distance is not None for one in self.components)
 
     @property
     def is_dense(self) -> bool:
-        """True if the networks have dense outputs: an output for each pixel or token."""
+        """True if the networks have dense outputs, i.e. one output for each pixel or token."""
         head = self.components[0].head
         return head is not None and head.dense_axes > 0
 
     @property
     def noise(self) -> Tensor:
-        """Standard deviation (K, D) of the noise in the targets' units, or the noise factor for heteroscedastic networks."""
+        """Standard deviation (K, D) of the noise in the targets' units or, for heteroscedastic networks, the noise factor."""
         rows = []
         for component in self.components:
             likelihood = component.likelihood
@@ -183,21 +183,21 @@ class MoLA(Mixture):
         return "\n".join([*lines, f"  weights: {weights}", ")"])
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training mode of this module alone. The networks keep their own modes, but always predict in evaluation mode."""
+        """Set the training mode of this module only. The networks keep their own modes, but always predict in evaluation mode."""
         self.training = mode
         return self
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Return probabilities (n, C) for one batch, or means (n, D) for a regression.
+        """Return probabilities (n, C) or, for regression, means (n, D) for one batch.
 
         Args:
             inputs: a tensor, a tuple of the networks' positional arguments, or a mapping of their keyword arguments.
-            generator: source of random numbers for links that draw samples; None uses the link's seed.
+            generator: source of random numbers for links that draw samples; by default, the link's seed is used.
 
         Returns:
-            A tensor in the networks' precision, at least float32. Dense outputs keep the layout of the logits.
+            A tensor in the networks' precision, but at least float32. Dense outputs keep the layout of the logits.
         """
         captured, seed = self.capture(one_batch(inputs)), seed_from(generator)
         return self._by_rows(captured, lambda rows: self.predictive(rows, seed).point())
@@ -208,7 +208,7 @@ class MoLA(Mixture):
             return capture_all(self.networks, [one.head for one in self.components], inputs, self.likelihood)
 
     def chunks(self, captured: Sequence[Captured]) -> Iterator[Rows]:
-        """Yield the rows of captured passes in chunks of bounded size."""
+        """Yield the rows of captured forward passes in chunks of bounded size."""
         widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
         size = max(1, ROW_NUMBERS // max(widths))
         for pairs in zip(*(one.chunks(size) for one in captured), strict=True):
@@ -226,7 +226,7 @@ class MoLA(Mixture):
         return first.layout.restore(rows)
 
     def log_distances(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the distances (K, n) and of the norms (K, n) of the networks' features."""
+        """Return the log distances (K, n) and the log norms (K, n) of the networks' features."""
         pairs = []
         for component, phi in zip(self.components, rows.phi, strict=True):
             layer = component.on(phi.device)
@@ -236,14 +236,14 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """Return the divisors of each network's logits for the settings of this posterior or for candidates."""
+        """Return the divisors of each network's logits under the settings of this posterior or of the given candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the members of the mixture at the given rows, for the settings of this posterior or for candidates.
+        """Return the members of the mixture at the given rows, under the settings of this posterior or of the given candidates.
 
         The formulas are in `mola.scaling`.
         """

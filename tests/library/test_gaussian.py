@@ -358,7 +358,7 @@ def test_what_does_not_apply_to_regression_is_refused():
         ("expected one number, or 2", lambda: posterior.with_noise([0.1, 0.2, 0.3])),
         ("got None", lambda: posterior.with_noise(None)),
         ("has no noise", lambda: mola.ensemble(nets).with_noise(0.1)),
-        ("return means alone", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),
+        ("return only means", lambda: mola.Mixture([posterior, nets[0]]).predict(x)),
         *(("finite number", lambda one=one: Gaussian(noise=one)) for one in (0.0, math.nan, "loud", [1.0, 0.0], True)),
     ):
         with pytest.raises(OptionError, match=words):

@@ -130,7 +130,7 @@ def constant(row):
 
 
 BAD = {
-    "no predictor": (lambda: mola.Mixture([]), OptionError, r"at least one callable"),
+    "no predictor": (lambda: mola.Mixture([]), OptionError, r"a non-empty list of callables"),
     "not callable": (lambda: mola.Mixture([sharp, 3]), OptionError, r"callable"),
     "a function alone": (lambda: mola.Mixture(sharp), OptionError, r"callable"),
     "wrong word": (lambda: mola.Mixture([sharp], "evidence"), OptionError, r"'uniform', or numbers .*; got 'evidence'"),
