@@ -126,7 +126,7 @@ class MoLA(Mixture):
 
     @property
     def distance_exponent(self) -> float:
-        """Distance exponent gamma. Larger values make logits shrink faster with distance from the training classes; 0 has no effect."""
+        """Distance exponent gamma. Larger values shrink logits faster with distance from the training classes; 0 has no effect."""
         return self.scaling.exponent
 
     @property
@@ -147,7 +147,9 @@ class MoLA(Mixture):
         for component in self.components:
             likelihood = component.likelihood
             if not isinstance(likelihood, Gaussian):
-                raise OptionError(f"likelihood {likelihood.name!r} has no noise. Only a Gaussian regression has noise.")
+                raise OptionError(
+                    f"likelihood {likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
+                )
             given: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
             width = len(given) if component.layer is None else len(component.layer.weights)
             rows.append(torch.tensor(given, dtype=torch.float64, device="cpu").expand(width).clone())
@@ -218,7 +220,7 @@ class MoLA(Mixture):
         self, captured: Sequence[Captured], compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
         # Return the results of `compute` for all chunks of rows, in the layout of the outputs. Unless a dtype is given, the results
-        # are on the networks' device and in the networks' precision, at least float32.
+        # are on the networks' device and in the networks' precision, but at least float32.
         parts = [compute(rows) for rows in self.chunks(captured)]
         first, rows = captured[0], torch.cat(parts, dim=int(parts[0].dim() == 3))
         if dtype is None:
@@ -263,7 +265,7 @@ class MoLA(Mixture):
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """Return the predictive distribution at the given rows, for the settings of this posterior or for candidates."""
+        """Return the predictive distribution at the given rows, under the settings of this posterior or of the given candidates."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
@@ -280,10 +282,10 @@ class MoLA(Mixture):
         return self.make_prediction(kept, seed)
 
     def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Return the same prediction as `predict`, from features and outputs that the networks have already computed.
+        """Return the prediction that `predict` would return, given features and outputs that the networks have already computed.
 
         Args:
-            features: inputs (n, P) of each network's last layer, with the constant 1 if the layer has a bias.
+            features: inputs (n, P) to each network's last layer, including the constant 1 if the layer has a bias.
             outputs: outputs (n, C) of each network.
         """
         # Copy the tensors, because fields are computed only when they are first read.
@@ -337,7 +339,7 @@ class MoLA(Mixture):
         return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
-        """Return the mutual information (n,) between the label and the weights, or (n, C) for multi-label data."""
+        """Return the mutual information between the label and the weights: (n,), or (n, C) for multi-label data."""
         likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
         assert isinstance(likelihood, ClassificationLikelihood)
         return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
@@ -345,7 +347,7 @@ class MoLA(Mixture):
     def _aleatoric(self, rows: Rows, seed: int | None) -> Tensor:
         # Return the aleatoric entropy without the effect of distance. The entropy that distance adds is epistemic: nearby data would
         # remove it.
-        near = copy(self)  # the constructor checks values, which is impossible in a trace
+        near = copy(self)  # the constructor checks values, which is impossible while tracing
         near.scaling = replace(self.scaling, exponent=0.0)
         return torch.minimum(near._entropy(rows, seed) - near.mutual_information(rows, seed), self._entropy(rows, seed))
 
@@ -361,7 +363,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score in predictions: the best score available."""
+        """Name of the outlier score used in predictions, which is the best score available."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -378,7 +380,7 @@ class MoLA(Mixture):
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
     def _outlier_terms(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # Return the far-field score, the mean energy and the log distance (3, n), and the energy (K, n) of each network.
+        # Return a tensor (3, n) with the far-field score, the mean energy and the log distance, and the energy (K, n) of each network.
         means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
         log_distance, log_norm = self.log_distances(rows)
         own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
@@ -415,7 +417,7 @@ class MoLA(Mixture):
         return type(self)(**(parts | changes))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
-        """Return the mixture at a different prior precision: one number, or one for each component."""
+        """Return the mixture at a different prior precision, given as one number or one number per component."""
         for component in self.components:
             component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
@@ -423,19 +425,19 @@ class MoLA(Mixture):
         return self.with_parts(components=moved)
 
     def with_temperature(self, temperature: float) -> Self:
-        """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen."""
+        """Return the mixture with a different temperature, which divides all logits. Temperatures below 1 sharpen predictions."""
         return self.with_parts(scaling=replace(self.scaling, temperature=temperature))
 
     def with_pooling(self, pooling: float) -> Self:
-        """Return the mixture with a different pooling coefficient: 1 mixes the networks' probabilities, 0 averages their logits."""
+        """Return the mixture with a different pooling coefficient (1 mixes the networks' probabilities; 0 averages their logits)."""
         return self.with_parts(scaling=replace(self.scaling, pooling=pooling))
 
     def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
-        """Return the mixture with a different distance exponent, and a different `onset` if it is given.
+        """Return the mixture with a different distance exponent and, if `onset` is given, a different onset.
 
         Args:
             exponent: distance exponent gamma; at 0, distance has no effect.
-            onset: distance, relative to the median of the validation data, beyond which logits shrink; None keeps the current onset.
+            onset: distance, relative to the median of the validation data, beyond which logits shrink; by default, it is not changed.
         """
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
@@ -449,15 +451,15 @@ class MoLA(Mixture):
         return self.with_parts(link=link)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
-        """Return the regression with a different noise level, which tuning rules then leave unchanged.
+        """Return the regression posterior with a different noise level, which tuning rules then leave unchanged.
 
         Args:
-            noise: standard deviation in the targets' units: one number, one for each output, or (K, D) for each component. For
-                heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
+            noise: standard deviation in the targets' units, given as one number, one number per output, or (K, D) numbers, one row per
+                component. For heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
         """
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
-                f"likelihood {self.likelihood.name!r} has no noise. Only a Gaussian regression has noise."
+                f"likelihood {self.likelihood.name!r} has no noise. Only the Gaussian likelihood has noise."
             )
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
@@ -507,9 +509,9 @@ class MoLA(Mixture):
         """Choose the prior precision. Some rules also choose the temperature, pooling and distance exponent; others reset them.
 
         Args:
-            val_loader: validation data, which are read once; None for `mola.rules.Evidence`.
-            rule: a name, or an object from `mola.rules`; None means the likelihood's default rule.
-            progress: show a progress bar if stderr is a terminal.
+            val_loader: validation data, which are read once; not needed for `mola.rules.Evidence`.
+            rule: the name of a rule, or an object from `mola.rules`; by default, the likelihood's default rule.
+            progress: True to show a progress bar if stderr is a terminal.
             team: processes that tune together. Each process reads its own shard.
 
         Returns:
@@ -568,12 +570,12 @@ class MoLA(Mixture):
         """Choose weights by stacking: maximise the mixture's log-likelihood on validation data.
 
         With pooling or a distance exponent, the components' predictions depend on the weights, and the log-likelihood is not concave
-        in the weights. Predictions and weights are then updated alternately, starting from the current weights and from uniform
-        weights. The result is no worse than either starting point.
+        in the weights. Predictions and weights are then updated alternately, starting once from the current weights and once from
+        uniform weights. The result is no worse than either starting point.
 
         Args:
-            val_loader: validation data with labels, which are read once.
-            progress: show a progress bar if stderr is a terminal.
+            val_loader: labelled validation data, which are read once.
+            progress: True to show a progress bar if stderr is a terminal.
             team: processes that reweight together. Each process reads its own shard.
         """
         with torch.no_grad():
@@ -614,7 +616,7 @@ class MoLA(Mixture):
         return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
 
     def log_evidence(self) -> Tensor:
-        """Return the log marginal likelihood (K,) of the training labels for each component."""
+        """Return the log marginal likelihood of the training labels under each component, of shape (K,)."""
         with torch.no_grad():
             values = [
                 one.log_evidence(torch.tensor(one.prior_precision, dtype=torch.float64, device="cpu"))
@@ -629,7 +631,7 @@ class MoLA(Mixture):
 
         Args:
             n: number of draws.
-            generator: source of random numbers, on the CPU; None uses torch's default generator.
+            generator: CPU generator of random numbers; by default, torch's default generator.
         """
         count = whole_number(n, "n")
         check_generator(generator)
@@ -646,16 +648,16 @@ class MoLA(Mixture):
         return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
-        """Return an upper bound on the confidence in the predicted class of each input, by the paper's Theorem.
+        """Return an upper bound on the confidence in the predicted class of each input, based on the paper's theorem.
 
-        The bound holds for the probit link only. Other links raise `BoundError`.
+        The bound holds only for the probit link. Other links raise `BoundError`.
 
         Args:
             inputs: one batch.
-            lemma: return the bound of each component (the paper's Lemma) instead of the mixture's bound.
+            lemma: True to return each component's bound (the paper's lemma) instead of the mixture's bound.
 
         Returns:
-            Bounds (n,), or (K, n) with `lemma`; (n, C) or (K, n, C) for multi-label data.
+            Bounds of shape (n,), or (K, n) with `lemma`; for multi-label data, (n, C) or (K, n, C).
         """
         self._require_bounds()
         captured = self.capture(one_batch(inputs))
@@ -671,7 +673,8 @@ class MoLA(Mixture):
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
         The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With a
-        distance exponent, the limit is 1/C, unless all features of a network are 0 at an input, and therefore at its multiples.
+        distance exponent, the limit is 1/C, except for an input at which all features of a network are 0, since they are then 0 at all
+        its multiples.
         """
         self._require_bounds()
         once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)
@@ -681,7 +684,8 @@ class MoLA(Mixture):
     def _require_bounds(self) -> None:
         if not self.likelihood.classification:
             raise BoundError(
-                "a regression has no confidence to bound. Far from the training data, its standard deviation grows without bound."
+                "a regression model has no confidence to bound. Far from the training data, its standard deviation grows without "
+                "bound."
             )
         bounds.require_probit(self.link)
 
@@ -691,11 +695,11 @@ class MoLA(Mixture):
         """Save everything except the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
-            directory: folder to write to. If it already contains a posterior, that posterior stays readable until everything is
-                written.
+            directory: folder to write to. If it already contains a posterior, that posterior remains readable until the new one is
+                complete.
 
         Returns:
-            The folder, for `mola.load(directory, networks)`.
+            The folder, which can be passed to `mola.load(directory, networks)`.
         """
         from mola.saving.posterior import save_posterior
 

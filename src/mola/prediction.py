@@ -1,6 +1,6 @@
-"""Predictions with their uncertainty, for each input or for each position of dense outputs.
+"""Predictions and their uncertainty, for each input or for each position of dense outputs.
 
-Costly fields are computed when they are first read, and then kept. The values do not depend on the order in which fields are read.
+Costly fields are computed when they are first read and then kept. The values do not depend on the order in which fields are read.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Fields:
     axes: ClassVar[dict[str, int]]
     """Axis of the inputs in each field, keyed by the field's name."""
     axis: int
-    """Axis of the classes or outputs: the last axis, or 1 in (n, C, H, W)."""
+    """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
     likelihood: Any
     ood_score_name: str
     held_bytes: int
-    """Number of bytes that unread fields hold."""
+    """Number of bytes held by unread fields."""
     _fields: dict[str, Field]
 
     def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
@@ -71,7 +71,7 @@ class _Fields:
         return type(self)({name: changed(name, axis) for name, axis in self.axes.items()}, **self._shared())
 
     def computed(self) -> Self:
-        """Compute every field now, and return the prediction."""
+        """Compute every field now and return the prediction."""
         for name in self.axes:
             self._read(name)
         return self
@@ -111,7 +111,7 @@ class _Fields:
 
     @classmethod
     def gather(cls, parts: Sequence[Self], team: Team) -> Self:
-        """Return the joined predictions of all processes, sorted by rank, on every rank."""
+        """Join the predictions of all processes, sorted by rank, and return the result on every rank."""
         own = cls.concatenate(parts).computed() if parts else None
         kinds = team.collect(
             None if own is None else ({name: own._fields[name] is not None for name in cls.axes}, own._shared())
@@ -143,7 +143,7 @@ class _Fields:
         return (self[index] for index in range(len(self)))
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return all fields as NumPy arrays, by name."""
+        """Return all fields as NumPy arrays, keyed by name."""
         names = dict.fromkeys((*self.axes, *self._derived()))
         values = {name: getattr(self, name) for name in names}
         return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
@@ -170,9 +170,9 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities of C classes, or of "yes" for C labels, at n inputs, with a decomposition of the uncertainty.
+    """Probabilities of C classes, or of "yes" for C labels, for n inputs, together with a decomposition of the uncertainty.
 
-    For dense outputs, probabilities have the layout of the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
+    For dense outputs, probabilities have the same layout as the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
     """
 
@@ -217,13 +217,13 @@ class Prediction(_Fields):
 
     @property
     def aleatoric(self) -> Tensor:
-        """Uncertainty (n,) in nats that more data would not remove: the rest of the entropy, which comes from overlapping classes."""
+        """Uncertainty (n,) in nats that more data would not remove: the rest of the entropy, which is due to overlapping classes."""
         known = self._read("aleatoric")
         return self.entropy - self.mutual_information if known is None else known
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,), which is higher for more outlying inputs. `ood_score_name` is its name."""
+        """Outlier score (n,); the higher, the more outlying the input. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property
@@ -235,8 +235,8 @@ class Prediction(_Fields):
     def distance(self) -> Tensor | None:
         """Distance (n,) of the features from the training classes, relative to the median of the validation data.
 
-        It is a geometric mean over networks. Before tuning, it is relative to the root mean square of the training data. It is None
-        if the posterior has no distances.
+        It is the geometric mean over the networks. Before tuning, it is relative to the root mean square distance of the training
+        data. It is None if the posterior has no distances.
         """
         return self._read("distance")
 
@@ -252,17 +252,17 @@ class Prediction(_Fields):
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,), or the most probable label (n, C) of multi-label data: 1 for yes, 0 for no."""
+        """Most probable class (n,) or, for multi-label data, the most probable value (n, C) of each label: 1 for yes, 0 for no."""
         return self._placed(self._choices.argmax(-1))
 
     @property
     def confidence(self) -> Tensor:
-        """Probability (n,) of `label`, or (n, C) for multi-label data."""
+        """Probability of `label`: (n,), or (n, C) for multi-label data."""
         return self._placed(self._choices.amax(-1))
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty (n,) in nats, aleatoric plus epistemic, or (n, C) for multi-label data."""
+        """Total uncertainty in nats, aleatoric plus epistemic: (n,), or (n, C) for multi-label data."""
         return self._placed(entropy(self._choices))
 
     @property
@@ -296,7 +296,7 @@ class Prediction(_Fields):
 class RegressionPrediction(_Fields):
     """A mixture of K distributions for each of n inputs and D outputs, in the targets' units.
 
-    The distributions are normal for a Gaussian likelihood.
+    With a Gaussian likelihood, the distributions are normal.
     """
 
     axes: ClassVar[dict[str, int]] = {
@@ -324,7 +324,7 @@ class RegressionPrediction(_Fields):
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
-        """Return a prediction from the means (K, n, D) of members that return only means, with the likelihood's noise."""
+        """Build a prediction from the means (K, n, D) of members that return only means, using the likelihood's noise."""
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
         noise = variance.expand_as(means).contiguous()
         fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
@@ -369,7 +369,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,), which is higher for more outlying inputs. `ood_score_name` is its name."""
+        """Outlier score (n,); the higher, the more outlying the input. `ood_score_name` is its name."""
         return self._read("ood_score")
 
     @property
@@ -501,12 +501,12 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of a regression's members relative to the noise; without features, it is the outlier score.
+    """Return the disagreement (n,) of regression members relative to the noise, which is the outlier score if there are no features.
 
     Args:
         weights: mixture weights (K,).
         means: means (K, n, D) of the members.
-        noise: variance (K, n, D) of the noise.
+        noise: noise variances (K, n, D) of the members.
     """
     wide, shares = to_float64(means), to_float64(weights).to(means.device)
     between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())

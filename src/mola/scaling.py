@@ -118,7 +118,7 @@ class LogitScaling:
     """Temperature, pooling coefficient and distance exponent of a mixture, and the reference for its distances."""
 
     temperature: float = 1.0
-    """Temperature T. Values below 1 sharpen."""
+    """Temperature T. Values below 1 sharpen predictions."""
     pooling: float = 1.0
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
     exponent: float = 0.0
@@ -149,7 +149,7 @@ class LogitScaling:
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
         assert self.reference is not None  # posteriors with distances have a reference
-        # The distance is 0 if all features are identical, and is then replaced by 1.
+        # A reference distance of 0, which occurs if all features are identical, is replaced by 1.
         values = [math.log(scale[field]) if scale[field] > 0 else 0.0 for scale in self.reference.scales]
         return like.new_tensor(values)[:, None]
 
