@@ -47,12 +47,12 @@ class _Fields:
         vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a {type(self).__name__} cannot be changed, but {name} was assigned.")
+        raise AttributeError(f"a {type(self).__name__} cannot be changed, but a value was assigned to {name}.")
 
     def _read(self, name: str) -> Any:
         value = self._fields[name]
         if callable(value):
-            # inference_mode(False) enables gradients, which a trace would record, so it is used only in inference mode.
+            # inference_mode(False) enables gradients, which tracing would record, so it is used only if inference mode is on.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value
@@ -159,7 +159,9 @@ class _Fields:
             if values is None:
                 continue
             if values.dim() > 2 or (values.dim() == 2 and self.axis == 1):
-                raise OptionError("to_frame needs one row per input, but dense predictions are maps. Use numpy().")
+                raise OptionError(
+                    "to_frame needs one row per input, but a dense prediction has many positions per input. Use numpy()."
+                )
             if values.dim() == 1:
                 table[name] = values.cpu().numpy()
             elif values.shape[1] == 1 and not name.startswith("prob"):
@@ -374,10 +376,10 @@ class RegressionPrediction(_Fields):
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training data, relative to the median of the validation data, or None."""
+        """Distance (n,) of the features from the training data, relative to the median of the validation data; None if unknown."""
         return self._read("distance")
 
-    # Moments are computed in float64, because squares may overflow in float32 even if their roots do not.
+    # Moments are computed in float64, because squares may overflow in float32 even if the values themselves do not.
 
     def _mixed(self, values: Tensor) -> Tensor:
         return torch.einsum("k,k...->...", self.weights.to(values), values)
@@ -404,7 +406,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks, without the noise. It comes from uncertain weights and from distance."""
+        """Variance (n, D) within the networks, excluding the noise. It is due to uncertain weights and to distance from training data."""
         return self._returned(self._within())
 
     @property
@@ -460,21 +462,21 @@ class RegressionPrediction(_Fields):
         return self._returned(self.likelihood.mixture_type(self.weights, *moved).log_density(given))
 
     def cdf(self, values: Any) -> Tensor:
-        """Return the probability (n, D) that a target is at most `values`, a number or a tensor (n, D)."""
+        """Return the probability (n, D) that a target is less than or equal to `values`, a number or a tensor (n, D)."""
         return self._returned(self._mixture.cdf(self._targets(values, broadcast=True)))
 
     def crps(self, targets: Any) -> Tensor:
-        """Return the continuous ranked probability score (n, D) of targets, in the targets' units. Lower is better."""
+        """Return the continuous ranked probability score (n, D) of the targets, in the targets' units. Lower is better."""
         return self._returned(self._mixture.crps(self._targets(targets)))
 
     def quantile(self, level: float) -> Tensor:
-        """Return the quantile (n, D) that targets fall below with probability `level`."""
+        """Return the values (n, D) below which the targets fall with probability `level`."""
         if not (is_real(level) and 0 < level < 1):
             raise OptionError(f"level must lie between 0 and 1, got {level!r}. For the median, pass 0.5.")
         return self._returned(self._mixture.quantile(float(level)))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper ends (n, D) of the central interval that contains targets with the given probability."""
+        """Return the lower and upper ends (n, D) of the central interval that contains a target with the given probability."""
         if not (is_real(probability) and 0 < probability < 1):
             raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. For 90 %, pass 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
@@ -495,8 +497,8 @@ class RegressionPrediction(_Fields):
             return f"RegressionPrediction({size})"
         share = float((self.epistemic / self.variance).mean())
         return (
-            f"RegressionPrediction({size}, mean standard deviation {float(self.std.mean()):.4g}, epistemic {share:.0%} of the "
-            f"variance)"
+            f"RegressionPrediction({size}, mean standard deviation {float(self.std.mean()):.4g}, epistemic share of the variance "
+            f"{share:.0%})"
         )
 
 

@@ -1,6 +1,6 @@
 r"""Scaling of the logits before the link: temperature, distance from the training data, and pooling of the components.
 
-For network k let :math:`z_k(x) = m_k(x) / s_k(x)` be its logits divided by
+For network k, let :math:`z_k(x) = m_k(x) / s_k(x)` be its logits divided by
 
 .. math:: s_k(x) = T\, \rho(x)^\gamma\, \nu_k(x)^2, \qquad
    \rho(x) = \max\Big(1, \tfrac1o \prod_k (d_k(x) / r_k)^{\pi_k}\Big), \qquad \nu_k(x) = \max(1, |h_k(x)| / q_k),
@@ -12,13 +12,13 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 T is the temperature, c is the pooling coefficient and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give
 exactly the paper's MoLA.** Pooling moves the means of the logits; their covariances are divided but not pooled.
 
-:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median
-on validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
-features, :math:`q_k` is the 99 % quantile of the norms on validation data, and :math:`\pi_k` are the mixture's weights. At
-:math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are left out.
+:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median on
+the validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
+features, :math:`q_k` is the 99 % quantile of the norms on the validation data, and :math:`\pi_k` are the mixture's weights. At
+:math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are omitted.
 
-The factor :math:`\nu_k^2` is needed because distances depend only on the directions of features. Logits grow no faster than
-features, :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as features grow, and the
+The factor :math:`\nu_k^2` is needed because distances depend only on the directions of the features. Logits grow no faster than the
+features: :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as the features grow, and the
 probabilities tend to 1/C.
 """
 
@@ -36,7 +36,7 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest divisor due to distance. This divisor already makes every logit vanish."""
+"""Logarithm of the largest divisor that distance can cause. This divisor is large enough to make every logit vanish."""
 
 LOG_LARGEST = 600.0
 """Logarithm of the largest total divisor, chosen to stay within the range of float64."""
@@ -54,7 +54,7 @@ class Reference:
     """Typical distances, norms and outlier scores of the validation data or, before tuning, estimates from the training data."""
 
     scales: tuple[FeatureScale, ...]
-    """Median distance and 99 % quantile of the norms for each network."""
+    """Each network's median distance and the 99 % quantile of its feature norms."""
     score: tuple[tuple[float, float], ...] | None = None
     """Mean and standard deviation of each term of the outlier score, or None if there are no validation data."""
     energies: tuple[float, ...] | None = None
@@ -69,12 +69,12 @@ class Reference:
         return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
-        """Return the reference as a dictionary for JSON."""
+        """Return the reference as a dictionary that can be written as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Reference:
-        """Rebuild the reference from the dictionary that `as_json` returned."""
+        """Rebuild the reference from the dictionary returned by `as_json`."""
         score, energies = entry["score"], entry["energies"]
         return Reference(
             tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
@@ -84,7 +84,7 @@ class Reference:
 
 
 NO_COVARIANCE = 1e12
-"""Prior precision at which the posterior equals the plain ensemble."""
+"""Prior precision at or above which the posterior is treated as a plain ensemble."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class LogitScaling:
     pooling: float = 1.0
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
     exponent: float = 0.0
-    """Distance exponent gamma. Larger values shrink logits more with distance."""
+    """Distance exponent gamma. With larger values, logits shrink faster with distance."""
     onset: float = 1.0
-    """Onset o: the distance, relative to the median, beyond which logits shrink."""
+    """Onset o: distance, relative to the median, beyond which logits shrink."""
     reference: Reference | None = None
 
     def __post_init__(self) -> None:
         for field, name, low, high, meaning in (
-            ("temperature", "temperature", 1e-3, 1e3, "At 1, logits do not change; values below 1 sharpen."),
+            ("temperature", "temperature", 1e-3, 1e3, "1 leaves logits unchanged; lower values sharpen predictions."),
             ("pooling", "pooling", 0, 1, "1 mixes the networks' probabilities, and 0 averages their logits."),
             ("exponent", "distance_exponent", 0, 100, "At 0, distance has no effect."),
             ("onset", "onset", 1e-6, 1e6, "1 is the median of the validation data."),
@@ -140,7 +140,7 @@ class LogitScaling:
             object.__setattr__(self, field, float(value))
 
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
-        """Return the log distance (n,) of the mixture, relative to the median, from the networks' log distances (K, n)."""
+        """Combine the networks' log distances (K, n) into the mixture's log distance (n,), relative to the median."""
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
 
     def log_excess(self, log_norm: Tensor) -> Tensor:
@@ -164,10 +164,11 @@ class LogitScaling:
         """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) if distance is not used.
 
         Args:
-            logs: logarithms of the distances (K, n) and of the norms (K, n) of the networks' features; None if distance is not used.
+            logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distance is not used.
             weights: mixture weights (K,).
-            norms: use feature norms, as for logits. A regression does not need them, because its variance grows with the features.
-            candidates: candidate settings in a search, which replace the settings of this object.
+            norms: True to use feature norms, as for logits. Regression does not need them, because its variance grows with the
+                features.
+            candidates: candidate settings of a search, which replace the settings of this object.
         """
         at = self if candidates is None else candidates
         temperature, gamma, onset = (
