@@ -406,7 +406,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks, excluding the noise. It is due to uncertain weights and to distance from training data."""
+        """Variance (n, D) within the networks, excluding the noise. It stems from uncertain weights and from distance."""
         return self._returned(self._within())
 
     @property
