@@ -19,7 +19,7 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer, without a prior; computed in one pass over the training data."""
+    """The Laplace approximation of a last layer before a prior is added; it is computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
@@ -133,5 +133,5 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
     except TypeError:
         values = []
     if len(values) != count:
-        raise OptionError(f"{name}: expected one value, or {count} values, one for each component; got {value!r}.")
+        raise OptionError(f"{name}: expected one value, or {count} values (one per component); got {value!r}.")
     return values

@@ -145,7 +145,7 @@ class Mixture(nn.Module):
             inputs: one batch or an iterable of batches; any labels are ignored. A batch is a tensor, a tuple of the networks'
                 positional arguments, or a mapping of their keyword arguments.
             generator: source of random numbers for links that draw samples; by default, the link's seed is used.
-            progress: True to show a progress bar if stderr is a terminal.
+            progress: whether to show a progress bar if stderr is a terminal.
             team: processes that predict together. Each process reads its own shard, and every process returns all the predictions,
                 ordered by rank.
 
@@ -166,7 +166,8 @@ class Mixture(nn.Module):
         """Return probabilities (n, C) as a NumPy array. The inputs may be a NumPy array or anything that `predict` accepts."""
         if not self.likelihood.classification:
             raise OptionError(
-                "a regression has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and log_prob."
+                "a regression model has no class probabilities. Use predict(inputs), whose result has mean, interval(0.9) and "
+                "log_prob."
             )
         if isinstance(inputs, np.ndarray):
             # Copy the array to native byte order, because torch accepts neither read-only arrays nor other byte orders.

@@ -121,7 +121,7 @@ class MoLA(Mixture):
 
     @property
     def pooling(self) -> float:
-        """Pooling coefficient c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
+        """Pooling coefficient c, which contracts the networks' logits to their mean (1 mixes probabilities; 0 averages logits)."""
         return self.scaling.pooling
 
     @property
@@ -339,7 +339,7 @@ class MoLA(Mixture):
         return entropy(self.likelihood.choices(self.predictive(rows, seed).point()))  # type: ignore[attr-defined]
 
     def mutual_information(self, rows: Rows, seed: int | None) -> Tensor:
-        """Return the mutual information between the label and the weights: (n,), or (n, C) for multi-label data."""
+        """Return the mutual information between the label and the weights, of shape (n,), or (n, C) for multi-label data."""
         likelihood, (means, spreads) = self.likelihood, self.members(rows).scaled()
         assert isinstance(likelihood, ClassificationLikelihood)
         return self._entropy(rows, seed) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
@@ -454,8 +454,8 @@ class MoLA(Mixture):
         """Return the regression posterior with a different noise level, which tuning rules then leave unchanged.
 
         Args:
-            noise: standard deviation in the targets' units, given as one number, one number per output, or (K, D) numbers, one row per
-                component. For heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
+            noise: standard deviation in the targets' units, given as one number, one number per output, or a table (K, D) with one row
+                per component. For heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
         """
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
@@ -511,7 +511,7 @@ class MoLA(Mixture):
         Args:
             val_loader: validation data, which are read once; not needed for `mola.rules.Evidence`.
             rule: the name of a rule, or an object from `mola.rules`; by default, the likelihood's default rule.
-            progress: True to show a progress bar if stderr is a terminal.
+            progress: whether to show a progress bar if stderr is a terminal.
             team: processes that tune together. Each process reads its own shard.
 
         Returns:
@@ -575,7 +575,7 @@ class MoLA(Mixture):
 
         Args:
             val_loader: labelled validation data, which are read once.
-            progress: True to show a progress bar if stderr is a terminal.
+            progress: whether to show a progress bar if stderr is a terminal.
             team: processes that reweight together. Each process reads its own shard.
         """
         with torch.no_grad():
@@ -631,7 +631,7 @@ class MoLA(Mixture):
 
         Args:
             n: number of draws.
-            generator: CPU generator of random numbers; by default, torch's default generator.
+            generator: random number generator on the CPU; by default, torch's default generator.
         """
         count = whole_number(n, "n")
         check_generator(generator)
@@ -654,7 +654,7 @@ class MoLA(Mixture):
 
         Args:
             inputs: one batch.
-            lemma: True to return each component's bound (the paper's lemma) instead of the mixture's bound.
+            lemma: whether to return each component's bound (the paper's lemma) instead of the mixture's bound.
 
         Returns:
             Bounds of shape (n,), or (K, n) with `lemma`; for multi-label data, (n, C) or (K, n, C).

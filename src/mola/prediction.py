@@ -259,12 +259,12 @@ class Prediction(_Fields):
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of `label`: (n,), or (n, C) for multi-label data."""
+        """Probability of `label`, of shape (n,), or (n, C) for multi-label data."""
         return self._placed(self._choices.amax(-1))
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty in nats, aleatoric plus epistemic: (n,), or (n, C) for multi-label data."""
+        """Total uncertainty in nats (aleatoric plus epistemic), of shape (n,), or (n, C) for multi-label data."""
         return self._placed(entropy(self._choices))
 
     @property
@@ -289,9 +289,8 @@ class Prediction(_Fields):
         if not self.probs.numel():
             return f"Prediction({len(self)} inputs{at}, {kinds})"
         return (
-            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence "
-            f"{float(self.confidence.mean()):.3f}, mean entropy "
-            f"{float(self.entropy.mean()):.3f}, epistemic {float(self.epistemic.mean()):.3f})"
+            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence {float(self.confidence.mean()):.3f}, mean "
+            f"entropy {float(self.entropy.mean()):.3f}, mean epistemic uncertainty {float(self.epistemic.mean()):.3f})"
         )
 
 
@@ -406,7 +405,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks, excluding the noise. It stems from uncertain weights and from distance."""
+        """Variance (n, D) within the networks, without the noise, due to uncertain weights and distance from the training data."""
         return self._returned(self._within())
 
     @property
@@ -503,7 +502,7 @@ class RegressionPrediction(_Fields):
 
 
 def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
-    """Return the disagreement (n,) of regression members relative to the noise, which is the outlier score if there are no features.
+    """Return the disagreement (n,) of regression members relative to the noise; this is the outlier score if there are no features.
 
     Args:
         weights: mixture weights (K,).

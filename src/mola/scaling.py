@@ -17,9 +17,9 @@ the validation data. The onset o is the distance, relative to the median, beyond
 features, :math:`q_k` is the 99 % quantile of the norms on the validation data, and :math:`\pi_k` are the mixture's weights. At
 :math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are omitted.
 
-The factor :math:`\nu_k^2` is needed because distances depend only on the directions of the features. Logits grow no faster than the
-features: :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as the features grow, and the
-probabilities tend to 1/C.
+The factor :math:`\nu_k^2` is needed because distances depend only on the directions of the features. Logits grow no faster than
+features do, since :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as the features grow,
+and the probabilities tend to 1/C.
 """
 
 from __future__ import annotations
@@ -161,12 +161,12 @@ class LogitScaling:
         norms: bool,
         candidates: Candidates | None = None,
     ) -> Tensor:
-        """Return `s_k = T rho^gamma nu_k^2` (..., K, n, 1), or (..., K, 1, 1) if distance is not used.
+        """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) if distance is not used.
 
         Args:
             logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distance is not used.
             weights: mixture weights (K,).
-            norms: True to use feature norms, as for logits. Regression does not need them, because its variance grows with the
+            norms: whether to use feature norms, as for logits. Regression does not need them, because its variance grows with the
                 features.
             candidates: candidate settings of a search, which replace the settings of this object.
         """

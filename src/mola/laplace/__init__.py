@@ -1,4 +1,4 @@
-"""Curvature structures: they turn features into sums, and sums into a curvature that accepts any prior precision."""
+"""Curvature structures, which turn features into sums, and then sums into a curvature for any prior precision."""
 
 from mola.laplace.base import Curvature, Spread, Structure, check_precision, check_size
 from mola.laplace.diag import Diag

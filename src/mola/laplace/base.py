@@ -1,4 +1,4 @@
-r"""The interfaces of a curvature structure, and the linear algebra that structures share.
+r"""The interface of curvature structures, and the linear algebra that they share.
 
 A `Structure` computes sums over batches and then solves the eigenproblem of the sums once. The result is a `Curvature` without a
 prior. Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value of
@@ -35,8 +35,8 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Smallest and largest allowed prior precision."""
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge added to the feature covariance in `mahalanobis`, relative to its largest eigenvalue. Lengths are almost unchanged in
-directions that the training data span; in all other directions, they are very large instead of infinite."""
+"""Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. It leaves lengths
+almost unchanged in directions that the training data span; in all other directions, lengths are very large instead of infinite."""
 
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
@@ -131,7 +131,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variance (n, C) of each logit at features (n, P), or (L, n, C) for L prior precisions."""
+        """Return the variance of each logit at features (n, P), of shape (n, C), or (L, n, C) for L prior precisions."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
@@ -160,7 +160,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Return the length (n,) of each feature vector relative to the training features."""
+        """Return the Mahalanobis length (n,) of each feature vector relative to the training features."""
 
     @abstractmethod
     def class_covariance(self, precision: float, output: int) -> Tensor:
@@ -178,7 +178,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class Spread:
-    """Covariance of the logits `phi' w / s` of n data points; links use it together with the mean."""
+    """Covariance of the logits `phi' w / s` of n data points, which links use together with the mean."""
 
     curvature: Curvature
     phi: Tensor
@@ -218,7 +218,7 @@ class Spread:
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """Return the spread of the logits after each datum's logits are divided by its positive number in (..., n, 1)."""
+        """Return the spread of the logits divided by a positive number for each datum, given as a tensor (..., n, 1)."""
         return replace(self, divisor=divisor * self.divisor)
 
 
@@ -266,13 +266,13 @@ def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def centred_variance(variance: Tensor) -> Tensor:
-    """Return the variances (..., C) of independent outputs after subtracting their mean: `v_c (1 - 2/C) + mean(v) / C`."""
+    """Return `v_c (1 - 2/C) + mean(v) / C`, the variances (..., C) of independent outputs minus their mean."""
     outputs = variance.shape[-1]
     return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
 
 
 def centred_diagonal(variance: Tensor) -> Tensor:
-    """Return the covariance (..., C, C) of independent outputs with variances (..., C) after subtracting their mean."""
+    """Return the covariance (..., C, C) of outputs minus their mean, where the outputs are independent with variances (..., C)."""
     outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 

@@ -110,7 +110,7 @@ class ClassDistance:
 
     @property
     def width(self) -> int:
-        """Number of features, not counting the constant 1."""
+        """Number of features, without counting the constant 1."""
         return len(self.root)
 
     def to(self, device: torch.device) -> ClassDistance:

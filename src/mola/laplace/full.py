@@ -3,7 +3,7 @@ r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \ph
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with :math:`Z_i =
 \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus :math:`\Phi^\top
 \mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem is restricted to the
-directions with curvature, so its size is RP. In the hidden direction, the posterior equals the prior.
+directions with curvature, so its size is R P. In the hidden direction, the posterior equals the prior.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class FullCurvature(Curvature):
         return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the diagonal block (P, P) of the covariance that belongs to the given output."""
+        """Return the given output's diagonal block (P, P) of the covariance."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(

@@ -2,8 +2,8 @@ r"""Algorithm 1 for a very large number of classes: only the diagonal of the cla
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
 classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we choose the one
-in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
+contains the degrees of the nodes, which are C numbers that can be summed over the data. Among all graphs with these degrees, we choose
+the one in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
 :math:`\sum_c q_c = 1`, and the degrees determine q and T:
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
@@ -95,7 +95,7 @@ class KronDiag(Structure):
 
 
 def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
-    """Find the graph with edges `T q_i q_j` and the given degrees (C,): `T q_c (1 - q_c) = d_c` and `sum q = 1`.
+    """Find the graph with edges `T q_i q_j` and the given degrees (C,), i.e. solve `T q_c (1 - q_c) = d_c` and `sum q = 1`.
 
     Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the larger root is used for the
     largest degree. In any graph, the largest degree is at most the sum of the other degrees. If it equals that sum, as in a star, the
@@ -167,7 +167,7 @@ class KronDiagCurvature(FactoredCurvature):
         return torch.where(total > 0, torch.where(smaller, by_learned, by_gamma), 0.0)
 
     def class_variance(self, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the diagonal (..., C) of U, or of its centred part."""
+        """Return the diagonal (..., C) of U or, if `centred`, of its centred part."""
         gamma, extra = self.own(precision)[0], self.shared(precision).square()
         if self.separate is not None:
             return gamma + extra

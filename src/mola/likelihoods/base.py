@@ -37,7 +37,7 @@ Ran = Sequence[tuple[str, torch.Size]]
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Curvature at n data points with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each datum."""
+    """The curvature `diag(separate) + L(coupling coupling')` with respect to the C outputs, for each of n data points."""
 
     separate: Tensor | None = None
     """Separate curvature (n, C) of each output, or None if the outputs are only coupled."""
@@ -153,7 +153,7 @@ class Likelihood(ABC):
         Args:
             outputs: outputs returned by the network.
             ran: linear layers that ran in a watched forward pass. Error messages mention the last of these layers. If `ran` is given,
-                there is no check for outputs that are probabilities, because the watched pass already detects operations after the
+                outputs that look like probabilities are not rejected, because the watched pass already detects operations after the
                 last layer.
         """
 
@@ -243,11 +243,11 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
+        """Return the number of choices, which is C for C exclusive classes and 2 for binary labels."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:
-        """Return the probabilities of all choices: (..., C) for classes, or (..., C, 2) for binary labels, in the order no, yes."""
+        """Return the probabilities of all choices, of shape (..., C) for classes, or (..., C, 2) for binary labels (no, yes)."""
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ class Gaussian(RegressionLikelihood):
         scale: standard deviation by which the targets were divided for training, given as one number or D numbers.
         heteroscedastic: True if the network also predicts a variance for each target and therefore has 2 D outputs.
         order: "stacked" if all means come before all variances, or "interleaved" if each mean is followed by its variance.
-        variance: what the second output for each target represents: "log-variance", "log-deviation" (the log of the standard
-            deviation), or "softplus" (the variance is the softplus of the output).
+        variance: meaning of the second output for each target, one of "log-variance", "log-deviation" (the log of the standard
+            deviation) and "softplus" (the variance is the softplus of the output).
         estimated: True if the noise was estimated, in which case tuning rules may change it. This argument is set by the fit.
     """
 

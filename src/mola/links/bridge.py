@@ -25,8 +25,8 @@ class Bridge(Link):
     variances remain.
 
     Args:
-        normalised: True to first scale the mean and the variance to a common spread, like laplace-torch's `bridge_norm`. The scaling
-            undoes any division of the logits, so neither the temperature nor the distance affects the probabilities.
+        normalised: whether to first scale the mean and the variance to a common spread, as laplace-torch's `bridge_norm` does. The
+            scaling undoes any division of the logits, so neither the temperature nor the distance affects the probabilities.
     """
 
     normalised: bool = False
