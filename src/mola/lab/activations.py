@@ -1,7 +1,8 @@
-"""The networks of a suite and their activations, which are computed once and stored on disk for all methods and ablations.
+"""A suite's networks and their activations, which are computed once, stored on disk and shared by all methods and ablations.
 
-Each pair of a network and a set has one file, named after their checksums. Outdated files are therefore never read, and an interrupted
-run loses only the files in progress. A large set is stored in several files, which the processes of a team compute in parallel.
+The activations of a network on a data set are stored in a file whose path contains the checksums of both. Outdated files are therefore
+never read, and an interrupted run loses only the files that were being computed. A large set is split into several files, which the
+processes of a team compute in parallel.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ SLICE = 1024
 """Number of examples in each file of a large set; an interrupted process loses the activations of at most this many examples."""
 
 LOADED = 8
-"""Maximum number of networks in memory at once."""
+"""Maximum number of networks kept in memory at once."""
 
 CHECKPOINT = 200
-"""Number of batches between two checkpoints of the sums."""
+"""Number of batches between successive checkpoints of the sums over the training data."""
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
-    """Return the images in the fastest memory layout."""
+    """Return the inputs in the fastest memory layout: channels last for colour images, unchanged otherwise."""
     return inputs.contiguous(memory_format=torch.channels_last) if _has_colours(inputs) else inputs
 
 
 def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
-    """Convert a network to the fastest memory layout for these images, and return it."""
+    """Convert a network to the memory layout that is fastest for these inputs, and return the network."""
     if _has_colours(inputs):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
@@ -61,11 +62,11 @@ class Network:
     """A trained network that is built on demand."""
 
     path: Path | None
-    """File with the weights; None if `build` returns a trained network."""
+    """File that contains the weights, or None if `build` returns a network that is already trained."""
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""
-    """The user's name for the network, if networks are listed individually."""
+    """Name that the user gave the network, if the networks are listed individually."""
 
     @property
     def label(self) -> str:
@@ -73,7 +74,7 @@ class Network:
         return self.name or (self.path.name if self.path is not None else self.checksum)
 
     def load(self) -> nn.Module:
-        """Return the network with its trained weights, in float32 and eval mode."""
+        """Return the network with its trained weights, in float32 and in evaluation mode."""
         network = self.build()
         if self.path is not None:
             load_weights(network, self.path)
@@ -86,7 +87,7 @@ def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: s
 
 
 def network_checksum(network: nn.Module, name: str) -> str:
-    """Return a checksum of the weights, the name, the layers and the layers' source code."""
+    """Return a checksum of a network's weights and layers, the source code of these layers, and the given name."""
     digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
     for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
         if not kind.__module__.startswith("torch."):
@@ -101,13 +102,13 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations, and of sums over training data whose activations are not stored; both are computed on demand."""
+    """A folder of activations, and of sums over training data whose own activations are not stored; both are computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
     def paths(self, network: Network, source: Source) -> list[Path]:
-        """Return the files of a set: a single file, or one file per slice."""
+        """Return the paths of a network's activations on a set: one file, or one file per slice of a large set."""
         folder = self.directory / network.checksum
         if len(parts := _parts(source)) == 1:
             return [folder / f"{source.checksum}.safetensors"]
@@ -116,9 +117,10 @@ class Activations:
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Compute missing activations. Networks, sets and slices of large sets are divided among the processes."""
+        """Compute missing activations, dividing networks, sets and slices of large sets among the processes."""
         team = team or Team.single()
-        # A task consists of the indices of networks, a set and a slice. Rank 0 lists the tasks, because other ranks may check later.
+        # A task consists of a list of network indices, the index of a set and the index of a slice. Only rank 0 lists the tasks,
+        # because other ranks may look for files later, when more of them exist.
         tasks: list[tuple[list[int], int, int]] = []
         for place, source in enumerate(sources):
             paths = [self.paths(network, source) for network in networks]
@@ -140,7 +142,7 @@ class Activations:
             self._run(
                 files, labels, [load(network).to(self.device) for network in chosen], source, _parts(source)[part]
             )
-        team.collect(None)  # no process reads files before all of them are complete
+        team.collect(None)  # wait, so that no process reads a file before all files are complete
         progress("activations are ready", 1.0)
 
     def _run(
@@ -151,7 +153,7 @@ class Activations:
         source: Source,
         rows: range,
     ) -> None:
-        # Write each network's activations in one pass over the data for all networks.
+        # Compute and write the activations of all networks in a single pass over the data.
         device = self.device
         # Outliers do not belong to any class of the network, so their labels are not used.
         labelled = source.role != "outlier"
@@ -168,7 +170,9 @@ class Activations:
             for chunk in (chunk for batch in captured for chunk in batch.chunks()):
                 targets = torch.zeros(len(chunk)).long() if chunk.labels is None else chunk.labels
                 for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
-                    dtype = head.layer.weight.dtype  # the networks' precision: float64 would add no digits
+                    dtype = (
+                        head.layer.weight.dtype
+                    )  # the network's own precision, because float64 would add no accuracy
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
                     kept.append({name: values.detach().cpu() for name, values in row.items()})
@@ -177,7 +181,7 @@ class Activations:
             write_rows(path, kept, len(rows), _layer(head.layer), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> Stored:
-        """Return the stored activations of a set, or of a part of a set."""
+        """Return the networks' stored activations on a set, or on a part of a set."""
         whole = source.whole or source
         stored = Stored.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
@@ -194,7 +198,7 @@ class Activations:
         Checkpoints are saved during the pass.
         """
         path = self._sums(networks, source, structure)
-        if team.share(path.exists()):  # rank 0 decides, because other ranks may check later
+        if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it
             return
         posterior = mola.fit(
             [network.to(self.device) for network in _load(networks, source)],
@@ -207,12 +211,12 @@ class Activations:
         )
         if team.first:
             posterior.save(path)
-        team.collect(None)  # no process reads the file before it is complete
+        team.collect(None)  # wait, so that no process reads the file before it is complete
 
     def read_sums(
         self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
     ) -> mola.MoLA:
-        """Return the posterior with its initial prior precision, for the heads of some or all networks."""
+        """Return the saved posterior, with its initial prior precision, for the given heads of some or all networks."""
         fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
         components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):
@@ -223,7 +227,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Shard:
-    # The slices of a training set assigned to this process, which are read again in each pass.
+    # The slices of a training set that are assigned to this process; each pass reads them again.
     source: Source
     team: Team
     progress: Progress
@@ -251,7 +255,7 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
-        raise OptionError(f"the networks of a mixture must have the same number of outputs, got {listed}.")
+        raise OptionError(f"the networks of a mixture must have the same number of outputs; got {listed}.")
 
 
 def _layer(head: nn.Module) -> dict[str, Any]:

@@ -16,20 +16,20 @@ STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
 LONG = ("beyond", "whole")
-"""Comparisons that take hours: methods that train networks, and Laplace approximations of whole networks. Reports show their
-methods in the tables for "main"."""
+"""Comparisons that take hours: "beyond" covers methods that train networks, and "whole" covers Laplace approximations of whole
+networks. Reports include their methods in the tables of the "main" comparison."""
 
 NAMED = (*LONG, "tempered", "many-classes")
-"""Comparisons not included in "all". "tempered" applies Laplace approximations after temperature scaling, for underconfident networks.
-"many-classes" covers the structures and links that are feasible with a thousand classes."""
+"""Comparisons that are not part of "all". "tempered" applies Laplace approximations after temperature scaling and is intended for
+underconfident networks. "many-classes" covers the structures and links that are feasible with a thousand classes."""
 
 COMPARISONS = ("main", "variants", "structures", "components", "rules", "weights", *NAMED)
-"""The comparisons: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
-rules for the prior precision; mixture weights; and those in `NAMED`."""
+"""All comparisons, in order: the paper's last-layer methods; LLLA with every structure and link; MoLA with every structure; mixtures
+of 1 to 10 components; rules for the prior precision; mixture weights; and the comparisons in `NAMED`."""
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
-    """Return the methods in one of `COMPARISONS`; `budget` applies to methods that train networks."""
+    """Return the methods of one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
     found: dict[str, list[SuiteMethod]] = {
         "main": [
             LastLayer("MAP", components=1, detectors=True),
@@ -86,8 +86,8 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
-        # Mean-field is excluded, because with 1000 classes, computing C x C pairs per input and candidate takes half an hour per
-        # method.
+        # The mean-field link is excluded: with 1000 classes, it computes C x C pairs for each input and each candidate prior
+        # precision, which takes half an hour per method.
         "many-classes": [
             LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")

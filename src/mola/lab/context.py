@@ -19,7 +19,7 @@ from mola.outliers import max_probability_score
 from mola.uncertainty import entropy
 
 Predictor = Callable[[Tensor], Tensor]
-"""Function from a batch of inputs to the probabilities (n, C) of one draw or one member."""
+"""Function that maps a batch of inputs to the class probabilities (n, C) predicted by one draw or one ensemble member."""
 
 CHUNK = 64 * BATCH
 """Number of examples whose predictions are read at once."""
@@ -27,15 +27,15 @@ CHUNK = 64 * BATCH
 
 @dataclass(frozen=True)
 class StoredPrediction:
-    """Mean prediction of several predictors."""
+    """The mean prediction of several predictors."""
 
     probs: Tensor
     """Mean probabilities (n, C)."""
     own_entropy: Tensor
-    """Mean of the predictors' entropies (n,)."""
+    """Mean entropy of the individual predictors' predictions, of shape (n,)."""
 
     def answer(self, predictors: int) -> Answer:
-        """Return the probabilities and their OOD scores; mutual information requires at least two predictors."""
+        """Return the probabilities and OOD scores, which include the mutual information if there are at least two predictors."""
         total = entropy(self.probs)
         given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
@@ -53,7 +53,7 @@ class StoredPrediction:
 
 @dataclass(frozen=True)
 class Context(Material):
-    """Data and networks of one run. Last-layer methods need only the stored activations in `Material`."""
+    """The data and networks of one run. Last-layer methods need only the stored activations, which `Material` provides."""
 
     suite: Suite
     network: str
@@ -64,7 +64,7 @@ class Context(Material):
     sources: Mapping[str, Source]
     activations: Activations
     training: Callable[[], TrainingData]
-    """Function that reads the training data of the suite's networks onto the device."""
+    """Function that loads the training data of the suite's networks onto the device."""
 
     @property
     def device(self) -> str:
@@ -72,7 +72,7 @@ class Context(Material):
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
-        """Return the cache folder of a training run, which depends on the data, the augmentation and `identity`."""
+        """Return the cache folder of a training run, named after the suite, architecture, data, augmentation and `identity`."""
         augment = self.suite.recipe.augment
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key
@@ -82,8 +82,8 @@ class Context(Material):
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
         """Yield mean predictions for a set together with its labels, chunk by chunk. Predictions are computed once and stored on disk.
 
-        `predictors` maps identifying keys to functions, each of which creates predictors one after another. The predictors from each
-        function are averaged into one mean prediction.
+        `predictors` maps keys, which identify the stored predictions, to functions that yield predictors one at a time. The
+        predictions of all predictors from the same function are averaged.
         """
         source, files = self.sources[name], []
         for key, make in predictors.items():

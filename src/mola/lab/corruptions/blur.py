@@ -27,16 +27,16 @@ DISK_REACH = 8
 
 
 def gaussian_blur(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
-    """Apply a Gaussian blur with repeated edges, truncated at 4 standard deviations."""
+    """Apply a Gaussian blur that repeats the edge pixels and is truncated at 4 standard deviations."""
     return truncated(gaussian(unit(pixels), sigma))
 
 
 def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> Bytes:
-    """Blur the image, replace pixels with neighbouring pixels, and blur the image again.
+    """Blur the image, replace pixels with randomly chosen neighbours, and blur the result again.
 
     The published loop runs from the last pixel to the third pixel along each axis. It is meant to swap each pixel with the pixel at
-    the offset (dy, dx), where each offset is -1 or 0. It copies the neighbour instead, because both variables are views of the
-    same array. Every pixel is read before it changes in that round, so a round is a single gather.
+    the offset (dy, dx), where dy and dx are each -1 or 0. In fact, it only copies the neighbour, because both sides of the swap are
+    views of the same array. Within a round, every pixel is read before it is overwritten, so a round is a single gather.
     """
     side = pixels.shape[-1]
     shifts = streams.draw(lambda generator: generator.integers(-1, 1, size=(rounds, 2, side - 2, side - 2)))
@@ -55,9 +55,9 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
 def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -> Bytes:
     """Blur each point of light into a disk, which is smoothed by a 3 x 3 Gaussian.
 
-    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. The disk is a plus sign of 5
-    pixels at severity 4 and a square of 9 pixels at severity 5, with almost no smoothing. Disks larger than the grid, such as the disk
-    of ImageNet-C at severity 5, use a larger grid and are smoothed by a 5 x 5 Gaussian.
+    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. At severity 4, the disk is a
+    plus sign of 5 pixels; at severity 5, it is a square of 9 pixels; both are hardly smoothed. A disk larger than the grid, such as
+    that of ImageNet-C at severity 5, is drawn on a larger grid and smoothed by a 5 x 5 Gaussian.
     """
     half, beside = (DISK_REACH, 1) if radius <= DISK_REACH else (int(radius), 2)
     axis = np.arange(-half, half + 1)
@@ -70,13 +70,13 @@ def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -
 
 
 def motion_blur(pixels: Bytes, streams: Streams, radius: int, sigma: float) -> Bytes:
-    """Blur along a line at an angle between -45 and 45 degrees. Values are rounded to the nearest level, as in ImageMagick."""
+    """Blur along a line at a random angle between -45 and 45 degrees. Values are rounded to the nearest level, as in ImageMagick."""
     angles = streams.draw(lambda generator: generator.uniform(-45, 45, size=1))[:, 0]
     return rounded(moved(pixels.astype(np.float64), radius, sigma, angles))
 
 
 def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
-    """Blur each of the images (n, channels, side, side) at its angle, with repeated edges; y points down.
+    """Blur each of the images (n, channels, side, side) along a line at its own angle, repeating the edge pixels; y points down.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel and the weights k_i
     are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius, so the blur trails to one side. The result is not rounded.
@@ -90,7 +90,8 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
     down = margin + np.ceil(steps * np.sin(angles) - 0.5).astype(np.int64)
     right = margin + np.ceil(steps * np.cos(angles) - 0.5).astype(np.int64)
     result = np.zeros_like(images)
-    # Images are processed one by one, because slices of one image stay in the cache, whereas a gather over the batch does not.
+    # Images are processed one by one, because slices of a single image fit in the cache, whereas a gather over the whole batch does
+    # not.
     for image, source, rows, columns in zip(
         result, padded(images, margin, "nearest"), down.tolist(), right.tolist(), strict=True
     ):
@@ -100,7 +101,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
 
 
 def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
-    """Return the mean of the image and of its centre enlarged by factors of 1.00, 1.01, ...; the image is therefore counted twice."""
+    """Average the image and enlargements of its centre by factors of 1.00, 1.01, ...; the image itself is therefore counted twice."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, end) @ flat).T.reshape(pixels.shape))
@@ -108,7 +109,7 @@ def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
-    # Return the sum of all enlargements as one sparse linear map on the side^2 pixels.
+    # Return the mean of the identity and of all enlargements as one sparse linear map on the side^2 pixels.
     with importing("the corruption zoom_blur", "scipy", "bench"):
         from scipy import sparse
     factors = np.arange(1, end, 0.01)

@@ -15,10 +15,10 @@ from mola.lab.corruptions.filters import Bytes, Streams
 from mola.options import one_of
 
 Corruption = tuple[Callable[..., Bytes], tuple[Any, ...], tuple[Any, ...]]
-"""A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; and its parameters in ImageNet-C,
-which are empty if ImageNet-C uses a different algorithm."""
+"""A function of pixels, streams and parameters; its parameters at severities 1 to 5 in CIFAR-10-C; and those in ImageNet-C, which are
+empty if ImageNet-C uses a different algorithm."""
 
-# Zoom factors are np.arange(1, end, 0.01), which gives 7, 12, 16, 21 and 26 factors: through rounding, the first two ranges include
+# There are 7, 12, 16, 21 and 26 zoom factors, given by np.arange(1, end, 0.01): because of rounding, the first two ranges include
 # their ends, and the last factor is slightly above 1.25. The published images were generated this way.
 BY_NAME: dict[str, Corruption] = {
     "gaussian_noise": (noise.gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)),
@@ -79,7 +79,7 @@ BY_NAME: dict[str, Corruption] = {
 }
 
 CORRUPTIONS: tuple[str, ...] = tuple(BY_NAME)
-"""The 19 corruptions of CIFAR-10-C (Hendrycks and Dietterich, 2019), with the published names and in the published order."""
+"""The 19 corruptions of CIFAR-10-C (Hendrycks and Dietterich, 2019), under their published names and in their published order."""
 
 PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
     name for name in CORRUPTIONS if name not in {"motion_blur", "snow", "jpeg_compression"}
@@ -87,12 +87,12 @@ PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
 """The 16 corruptions that the paper most likely used; the paper gives their number but not their names."""
 
 IMAGENET_CORRUPTIONS: tuple[str, ...] = tuple(name for name, (_, _, imagenet) in BY_NAME.items() if imagenet)
-"""Corruptions that can be generated with ImageNet-C's parameters, whose lengths refer to pixels of a 224 x 224 image."""
+"""Corruptions that can be generated with ImageNet-C's parameters, in which lengths are measured in pixels of a 224 x 224 image."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
-"""Maximum number of pixels processed at once, which limits memory use: 256 images of 32 x 32 pixels."""
+"""Maximum number of pixels processed at once, equal to 256 images of 32 x 32 pixels; it limits the memory used."""
 
 
 def corrupt(
@@ -105,9 +105,9 @@ def corrupt(
     draws from the same distributions, made with programs (OpenCV, ImageMagick) that round some intermediate results. Averages over
     many images agree, but individual images differ.
 
-    `pixels` are bytes (n, 3, side, side) with a side of at least 8. The severity is 1 to 5, or 0 to return the pixels unchanged.
-    `first` is the index of the first image. The "imagenet-c" parameters are meant for images of about 224 x 224 pixels and are
-    available for `IMAGENET_CORRUPTIONS`.
+    `pixels` has type uint8 and shape (n, 3, side, side), with a side of at least 8. The severity is a number from 1 to 5, or 0 to
+    return the pixels unchanged. `first` is the index of the first image in the whole set. The "imagenet-c" parameters are meant for
+    images of about 224 x 224 pixels and are available only for `IMAGENET_CORRUPTIONS`.
     """
     large = one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters") == "imagenet-c"
     one_of(corruption, IMAGENET_CORRUPTIONS if large else CORRUPTIONS, "corruption")
@@ -116,11 +116,12 @@ def corrupt(
     shape = tuple(pixels.shape)
     if pixels.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
         raise DataError(
-            f"pixels must be colour images (n, 3, side, side) in uint8, without normalisation; got {shape} in {pixels.dtype}."
+            "pixels must be unnormalised colour images of shape (n, 3, side, side) and type uint8; "
+            f"got shape {shape} and type {pixels.dtype}."
         )
     if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
         raise DataError(
-            f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}. Crop them."
+            f"images must be square, with a side of at least {LEAST_SIDE} pixels; got {shape[2]} x {shape[3]}. Crop them."
         )
     if severity == 0 or len(pixels) == 0:
         return pixels
@@ -132,7 +133,7 @@ def corrupt(
     size = max(1, PIECE // shape[-1] ** 2)
     for start in range(0, len(images), size):
         piece = images[start : start + size]
-        # Convert to int, because a NumPy integer would overflow as a counter.
+        # Convert to int, because the counter would overflow a NumPy integer.
         streams = Streams(f"{seed}/{corruption}/{int(severity)}", int(first) + start, len(piece))
         result[start : start + size] = apply(piece, streams, *arguments)
     return torch.from_numpy(result).to(pixels.device)

@@ -14,18 +14,18 @@ from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
 
 SIDE = 32
-"""Side of the images for which the lengths in the elastic distortion are specified."""
+"""Side of the images, in pixels, to which the lengths of the elastic distortion refer."""
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Move each channel towards its mean over the image."""
+    """Reduce the contrast by moving each value towards the mean of its channel over the image."""
     values = unit(pixels)
     mean = values.mean(axis=(2, 3), keepdims=True)
     return truncated((values - mean) * share + mean)
 
 
 def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
-    """Add a number to V and clip the result at 1; black becomes grey."""
+    """Increase V by a given amount and clip the result at 1; black becomes grey."""
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     raised = np.clip(largest + more, 0, 1)
@@ -34,9 +34,9 @@ def brightness(pixels: Bytes, streams: Streams, more: float) -> Bytes:
 
 
 def saturate(pixels: Bytes, streams: Streams, factor: float, summand: float) -> Bytes:
-    """Multiply S by a factor, add a number, and clip the result to [0, 1].
+    """Multiply S by a factor, add a constant, and clip the result to [0, 1].
 
-    Grey is treated as red with zero saturation, as in the original.
+    Grey is treated as red with zero saturation, as in the original code.
     """
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
@@ -63,7 +63,7 @@ def jpeg_compression(pixels: Bytes, streams: Streams, quality: int) -> Bytes:
 
 
 def pixelate(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Shrink the image to int(share * side) pixels per side and enlarge it again with Pillow's box filter."""
+    """Shrink the image to int(share * side) pixels per side and enlarge it again, both with Pillow's box filter."""
     side = pixels.shape[-1]
     small = int(side * share)
     for matrix in (_box(side, small), _box(small, side)):
@@ -86,8 +86,9 @@ def _box(before: int, after: int) -> Floats:
 def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes:
     """Jitter three points around the centre, warp the image to match, and then displace each pixel separately.
 
-    The lengths (size and smoothness of the displacements, jitter of the affine map) are proportional to the side. OpenCV, which was
-    used to make the published images, rounds the positions under the affine map to 1/32 of a pixel. Here, the positions are exact.
+    All lengths (the size and smoothness of the displacements, and the jitter of the affine map) are proportional to the side. OpenCV,
+    which was used to make the published images, rounds the positions under the affine map to 1/32 of a pixel. Here, the positions are
+    exact.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)
