@@ -1,4 +1,4 @@
-"""Cost of the methods: fit time, prediction time and memory, measured together in one run."""
+"""The cost of each method: fit time, prediction time and memory, measured together in one run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mola.lab.training.swag import fit_swag, norm_layers, recompute_statistics, 
 REPEATS = 5
 
 FEWER = 16
-"""Factor by which the number of images is reduced for methods that draw many networks for each prediction."""
+"""Factor by which the number of test images is reduced for methods that draw many networks for each prediction."""
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
@@ -55,12 +55,13 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Measure the time and memory of all methods on real networks, including forward passes; return the document for `cost.json`.
 
-    Repeats are interleaved, so that the load on the machine affects all methods equally. The results are medians of single-threaded
-    CPU time. Methods are fitted on the first `images` training images and again on half of them, and the time is extrapolated linearly
-    to all images. Tuning and the training of the networks are not included. SWAG uses the numbers of snapshots and draws in the
-    budget, each of which requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
+    Repeats are interleaved, so that the load on the machine affects all methods equally. The results are medians of CPU time if
+    PyTorch uses a single thread, and of wall-clock time otherwise. Methods are fitted on the first `images` training images and again
+    on half of them, and the time is extrapolated linearly to all images. The time for tuning and for training the original networks is
+    not included. SWAG uses the budget's numbers of snapshots and draws; each snapshot, and each draw from a network with BatchNorm,
+    requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
-    Denormal numbers, which make a processor many times slower, are flushed to zero during the measurement: weight decay leaves
+    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement: weight decay leaves
     thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)
@@ -131,15 +132,15 @@ def _methods(
         _Method("DE", mola.ensemble(models), models, testing),
         *laplace,
         *(
-            # All exponents have the same cost.
+            # The cost does not depend on the exponent.
             replace(one, name=f"{one.name} (distance)", predictor=one.predictor.with_distance_exponent(1.0))
             for one in laplace
         ),
     ]
     if budget is None:
         return methods
-    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training costs more than predicting
-    # Full-size SWAGs after a few tiny steps: their predictions take the usual time, and their activations stay finite.
+    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training is slower than predicting
+    # Full-size SWAGs are fitted with a few tiny steps, so that predictions take the usual time and activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
     work = _swag_work(models[0], part, budget.swag)
@@ -154,7 +155,7 @@ def _methods(
 
 
 def _swag_work(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[Work]:
-    # One epoch for each snapshot, and one pass for the BatchNorm statistics of each draw.
+    # Measure one epoch per snapshot, and one pass per draw to recompute its BatchNorm statistics.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
 

@@ -73,8 +73,8 @@ def pixelate(pixels: Bytes, streams: Streams, share: float) -> Bytes:
 
 
 def _box(before: int, after: int) -> Floats:
-    # Return the matrix of Pillow's box filter, which averages the pixels whose centres lie within half a new pixel. When an image is
-    # enlarged, the window is one old pixel wide and contains exactly one pixel.
+    # Return the matrix of Pillow's box filter, which averages the old pixels whose centres lie within half a new pixel of the new
+    # pixel's centre. When an image is enlarged, the window is one old pixel wide and contains exactly one pixel.
     scale = before / after
     width = max(scale, 1.0)
     centres = (np.arange(after)[:, None] + 0.5) * scale
@@ -87,15 +87,15 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
     """Jitter three points around the centre, warp the image to match, and then displace each pixel separately.
 
     All lengths (the size and smoothness of the displacements, and the jitter of the affine map) are proportional to the side. OpenCV,
-    which was used to make the published images, rounds the positions under the affine map to 1/32 of a pixel. Here, the positions are
-    exact.
+    which produced the published images, rounds the positions computed by the affine map to 1/32 of a pixel. This implementation does
+    not round them.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=6 + 2 * side * side))
     places = np.arange(side, dtype=np.float64)
     rows, columns = np.meshgrid(places, places, indexing="ij")
-    # The affine map takes three points p to p + jitter. The result at q is the image at the preimage of q.
+    # The affine map takes each of three points p to p + jitter. The result at q is the value of the image at the preimage of q.
     points = side // 2 + side // 3 * np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     homogeneous = np.broadcast_to(np.concatenate([points, np.ones((3, 1))], axis=1), (len(pixels), 3, 3))
     forward = np.linalg.solve(homogeneous, points + drawn[:, :6].reshape(-1, 3, 2) * jitter)  # rows x, y, 1

@@ -1,8 +1,8 @@
 """Building blocks of the corruptions: conversion of pixels to values in [0, 1], random numbers for each image, and linear filters.
 
-Random numbers depend on the image, not on its batch. Filters treat borders as the original image programs do. A filter along one axis
-is a small matrix (side x side) that includes the border. Applying a separable filter to a whole batch therefore takes two matrix
-products, and is exact for any number of taps.
+The random numbers for an image do not depend on the batch that contains it. Filters treat borders in the same way as the programs that
+generated the published images. A filter along one axis is a small matrix (side x side) that accounts for the border. Applying a
+separable filter to a whole batch therefore takes only two matrix products and is exact for any number of taps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-"""Images (n, channels, side, side) as stored, with type uint8."""
+"""Images as stored, with shape (n, channels, side, side) and type uint8."""
 
 Floats = NDArray[np.float64]
-"""Images or layers used in computation. They are stored as float64, because a rounding error that puts a result just below a whole
-number would lower the final byte by one level."""
+"""Images or single layers during computations. They have type float64, because larger rounding errors would more often put a result
+just below a whole number, which lowers the final byte by one level."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -29,7 +29,7 @@ def unit(pixels: Bytes) -> Floats:
 
 
 def truncated(values: Floats) -> Bytes:
-    """Convert values in [0, 1] to bytes, rounding down as in the published arrays."""
+    """Convert values in [0, 1] to bytes, rounding down, as in the published arrays."""
     return (np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
@@ -46,8 +46,8 @@ class Streams:
     """One stream of random numbers for each of `count` images, the first of which has the index `first`.
 
     Philox is a function of a key and a counter. The key is derived from `name`, which contains the seed, the corruption and the
-    severity. The image's index forms the upper part of the counter. Streams of different images therefore never overlap, and no stream
-    depends on the number of images corrupted at once.
+    severity. The image's index forms the upper part of the counter. The streams of different images therefore never overlap, and no
+    stream depends on how many images are corrupted at once.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Streams:
             yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
-        """Call `one` with each image's stream and stack the draws; every call restarts the streams."""
+        """Call `one` with each image's stream and stack the results; every call of `draw` restarts the streams."""
         return np.stack([one(generator) for generator in self])
 
     def normal(self, shape: tuple[int, ...]) -> Floats:
-        """Draw an array of standard normal numbers with this shape for each image."""
+        """Draw an array of the given shape from the standard normal distribution for each image."""
         return self.draw(lambda generator: generator.standard_normal(shape))
 
 
 Border = Literal["nearest", "reflect", "mirror"]
-"""Ways to extend a b c d beyond its ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
+"""Ways to extend pixels a b c d beyond their ends: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
 
 
 def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:
-    """Map `positions`, which may be outside the image, to pixels inside it."""
+    """Map `positions`, which may lie outside the image, to pixels inside it."""
     if border == "nearest":
         return np.clip(positions, 0, side - 1)
     if border == "reflect":
@@ -92,9 +92,9 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 
 
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
-    """Apply a Gaussian blur, truncated at `truncate` standard deviations; if sigma is 0, the images do not change."""
+    """Apply a Gaussian blur, truncated at `truncate` standard deviations; a sigma of 0 leaves the images unchanged."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
-    # Return the matrix of the map from x to sum_k taps[k] x[i + k - r], for 2 r + 1 taps.
+    # Build the matrix of the map from x to sum_k taps[k] x[i + k - r], where 2 r + 1 is the number of taps.
     side, radius = images.shape[-1], len(taps) // 2
     matrix, rows = np.zeros((side, side)), np.arange(side)
     for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
@@ -120,10 +120,10 @@ def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
 
 
 def zooming(side: int, factor: float) -> Floats:
-    """Return the matrix that enlarges the centre of one axis by `factor`, with linear interpolation, to fill the axis.
+    """Return the matrix that enlarges the centre of an axis by `factor`, with linear interpolation, so that it fills the axis.
 
-    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels with the same first and last pixels. The middle
-    `side` pixels of the result are kept.
+    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels, of which the first and the last stay the same.
+    Only the middle `side` pixels of the result are kept.
     """
     taken = int(np.ceil(side / factor))
     made = round(taken * factor)

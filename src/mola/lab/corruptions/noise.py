@@ -13,16 +13,16 @@ def gaussian_noise(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
 
 
 def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
-    """Replace every value x with Poisson(c x) / c. The noise grows as c, the number of photons at a white pixel, falls."""
+    """Replace every value x with Poisson(c x) / c. The noise increases as the number c of photons at a white pixel decreases."""
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
     return truncated(np.stack(caught) / photons)
 
 
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Add salt-and-pepper noise: set a share of the values to 0 or 1 with equal probability."""
+    """Add salt-and-pepper noise: set a given share of the values to 0 or 1, with equal probability."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
-    # One random number decides both: a value changes if the number is below the share, and becomes 0 if it is below half the share.
+    # One random number decides for each value: below half the share, the value becomes 0; from there up to the share, it becomes 1.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))
 
 

@@ -1,11 +1,11 @@
 """Weather corruptions: fog, snow, frost and spatter.
 
-Frost adds a crop of a picture of frost to the image. The five photographs used by the original code are not part of this library.
-They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise. Results
-with synthetic frost are not comparable with published results.
+The frost corruption adds part of a picture of frost to the image. The five photographs used by the original code are not part of this
+library. They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise.
+Results with synthetic frost are not comparable with published results.
 
-Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It uses Canny edges and the distances to them,
-computed for a whole batch as in OpenCV.
+Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It is based on Canny edges and the distances to
+them, which are computed as in OpenCV, but for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
     *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
 )
-"""Row and column offsets of the neighbours that precede a pixel, and the lengths of the moves."""
+"""Row and column offsets of the neighbours that precede a pixel, each with the length of the move."""
 
 
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch a ridge above `high`.
 
-    The layers are not smoothed. Along the gradient, rounded to one of four directions, the value on a ridge is larger than the
-    preceding value and at least as large as the following value. On diagonals, it is larger than both of these values.
+    The layers are not smoothed beforehand. Along the gradient, rounded to one of four directions, the value on a ridge is larger than
+    the preceding value and at least as large as the following value. Along a diagonal, it is larger than both of these values.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
@@ -78,7 +78,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:
-    """Return the length (n, side, side) of the shortest path from each pixel to an edge, using moves of length 1, 1.4 and 2.1969.
+    """Return the distance from each pixel to the nearest edge, of shape (n, side, side), along moves of length 1, 1.4 and 2.1969.
 
     This is OpenCV's DIST_L2 with a mask of size 5: one forward sweep and one backward sweep, in integer multiples of 1 / 65536. If
     there are no edges, all distances are 8192.
@@ -112,10 +112,10 @@ def fog(pixels: Bytes, streams: Streams, thickness: float, decay: float) -> Byte
 
 
 def plasma(streams: Streams, side: int, decay: float) -> Floats:
-    """Draw clouds (n, side, side) with values in [0, 1] by the diamond-square algorithm on a torus; the side must be a power of 2.
+    """Draw clouds (n, side, side) with values in [0, 1], using the diamond-square algorithm on a torus; the side must be a power of 2.
 
-    At each level, a new point is the mean of its four neighbours plus w U(-w, w). The centres of the squares come first, and then the
-    centres of the diamonds between them. The roughness w starts at 100 and is divided by `decay` after each level.
+    At each level, each new point is the mean of its four neighbours plus w U(-w, w). The centres of the squares are computed first,
+    and then the centres of the diamonds between them. The roughness w starts at 100 and is divided by `decay` after each level.
     """
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=side * side - 1))
     grid = np.zeros((streams.count, side, side))
@@ -142,7 +142,7 @@ def plasma(streams: Streams, side: int, decay: float) -> Floats:
 
 
 def snow(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
-    """Whiten the image, and add motion-blurred snowflakes together with a copy of them rotated by 180 degrees.
+    """Whiten the image, and add motion-blurred snowflakes and a copy of them rotated by 180 degrees.
 
     The parameters `radius` and `sigma` are those of the motion blur.
     """
@@ -177,7 +177,7 @@ def frost(pixels: Bytes, streams: Streams, ours: float, theirs: float) -> Bytes:
     pieces = np.empty(pixels.shape)
     for index, generator in enumerate(streams):
         picture = pictures[generator.integers(len(pictures))]
-        # The last position is never used, as in the original.
+        # As in the original code, the last possible position is never drawn.
         top, left = (int(generator.integers(max(1, length - side))) for length in picture.shape[1:])
         pieces[index] = picture[:, top : top + side, left : left + side]
     return np.clip(ours * pixels + theirs * pieces, 0, 255).astype(np.uint8)
@@ -188,15 +188,15 @@ def synthetic_frost(index: int, side: int) -> Bytes:
     """Generate a picture of frost (3, side, side) from several octaves of ridged noise.
 
     A ridge is a thin curve along which a smooth random field crosses 0. Each field is stretched in one direction, which produces
-    needles. Every octave has twice the frequency of the previous octave, and is visible where the previous octaves are bright, because
-    crystals branch from crystals.
+    needles. Each octave has twice the frequency of the previous one and is visible mainly where the previous octaves are bright,
+    because crystals branch from other crystals.
     """
     generator = np.random.Generator(np.random.Philox(key=index))
     direction = generator.uniform(0, np.pi)
     thick = _field(generator, side, 2.0 / 96, direction, stretch=1.0)
     growth, total = np.ones((side, side)), np.zeros((side, side))
     for octave in range(OCTAVES):
-        # Each direction differs from the previous direction by 60 degrees, because ice crystals have six arms.
+        # Each direction differs from the previous one by 60 degrees, because ice crystals have six arms.
         turned = direction + octave * np.pi / 3
         ridges = np.exp(-2.5 * np.abs(_field(generator, side, 3.0 / 96 * 2**octave, turned, stretch=2.5)))
         total += 0.8**octave * growth * ridges
@@ -224,17 +224,17 @@ MUD = np.array([63, 42, 20])[:, None, None] / 255
 LOW, HIGH = 50.0, 150.0
 """Lower and upper thresholds of the Canny edge detector."""
 REACH = 20.0
-"""Largest distance to the rim of a drop; larger distances are clipped."""
+"""Maximum distance to the rim of a drop, in pixels; larger distances are clipped."""
 RELIEF = np.array([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
 LEAST_MUD = 0.8
 
 
 def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
-    """Turn smooth noise above a threshold into liquid: light on the rims of drops, or dark spots of mud.
+    """Turn smooth noise above a threshold into liquid: water drops with bright rims, or dark spots of mud.
 
-    The steps are the same as in OpenCV, with rounding to whole levels wherever OpenCV rounds. There are two differences: liquid
-    above 1 is clipped rather than wrapping around to 0, and an image without drops is returned unchanged, which avoids a division
-    by 0.
+    The steps are those of the original code, with values rounded to whole levels wherever OpenCV rounds them. There are two
+    differences: values of the liquid above 1 are clipped rather than wrapped around to 0, and an image without drops is returned
+    unchanged, which avoids a division by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = parameters
     layer = gaussian(mean + deviation * streams.normal(pixels.shape[2:]), blur)
@@ -248,10 +248,10 @@ def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    # Return the strength (n, side, side) of the light in the drops, at most 1 in each image.
+    # Return the brightness of the drops, of shape (n, side, side), scaled to a maximum of 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # Add a small number before truncating, because a rounding error may put a whole-number mean just below that number.
+    # Add a small number before truncating, because a rounding error may put a mean that should be a whole number just below it.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)
@@ -260,9 +260,9 @@ def _water(liquid: Bytes) -> Floats:
 
 
 def equalised(layers: Bytes) -> Bytes:
-    """Equalise the histogram of each layer (n, side, side): level v becomes 255 times the share of pixels with values of at most v.
+    """Equalise the histogram of each layer (n, side, side): level v becomes 255 times the share of pixels whose value is at most v.
 
-    The lowest level of a layer is not counted and becomes 0. A layer with a single level is unchanged.
+    Pixels at the lowest level of a layer are not counted and become 0. A layer with a single level is returned unchanged.
     """
     total = layers[0].size if len(layers) else 1
     levels = int(layers.max(initial=0)) + 1

@@ -1,1 +1,1 @@
-"""Data sets as tensors: labelled images, their shifts, and outliers."""
+"""Data sets as tensors: labelled images, shifted versions of them, and outliers."""

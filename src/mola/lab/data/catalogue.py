@@ -1,7 +1,7 @@
 """The published data sets by name, with the paths and URLs of their files.
 
-Paths are relative to the data directory and include the folders that torchvision creates. Checksums are from torchvision and from the
-data sets' web pages.
+Paths are relative to the data directory and include the folders that torchvision creates. Checksums are taken from torchvision and
+from the data sets' web pages.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Reader = Callable[[Sequence[Path]], Images]
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a data set."""
+    """One split of a data set: where its files may be and how they are read."""
 
     folders: tuple[str, ...]
-    """Folders that may contain the files; the first folder is recommended."""
+    """Folders that may contain the files, with the recommended folder first."""
     files: tuple[tuple[str, ...], ...]
-    """Alternative lists of names. A list names either files, which may be compressed with gzip, or a folder of images."""
+    """Alternative lists of names. Each list contains either the names of files, which may be compressed with gzip, or the name of a
+    folder of images."""
     read: Reader
     """Function that reads the images from the paths in one list."""
     count: int | None = None
@@ -62,7 +63,7 @@ class Dataset:
     name: str
     """Name in this catalogue."""
     title: str
-    """Name that the authors gave the data set."""
+    """Name given to the data set by its authors."""
     classes: int
     shape: tuple[int, int, int]
     """Channels, height and width."""
@@ -232,7 +233,7 @@ _ALL = (
 )
 
 DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in _ALL})
-"""Data sets by name. EMNIST's images, which are stored transposed, are read upright."""
+"""Data sets by name. EMNIST's images, which are stored transposed, are transposed back when they are read."""
 
 
 def data_directory(given: Path | str | None = None) -> Path:
