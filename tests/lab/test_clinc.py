@@ -93,7 +93,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(data):
     with pytest.raises(OptionError, match="is for images"):
         CLINC.make_sources(DataOptions(directory=data, normalisation="cifar10"))
     for wrong, words in (
-        (document | {"test": [["a b", "unheard_of"]]}, "missing in train: unheard_of"),
+        (document | {"test": [["a b", "unheard_of"]]}, "missing from train: unheard_of"),
         ({name: one for name, one in document.items() if name != "oos_val"}, "oos_val"),
         (document | {"train": document["train"][:100]}, "intents"),
     ):

@@ -41,7 +41,7 @@ class Split:
     downloads: tuple[Download, ...] = ()
 
     def find(self, directory: Path) -> list[Path] | None:
-        """Return the paths of a complete list in the first folder that contains all its files; None if no folder does."""
+        """Return the paths of the first list whose files are all in one folder, or None if no list is complete."""
         for names in self.files:
             for place in (directory / folder for folder in self.folders):
                 paths = [path for name in names if (path := _find(place / name)) is not None]
@@ -73,7 +73,7 @@ class Dataset:
     """Instructions for obtaining a data set that cannot be downloaded automatically."""
 
     def expected(self, split: str, directory: Path) -> str:
-        """Return text that lists the expected paths of the files and where to obtain them."""
+        """Return text that lists where the files are expected and where they can be obtained."""
         wanted = self.splits[split]
         lines = [f"  {directory / wanted.folders[0] / name}" for name in wanted.files[0]]
         lines += [f"  from {download}" for download in wanted.downloads]
@@ -88,7 +88,7 @@ def _idx(prefix: str) -> tuple[str, str]:
 
 
 def _mnist_like(title: str, pages: str, sums: str) -> Dataset:
-    # Return MNIST or a set with the same file names, given its URLs and the checksums of images and labels for training and testing.
+    # Return MNIST or a data set with the same file names, given its URLs and the checksums of its training and test files.
     name, folder, md5 = title.lower(), title.replace("-", ""), iter(sums.split())
     splits = {}
     for split, prefix, count in (("train", "train", 60_000), ("test", "t10k", 10_000)):
@@ -107,12 +107,12 @@ def _emnist(split: str, count: int) -> Split:
     members = {f"gzip/{file}.gz": f"EMNIST/raw/{file}.gz" for file in files}
     download = Download(tuple(f"{url}/gzip.zip" for url in urls), "58c8d27c78d21e728a6bc7b3cc06412e", members)
     folders = ("EMNIST/raw", "EMNIST", "emnist/raw", "emnist", "EMNIST/raw/gzip", "gzip", "")
-    # Columns are stored as rows, and the labels for letters start at 1.
+    # Images are stored transposed, and the labels of the letters start at 1.
     return Split(folders, (files,), partial(read_idx_pair, first_label=1, transposed=True), count, (download,))
 
 
 def _notmnist(paths: Sequence[Path]) -> Images:
-    # Public conversions have MNIST's format. The published folder contains image files, some of which are empty.
+    # Publicly available conversions use MNIST's file format. The published folder contains image files, some of which are empty.
     if len(paths) == 2:
         return read_idx_pair(paths)
     folder = open_folder(paths[0], Preparation(mode="L"), classes="ABCDEFGHIJ")
@@ -145,7 +145,7 @@ def _svhn(split: str, count: int, md5: str) -> Split:
 
 
 def _lsun(paths: Sequence[Path]) -> Images:
-    # Images are resized without preserving proportions. There is one class, even if an export created subfolders.
+    # Images are resized without preserving their proportions. They form a single class, even if an export created subfolders.
     images = open_folder(paths[0], Preparation(resize=(32, 32))).load()
     return Images(images.pixels, images.labels * 0)
 
@@ -186,7 +186,7 @@ _ALL = (
             "train": _notmnist_split("train", "large", 529_114),
             "test": _notmnist_split("t10k", "small", 18_724),
         },
-        "or unpack notMNIST_small.tar.gz (test) or notMNIST_large.tar.gz (train) in the data directory,\n"
+        "or unpack notMNIST_small.tar.gz (test) or notMNIST_large.tar.gz (train) into the data directory,\n"
         "  from http://yaroslavvb.com/upload/notMNIST",
     ),
     _cifar(
@@ -219,7 +219,7 @@ _ALL = (
         1,
         COLOUR,
         {"test": Split(("lsun", "LSUN", ""), (("classroom_val",),), _lsun, 300)},
-        "a folder of images, exported from the database in http://dl.yf.io/lsun/scenes/classroom_val_lmdb.zip",
+        "a folder of images exported from the database in http://dl.yf.io/lsun/scenes/classroom_val_lmdb.zip",
     ),
     Dataset(
         "tinyimagenet",
@@ -227,7 +227,7 @@ _ALL = (
         1,
         COLOUR,
         {"test": Split(("tinyimagenet", "TinyImageNet"), (("val_32x32.npz",),), read_arrays)},
-        "an array `images` (n, 32, 32, 3) of bytes, made from tiny-imagenet-200/val without the classes of CIFAR-10,\n"
+        "an array `images` of bytes with shape (n, 32, 32, 3), made from tiny-imagenet-200/val without CIFAR-10's classes,\n"
         "  from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     ),
 )
@@ -237,11 +237,12 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """Return the folder that contains the data sets: the given folder, or the value of `MOLA_DATA`."""
+    """Return the folder that contains the data sets: the given folder, or else the value of the environment variable `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(
-            f"no data directory is given. Pass the folder of the data sets (--data DIR), or set the variable {VARIABLE}."
+            "no data directory is given. Pass the folder that contains the data sets (--data DIR), "
+            f"or set the environment variable {VARIABLE}."
         )
     path = Path(chosen).expanduser()
     if not path.is_dir():
@@ -268,8 +269,8 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images are in the same order as in the files, and labels start at 0. If files are missing, the error lists the expected paths
-    and the URLs.
+    Images are in the same order as in the files, and labels start at 0. If files are missing, the error message lists the expected
+    paths and the download URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"
@@ -292,7 +293,7 @@ def load_images(
     if shape != dataset.shape or not labels or min(labels) < 0 or max(labels) >= dataset.classes:
         raise DataError(
             f"{where} in {root} contains {len(images)} images of shape {shape} with labels from {min(labels, default=0)} to "
-            f"{max(labels, default=0)}, expected shape {dataset.shape} (channels, height, width) and labels from 0 to "
+            f"{max(labels, default=0)}; expected shape {dataset.shape} (channels, height, width) and labels from 0 to "
             f"{dataset.classes - 1}. Check that these files belong to this data set."
         )
     return images

@@ -1,8 +1,8 @@
 """Readers for CIFAR-10-C and CIFAR-10H, which are published as .npy files for the CIFAR-10 test set.
 
-In CIFAR-10-C, the file for each corruption contains the 10,000 test images at severities 1 to 5, with shape (50000, 32, 32, 3).
-Another file contains their labels. For each image, CIFAR-10H (Peterson et al., 2019) contains the number of people, out of about
-50, who chose each label, with shape (10000, 10).
+In CIFAR-10-C, each corruption has a file of shape (50000, 32, 32, 3), which contains the 10,000 test images at severities 1 to 5. A
+separate file contains the labels. CIFAR-10H (Peterson et al., 2019) is an array of shape (10000, 10): for each image, it contains the
+number of people, out of about 50, who chose each label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARCHIVE = Download(
 
 
 def find_cifar10_c(corruptions: Sequence[str], root: Path) -> Path | None:
-    """Return the folder in the data directory that contains the published files for all these corruptions; None if there is none."""
+    """Return the folder in the data directory that contains the published files for all these corruptions, or None if none does."""
     names = [f"{name}.npy" for name in (*corruptions, "labels")]
     return next((root / place for place in PLACES if all((root / place / name).is_file() for name in names)), None)
 
@@ -62,7 +62,7 @@ LEAST_AGREEMENT = 0.95
 
 
 def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor | None:
-    """Read the number of people who chose each label, (10000, 10) as int64; return None if the file is not in the data directory.
+    """Read how many people chose each label, as int64 of shape (10000, 10); return None if the file is not in the data directory.
 
     The labels (10000,) of the CIFAR-10 test set are used to check the order of the images.
     """
@@ -74,7 +74,7 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
     fits = counts.shape == (len(labels), 10) and bool((counts.sum(1) > 0).all())
     if not fits or float((counts.argmax(1) == labels).double().mean()) < LEAST_AGREEMENT:
         raise DataError(
-            f"{path}: expected counts ({len(labels)}, 10) whose majority label equals the test label for 99 % of the images, got the "
-            f"shape {tuple(counts.shape)}. Download the file from https://github.com/jcpeterson/cifar-10h."
+            f"{path}: expected counts of shape ({len(labels)}, 10) whose majority label equals the test label for 99 % of the "
+            f"images; got shape {tuple(counts.shape)}. Download the file from https://github.com/jcpeterson/cifar-10h."
         )
     return counts

@@ -27,7 +27,7 @@ FOLDERS = ("clinc150", "oos-eval/data", "")
 PAGE = "https://github.com/clinc/oos-eval (data/data_full.json, CC BY 3.0)"
 
 PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
-"""Parts of the file: in-scope requests for training, validation and testing, and out-of-scope requests."""
+"""Parts of the file: in-scope requests for training, validation and testing, and out-of-scope requests for the same purposes."""
 
 WIDTH = 256
 """Number of features per sentence."""
@@ -44,7 +44,7 @@ class Requests:
 
 
 def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
-    """Read the published file and return the requests by part (see `PARTS`). Labels follow the alphabetical order of the intents."""
+    """Read the published requests, keyed by part (see `PARTS`). Labels follow the alphabetical order of the intents."""
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:
@@ -62,14 +62,14 @@ def load_clinc150(directory: Path | str | None = None) -> dict[str, Requests]:
         outside = part.startswith("oos")
         unknown = sorted({intent for _, intent in given if intent not in places})
         if unknown and not outside:
-            raise DataError(f"{path}: {part} contains intents that are missing in train: {', '.join(unknown[:3])}.")
+            raise DataError(f"{path}: {part} contains intents that are missing from train: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else places[intent] for _, intent in given)
         found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
     return found
 
 
 def embed(sentences: Sequence[str]) -> Tensor:
-    """Return a row of features for each sentence, (n, WIDTH) as float32; raise `DataError` if a sentence has no words."""
+    """Return the features of all sentences as float32 of shape (n, WIDTH); raise `DataError` if a sentence has no words."""
     table, tokenizer = _package()
     rows = torch.empty(len(sentences), WIDTH)
     for index, encoded in enumerate(tokenizer.encode_batch(list(sentences), add_special_tokens=False)):

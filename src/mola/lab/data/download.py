@@ -16,10 +16,10 @@ FETCH_AGAIN = "Delete it and download it again."
 
 @dataclass(frozen=True)
 class Download:
-    """A published file or archive."""
+    """A published file or archive that can be downloaded."""
 
     urls: tuple[str, ...]
-    """URLs, which are tried in this order."""
+    """URLs, in the order in which they are tried."""
     md5: str
     files: Mapping[str, str]
     """Paths relative to the data directory, keyed by the names of the archive's members; for a single file, the key is ""."""

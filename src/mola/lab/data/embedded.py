@@ -1,7 +1,7 @@
 """Data sets that require no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
 The digits are 1797 grey images of 8 x 8 pixels with values between 0 and 1. Inputs that are not digits have the same size and value
-range, so that neither property identifies them.
+range, so neither property distinguishes them from digits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ CLASSES = 10
 MOONS_CENTRE = (0.5, 0.25)
 
 LEAST_CONTRAST = 0.1
-"""Minimum variation in a patch's brightness. It excludes clear sky, which would show only camera noise after stretching."""
+"""Minimum difference in brightness between the lightest and the darkest pixel of a patch. It excludes clear sky, which would show only
+camera noise after stretching."""
 
 LARGEST_ZOOM = 8
-"""Largest factor by which patches are downsampled by averaging. Patches are squares with sides of 8 to 64 pixels, so they show
-textures as well as whole petals and roofs."""
+"""Largest factor by which patches are downsampled by averaging. Before downsampling, patches have sides of 8 to 64 pixels, so they
+show textures as well as whole petals and roofs."""
 
 
 def _sklearn(feature: str) -> Any:
@@ -53,9 +54,9 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
-    """Draw points (count, 2) as float32, with their classes, from two interleaved half circles of radius 1 near the origin.
+    """Draw float32 points (count, 2) and their classes from two interleaved half circles of radius 1 near the origin.
 
-    `noise` is the standard deviation of the points around the half circles.
+    `noise` is the standard deviation of the Gaussian noise that is added to each coordinate.
     """
     points, labels = _sklearn("the two moons").make_moons(count, noise=noise, random_state=seed)
     centred = torch.from_numpy(points).float() - torch.tensor(MOONS_CENTRE, dtype=torch.float32)
@@ -65,7 +66,7 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
     """Draw patches (count, 1, side, side) from scikit-learn's two sample photographs, and stretch each patch's values to [0, 1]."""
     datasets = _sklearn("natural-image patches")
-    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only for photographs
+    with importing("natural-image patches", "pillow", "bench"):  # scikit-learn imports Pillow only to load photographs
         photographs = datasets.load_sample_images().images
     grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +87,6 @@ def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
 
 
 def uniform_noise(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Draw images (count, 1, side, side) as float32 whose pixels are independent and uniformly distributed between 0 and 1."""
+    """Draw float32 images (count, 1, side, side) whose pixels are independent and uniformly distributed between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)

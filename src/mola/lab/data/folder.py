@@ -1,11 +1,11 @@
 """Folders of image files, decoded batch by batch: ImageNet, ImageNet-C and the user's folders.
 
-The subfolders of a folder are its classes, numbered in alphabetical order. The images of a class are all image files in its
-subfolder, at any depth, sorted by path. Pillow decodes the images.
+Each subfolder is a class; classes are numbered in alphabetical order. A class consists of all image files in its subfolder, at any
+depth, sorted by path. Pillow decodes the images.
 
 ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets. ImageNet-C is expected in
-`imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class
-numbers follow the alphabetical order of the synsets, as for all published networks. If some of the 1000 synsets are missing, a file
+`imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class numbers
+follow the alphabetical order of the synsets, as in all published networks. If some of the 1000 synsets are missing, a file
 `synsets.txt` next to `val` must list all names, one per line, in the order of their class numbers.
 """
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""File extensions of images in lower case; comparisons ignore case, because ImageNet's files end in .JPEG."""
+"""File extensions of images, in lower case; comparisons ignore case, because ImageNet's files end in .JPEG."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Resizing and cropping of an image to the size of a network's inputs.
+    """A function that resizes and crops an image to the size of a network's inputs.
 
     Attributes:
-        resize: length of the shorter side, which preserves the proportions, or (height, width), which may not; None keeps the size.
-            Resizing is bilinear with antialiasing, as in Pillow and torchvision.
-        crop: side of the central square to which the resized image is cropped; None keeps the whole image.
-        mode: colour mode in Pillow, "RGB" for colour or "L" for grey.
+        resize: new length of the shorter side, which preserves the proportions, or (height, width), which may not; if None, the
+            image is not resized. Resizing is bilinear with antialiasing, as in Pillow and torchvision.
+        crop: side of the central square to which the resized image is cropped; if None, the image is not cropped.
+        mode: Pillow's colour mode, "RGB" for colour or "L" for grey.
     """
 
     resize: int | tuple[int, int] | None = None
@@ -48,7 +48,7 @@ class Preparation:
     mode: str = "RGB"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Return the pixels (channels, height, width) as uint8."""
+        """Return the resized and cropped pixels as uint8 of shape (channels, height, width)."""
         from PIL import Image
 
         image = in_bytes(image).convert(self.mode)
@@ -70,7 +70,7 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Return the image with 8 bits per channel; Pillow's own conversion would clip all values above 255 to white."""
+    """Return the image with 8 bits per channel; Pillow's own conversion of 16-bit images would turn all values above 255 white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
@@ -106,16 +106,16 @@ class ImageFolder:
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
     def evenly(self, count: int | None) -> ImageFolder:
-        """Return at most `count` images, evenly spaced, because the images are sorted by class; None returns all images."""
+        """Return at most `count` images, evenly spaced because the images are sorted by class; return all if `count` is None."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
     def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 1) -> FolderBatches:
-        """Return a loader that yields the images in order, for `mola.fit`, `tune` and `predict`.
+        """Return a loader that yields the images in order, for use with `mola.fit`, `tune` and `predict`.
 
         Args:
             size: number of images in a batch; only one batch is in memory at a time.
-            normalise: function that turns uint8 pixels into network inputs; if None, the loader yields the pixels.
-            workers: number of threads that decode a batch.
+            normalise: function that turns uint8 pixels into network inputs; by default, the loader yields the pixels themselves.
+            workers: number of threads that decode the images of a batch.
         """
         return FolderBatches(self, size, normalise, workers)
 
@@ -126,7 +126,7 @@ class ImageFolder:
 
 @dataclass(frozen=True)
 class FolderBatches:
-    """A loader for an image folder that can be read several times; see `ImageFolder.batches`."""
+    """A loader that can read an image folder several times; see `ImageFolder.batches`."""
 
     folder: ImageFolder
     size: int
@@ -163,15 +163,15 @@ def open_folder(
     *,
     classes: Sequence[str] | None = None,
 ) -> ImageFolder:
-    """List a folder of images, one subfolder for each class; a folder without subfolders is one class.
+    """List a folder of images with one subfolder for each class; a folder without subfolders forms a single class.
 
     Args:
         root: the folder.
         prepare: function that resizes images to a common size.
-        classes: names of all classes in the order of their numbers, if some classes have no subfolder.
+        classes: names of all classes in the order of their numbers; required if some classes have no subfolder.
 
     Raises:
-        DataError: the folder does not exist, or contains no images.
+        DataError: the folder does not exist or contains no images, or a subfolder is not one of the classes.
     """
     with importing("reading image files", "pillow", "bench"):
         import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image
@@ -222,7 +222,7 @@ PLACES_C = ("imagenet-c", "ImageNet-C", "imagenet_c", "Imagenet-C", "")
 
 
 def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation = CENTRE_224) -> ImageFolder:
-    """Open the images of an ImageNet split, "train" or "val"; raise `DataError` if they are not in the data directory."""
+    """Open the images of an ImageNet split ("train" or "val"); raise `DataError` if they are not in the data directory."""
     for folder in (directory / place / split for place in PLACES):
         if folder.is_dir():
             return open_folder(folder, prepare, classes=_synsets(folder, (folder.parent, directory)))
@@ -233,7 +233,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
 
 
 def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
-    """Return the folder of ImageNet-C's images for a corruption at severity 1 to 5; None if it is not in the data directory."""
+    """Return the folder of ImageNet-C's images for a corruption at severity 1 to 5, or None if it is not in the data directory."""
     for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
@@ -252,6 +252,7 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
                 raise DataError(f"{path} contains a synset twice among its {len(names)} lines.")
             return names
     raise DataError(
-        f"{folder} has {len(present)} subfolders, expected ImageNet's {CLASSES} synsets, which determine the class numbers. Add the "
-        f"missing subfolders, or put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
+        f"{folder} has {len(present)} subfolders; expected one for each of ImageNet's {CLASSES} synsets, which determine the class "
+        f"numbers. Add the missing subfolders, or put a file {SYNSETS} with the {CLASSES} names, in the order of their numbers, in "
+        f"{beside[0]}."
     )
