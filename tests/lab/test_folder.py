@@ -138,7 +138,7 @@ def test_a_file_of_synsets_numbers_a_part_of_them(tmp_path):
         assert len(opened.classes) == 30
     assert opened.load().pixels.shape == (2, 3, 224, 224)
     (tmp_path / "ImageNet" / "synsets.txt").write_text("n05\nn20\nn05\n")
-    with pytest.raises(mola.errors.DataError, match="contains a synset twice"):
+    with pytest.raises(mola.errors.DataError, match="lists a synset more than once"):
         open_imagenet(tmp_path)
 
 

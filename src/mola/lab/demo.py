@@ -1,4 +1,4 @@
-"""The demo: train, fit, tune and compare methods on scikit-learn's digits, scale inputs far beyond the data, and map two moons."""
+"""The demo: train networks, compare methods on scikit-learn's digits and far away from them, and map their confidence on two moons."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEAR = ("natural patches", "noise")
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return one network, the ensemble, the ensemble with a temperature, and MoLA tuned by the paper's rule and the default rule."""
+    """Return a network, the ensemble, the ensemble with a temperature, and MoLA tuned by the paper's rule and by the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {
@@ -113,7 +113,7 @@ PRECISIONS = np.logspace(-16, 4, 41)
 
 
 def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> DistanceResult:
-    """Scale noise and test digits by up to a million, and compare the confidence with its exact limit and the Theorem's bound."""
+    """Scale noise and test digits by up to a million, and compare the confidence with its exact limit and the theorem's bound."""
 
     def limit(method: MoLA, inputs: Tensor) -> float:
         return mean_confidence(method.far_field_limit(inputs))
@@ -125,7 +125,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor]) -> Dista
         return np.array([mean_confidence(method(float(scale) * inputs)) for scale in SCALES])
 
     tuned = {name: method for name, method in methods.items() if method.structure is not None}
-    # With a distance exponent, the bound differs for each input, and falls to 1/C, as does the limit.
+    # With a distance exponent, the bound differs between inputs; like the limit, it falls to 1/C.
     even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
@@ -155,7 +155,7 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
     methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
     axis = torch.linspace(-REACH, REACH, size, dtype=torch.float32)
-    plane = torch.cartesian_prod(axis, axis).flip(1)  # rows from bottom to top, each from left to right
+    plane = torch.cartesian_prod(axis, axis).flip(1)  # rows run from bottom to top, and each row from left to right
     maps = {
         name: np.asarray(method(plane).double().max(1).values.reshape(size, size).numpy())
         for name, method in methods.items()
@@ -169,14 +169,14 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
 
 
 Progress = Callable[[str, float], None]
-"""Function that is called with the current step and the completed share of the work, from 0 to 1."""
+"""Function that is called with a description of the current step and the completed share of the work, from 0 to 1."""
 
 TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
-"""Share of the total time that has passed after each part of the demo, as measured."""
+"""Measured share of the total time that has elapsed after each part of the demo."""
 
 
 def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
-    """Run the whole comparison. The same settings give identical numbers."""
+    """Run the whole comparison. Repeated runs with the same settings give identical numbers."""
 
     def during(words: str, begin: float, end: float, epochs: int) -> Callable[[int, int], None]:
         def on_epoch(member: int, epoch: int) -> None:
@@ -205,7 +205,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, because small networks lose more time to synchronisation than they gain from parallelism."""
+    """Compute with a single thread, because small networks lose more time to synchronisation than they gain from parallelism."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

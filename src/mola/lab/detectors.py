@@ -1,7 +1,7 @@
-r"""Outlier detectors for the features of a trained network, for comparison with the scores of a posterior.
+r"""Outlier detectors that use the features of a trained network, for comparison with the scores of a posterior.
 
-Each function fits a detector on training features and returns a function from features (n, d) to scores (n,), higher for outliers.
-Training features are read in chunks of rows to limit memory use.
+Each function fits a detector on training features and returns a function that maps features (n, d) to scores (n,), which are higher
+for outliers. Training features are read in chunks of rows to limit memory use.
 
 Each network in an ensemble has its own features, so its distances have their own scale. In a plain mean, the network with the most
 widely spread scores would dominate. Before averaging, `feature_scores` therefore standardises each network's scores by their mean and
@@ -23,7 +23,7 @@ from mola.numerics import to_float64
 from mola.outliers import energy_score, max_logit_score
 
 Detector = Callable[[Tensor], Tensor]
-"""Function from features (n, d) to scores (n,), higher for outliers."""
+"""Function that maps features (n, d) to scores (n,), which are higher for outliers."""
 
 Parts = Callable[[], Iterable[Tensor]]
 """Function that returns features in chunks of rows; every call starts again at the first row."""
@@ -32,11 +32,12 @@ PAIRS_AT_ONCE = 2**23
 """Maximum number of distances to training points that are held in memory at once."""
 
 NEIGHBOUR = 50
-"""Default k for the score, which is the distance to the k-th nearest neighbour; this is the authors' choice for CIFAR-10."""
+"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point; this is the authors' choice for
+CIFAR-10."""
 
 BANK = 10_000
-"""Number of evenly spaced training points among which nearest neighbours are sought. More points would take longer and hardly
-change the scores."""
+"""Number of evenly spaced training points that are searched for nearest neighbours. More points would take longer but hardly change
+the scores."""
 
 
 def _directions(features: Tensor) -> Tensor:
@@ -58,8 +59,9 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
     .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
 
-    Here, :math:`\Sigma` is the covariance within classes. The relative form subtracts the distance to the mean of all data under the
-    covariance of all data. With `normalised`, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein, 2025).
+    Here, :math:`\Sigma` is the within-class covariance. The relative form subtracts the squared distance to the overall mean, computed
+    with the overall covariance. If `normalised` is True, features are first scaled to length 1, as in Mahalanobis++ (Mueller and Hein,
+    2025).
     """
 
     def prepared(part: Tensor) -> Tensor:
@@ -98,10 +100,10 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return the distance to the k-th nearest training point after scaling features to length 1 (Sun et al., 2022).
+    """Return a detector whose score is the distance to the k-th nearest training point of features scaled to length 1 (Sun et al., 2022).
 
-    Distances are computed in the features' precision. In float32, distances to close neighbours have about 4 correct digits. A feature
-    vector of length 0 stays 0, and its distance to all other points is 1.
+    Distances are computed in the precision of the features. In float32, distances to close neighbours have about 4 correct digits. A
+    feature vector of length 0 stays 0, and its distance to all other points is 1.
     """
     bank = _directions(features.detach())
     sizes = bank.square().sum(1)
@@ -138,8 +140,8 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
     spread, directions = torch.linalg.eigh(moment)
     if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
         raise DataError(
-            f"the training features lie in a subspace of {kept} of their {width} dimensions, so distances from it cannot be compared "
-            f"with logits."
+            f"the training features span at most {kept} of their {width} dimensions, so distances from this subspace cannot be "
+            f"compared with logits."
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
 def standardised(
     members: Sequence[Detector], reference: Iterable[Sequence[Tensor]]
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Return the mean of the networks' standardised scores; a batch contains the features (n, d_k) of each network.
+    """Return a function that averages the networks' standardised scores; its argument contains the features (n, d_k) of each network.
 
     `reference` contains batches of held-out in-distribution data, on which each network's standardised scores have mean 0 and standard
     deviation 1.
@@ -178,9 +180,10 @@ def standardised(
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
-    """Return, by name, the OOD scores that use only logits or features, averaged over networks.
+    """Return OOD scores that use only logits or features, averaged over networks and keyed by name.
 
-    The energy and the largest logit are in nats for every network. The other scores are first standardised on the validation data.
+    The energy and the largest logit are measured in nats for every network, so they are averaged directly. The other scores are
+    standardised on the validation data before they are averaged.
     """
     stride = max(1, train.count // BANK)
 

@@ -56,14 +56,14 @@ class Preparation:
         if isinstance(self.resize, tuple):
             height, width = self.resize
         elif self.resize is not None:
-            # The longer side is rounded down, as torchvision does.
+            # Round the longer side down, as torchvision does.
             shorter = min(width, height)
             width, height = self.resize * width // shorter, self.resize * height // shorter
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:
             left, top = (_margin(side - self.crop) for side in image.size)
-            # Pillow fills the area outside a smaller image with 0.
+            # If the image is smaller than the crop, Pillow fills the rest with 0.
             image = image.crop((left, top, left + self.crop, top + self.crop))
         pixels = torch.from_numpy(np.array(image))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
@@ -76,12 +76,14 @@ def in_bytes(image: Image.Image) -> Image.Image:
 
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels have the mode {image.mode}, whose range is unknown; save it with 8 or 16 bits")
+        raise ValueError(
+            f"its pixels have the mode {image.mode}, whose range is unknown; save the image with 8 or 16 bits per channel"
+        )
     return image
 
 
 def _margin(spare: int) -> int:
-    # Return the number of pixels to remove at the start, rounded as in torchvision; it is negative if pixels are added.
+    # Return the number of pixels to remove at the start, rounded as in torchvision; a negative number means that pixels are added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
@@ -183,7 +185,7 @@ def open_folder(
     unknown = [path.name for path in subfolders if path.name not in names]
     if unknown:
         raise DataError(
-            f"{root} contains the subfolder {unknown[0]}, expected one of {len(names)} classes ({names[0]}, ...)."
+            f"{root} contains the subfolder {unknown[0]}, which is not one of the {len(names)} classes ({names[0]}, ...)."
         )
     number = {name: index for index, name in enumerate(names)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
@@ -249,7 +251,7 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
         if path.is_file():
             names = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
             if len(set(names)) != len(names):
-                raise DataError(f"{path} contains a synset twice among its {len(names)} lines.")
+                raise DataError(f"{path} lists a synset more than once in its {len(names)} lines.")
             return names
     raise DataError(
         f"{folder} has {len(present)} subfolders; expected one for each of ImageNet's {CLASSES} synsets, which determine the class "

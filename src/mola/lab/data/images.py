@@ -1,4 +1,4 @@
-"""Labelled images in memory as bytes, and their normalisation: (x / 255 - mean) / std for each channel.
+"""Labelled images, held in memory as bytes, and their normalisation: (x / 255 - mean) / std for each channel.
 
 Out-of-distribution inputs are normalised like the network's training data, because a deployed network has no information about where
 an input comes from.
@@ -19,7 +19,7 @@ from mola.options import one_of
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels (n, channels, height, width) as uint8 and class indices (n,) as int64."""
+    """Labelled images: pixels (n, channels, height, width) as uint8 and class indices (n,) as int64."""
 
     pixels: Tensor
     labels: Tensor
@@ -28,7 +28,7 @@ class Images:
         fits = self.pixels.ndim == 4 and self.labels.ndim == 1 and len(self.pixels) == len(self.labels)
         if not fits or self.pixels.dtype != torch.uint8 or self.labels.dtype != torch.int64:
             raise DataError(
-                "expected pixels (n, channels, height, width) in uint8 and labels (n,) in int64, got "
+                "expected pixels of shape (n, channels, height, width) in uint8 and labels of shape (n,) in int64; got "
                 f"{tuple(self.pixels.shape)} in {self.pixels.dtype} and {tuple(self.labels.shape)} in {self.labels.dtype}."
             )
 
@@ -42,7 +42,7 @@ class Images:
         return Images(self.pixels[indices], self.labels[indices])
 
     def evenly(self, count: int | None) -> Images:
-        """Return at most `count` images, evenly spaced, because files may be sorted by class; None returns all images."""
+        """Return at most `count` images, evenly spaced because files may be sorted by class; return all if `count` is None."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
 
@@ -56,7 +56,7 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
     """Split a test set at random into `validation` images for tuning and the remaining images for testing, as in the paper."""
     if not 0 < validation < len(images):
         raise OptionError(
-            f"validation must be between 1 and {len(images) - 1} for a set of {len(images)} images, got {validation}."
+            f"validation must be between 1 and {len(images) - 1} for a set of {len(images)} images; got {validation}."
         )
     sizes = [validation, len(images) - validation]
     places: Sequence[int] = range(len(images))
@@ -67,7 +67,7 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Means and standard deviations of pixels between 0 and 1, either for each channel or common to all channels."""
+    """Means and standard deviations of pixels scaled to [0, 1], given either for each channel or for all channels together."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -75,7 +75,7 @@ class Normalisation:
     def __post_init__(self) -> None:
         if not self.mean or len(self.mean) != len(self.std):
             raise OptionError(
-                f"expected as many means as standard deviations, got {len(self.mean)} and {len(self.std)}."
+                f"expected as many means as standard deviations; got {len(self.mean)} and {len(self.std)}."
             )
         if not all(value > 0 for value in self.std):
             raise OptionError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
@@ -84,7 +84,7 @@ class Normalisation:
         """Return (x / 255 - mean) / std as float32."""
         if len(self.mean) not in (1, pixels.shape[-3]):
             raise DataError(
-                f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
+                f"this normalisation is for {len(self.mean)} channels; got pixels of shape {tuple(pixels.shape)}."
             )
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
@@ -96,7 +96,7 @@ class Normalisation:
 
 NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
     {
-        # x / 255, as in the paper for MNIST and its outliers
+        # x / 255, as used in the paper for MNIST and its outliers
         "none": Normalisation(),
         # as in the paper
         "cifar10": Normalisation((125.3 / 255, 123 / 255, 113.9 / 255), (63 / 255, 62.1 / 255, 66.7 / 255)),

@@ -1,13 +1,13 @@
 """Readers for image file formats: idx (MNIST and related sets), CIFAR's binary files, and NumPy and MATLAB arrays.
 
-**idx**: two zero bytes, the type of the values (8 for unsigned bytes), the number of dimensions, each dimension in four bytes (most
-significant first), then the values in row-major order. The files are often compressed with gzip.
+**idx** files consist of two zero bytes, the type of the values (8 for unsigned bytes), the number of dimensions, each dimension in
+four bytes (most significant first), and the values in row-major order. They are often compressed with gzip.
 
-**CIFAR binary**: a record is one label byte (for CIFAR-100, a coarse and a fine label), followed by the red, green and blue planes of
-32 x 32 pixels. The Python versions of these sets, which are pickle files, are not supported.
+**CIFAR binary** files consist of records: one label byte (for CIFAR-100, a coarse and a fine label), followed by the red, green
+and blue planes of 32 x 32 pixels. The Python versions of these sets, which are pickle files, are not supported.
 
-**Arrays**: NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,); or SVHN's .mat with X (32, 32, 3, n)
-and y (n, 1).
+**Array** files are either NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,), or SVHN's .mat with X
+(32, 32, 3, n) and y (n, 1).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_idx_pair(paths: Sequence[Path], *, first_label: int = 0, transposed: bool = False) -> Images:
-    """Read grey images (n, 1, height, width) and their labels. In EMNIST, columns are stored as rows, and labels start at 1."""
+    """Read grey images (n, 1, height, width) and their labels. EMNIST stores its images transposed, and its labels start at 1."""
     pixels, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(pixels) != len(labels):
         raise DataError(f"{paths[0]} contains {len(pixels)} images, but {paths[1]} contains {len(labels)} labels.")
@@ -83,7 +83,7 @@ def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
         content = np.frombuffer(read_bytes(path), np.uint8)
         if len(content) == 0 or len(content) % record:
             raise DataError(
-                f"{path} contains {len(content):,} bytes, expected a multiple of {record:,}: {label_bytes} label bytes and "
+                f"{path} contains {len(content):,} bytes; expected a multiple of {record:,}: {label_bytes} label bytes and "
                 f"3 x {SIDE} x {SIDE} pixels for each image. {FETCH_AGAIN}"
             )
         rows.append(content.reshape(-1, record))
@@ -94,7 +94,7 @@ def read_cifar_binary(paths: Sequence[Path], *, label_bytes: int) -> Images:
 
 
 def open_npy(path: Path) -> np.ndarray:
-    """Open a NumPy array of integers on disk. Only the required part of a large file is read."""
+    """Open an array of integers stored in a NumPy file. The array is memory-mapped, so only the parts that are used are read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -106,13 +106,13 @@ def open_npy(path: Path) -> np.ndarray:
     return array
 
 
-# SciPy and NumPy do not document which exceptions damaged files raise. In tests, truncated and overwritten files raised these
-# exceptions.
+# SciPy and NumPy do not document which exceptions they raise for damaged files. In tests, they raised these exceptions for truncated
+# and overwritten files.
 BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 
 
 def read_arrays(paths: Sequence[Path]) -> Images:
-    """Read images (n, 3, 32, 32) from an .npz or .mat file. Missing labels become 0, as does SVHN's label 10."""
+    """Read images (n, 3, 32, 32) from an .npz or .mat file. Labels are 0 if the file contains none; SVHN's label 10 also becomes 0."""
     (path,) = paths
     content = BytesIO(read_bytes(path))
     try:
@@ -129,7 +129,7 @@ def read_arrays(paths: Sequence[Path]) -> Images:
     labels = np.zeros(len(pixels), np.int64) if given is None else given.reshape(-1).astype(np.int64)
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), SIDE, SIDE, 3):
         raise DataError(
-            f"{path}: expected images ({len(labels)}, {SIDE}, {SIDE}, 3) in uint8, got {pixels.shape} in {pixels.dtype}."
+            f"{path}: expected images of shape ({len(labels)}, {SIDE}, {SIDE}, 3) in uint8; got {pixels.shape} in {pixels.dtype}."
         )
     labels[labels == 10] = 0
     return Images(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(labels))
@@ -140,6 +140,6 @@ def _matlab(content: BytesIO) -> tuple[np.ndarray, np.ndarray]:
         from scipy import io
     try:
         arrays = io.loadmat(content, variable_names=["X", "y"])
-    except io.matlab.MatReadError as error:  # a direct subclass of Exception
+    except io.matlab.MatReadError as error:  # MatReadError derives directly from Exception
         raise ValueError(error) from error
     return arrays["X"].transpose(3, 0, 1, 2), arrays["y"]

@@ -17,7 +17,7 @@ ANGLES = tuple(range(0, 181, 15))
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Mirror each of the images (n, channels, height, width) with probability 1/2, and shift it by up to `padding` pixels per axis.
+    """Mirror each image (n, channels, height, width) with probability 1/2, and shift it by up to `padding` pixels along each axis.
 
     The border is filled with 0. For a black border, as in the paper's recipe, pass uint8 pixels before normalisation.
     """
@@ -36,10 +36,10 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> Tensor:
-    """Rotate images (n, channels, height, width) counter-clockwise about their centre, and fill the border with 0.
+    """Rotate images (n, channels, height, width) counter-clockwise about their centres, and fill the border with 0.
 
-    `"nearest"` gives the paper's rotated MNIST: it matches Pillow's rotation, which torchvision uses by default. `"bilinear"` is for
-    very small images, because taking the nearest pixel would break up the strokes in an image of 8 x 8 pixels.
+    `"nearest"` reproduces the paper's rotated MNIST: it matches Pillow's rotation, which torchvision uses by default. `"bilinear"` is
+    intended for very small images, because taking the nearest pixel would break up the strokes in an image of 8 x 8 pixels.
     """
     if one_of(interpolation, ("bilinear", "nearest"), "interpolation") == "nearest":
         with importing("rotated images", "pillow", "bench"):
@@ -57,9 +57,10 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:
-    """Convert images to square colour images (n, 3, side, side) as uint8: repeat grey channels, and resize images of other sizes.
+    """Convert images to square colour images (n, 3, side, side) as uint8, repeating grey channels and resizing images of other sizes.
 
-    Resizing matches Pillow's bilinear filter: first along rows and then along columns, rounding to bytes after each step.
+    Resizing matches Pillow's bilinear filter, which is applied first along rows and then along columns, with rounding to bytes after
+    each step.
     """
     height = pixels.shape[2]
     for size in ((height, side), (side, side)):
