@@ -59,7 +59,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         (["{m}:gone"], ["0"], "has no 'gone'"),
         (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
         (["{m}:broken"], ["0"], "failed .KeyError"),
-        (["{m}:nothing"], ["0"], "returned int, expected a network"),
+        (["{m}:nothing"], ["0"], "returned int; expected a network"),
         (["train"], [], r"train contains no config\.json"),
     ],
 )

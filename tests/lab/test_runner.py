@@ -174,7 +174,7 @@ def test_a_second_run_keeps_the_records_and_computes_nothing(plan, copied, monke
     monkeypatch.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
     assert run(plan, copied) == first
     assert not list((copied / "activations").rglob("*.safetensors"))
-    with pytest.warns(mola.errors.MolaWarning, match="lack Further"):
+    with pytest.warns(mola.errors.MolaWarning, match="no results for Further"):
         run(replace(plan, folds=[more_sources()]), copied)
     assert records_of(copied) == first
     document = Store(copied / "results").read_document("blobs", "suite.json")

@@ -45,8 +45,8 @@ def _directions(features: Tensor) -> Tensor:
 
 
 def _whitening(covariance: Tensor) -> Tensor:
-    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, excluding directions in which training data never vary
-    # (dead ReLUs).
+    # Return A (d, r) such that A A' is the pseudo-inverse of the covariance, excluding directions in which the training features never
+    # vary (dead ReLUs).
     values, vectors = torch.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     if not kept.any():
@@ -82,7 +82,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
         means.index_add_(0, owner, values / counts[owner, None])
         total += values.T @ values / len(labels)
     for values, owner in centred():
-        # This is not computed as total minus between-class covariance: for classes far apart, the difference would be rounding error.
+        # Do not subtract the between-class covariance from the total: for classes far apart, only rounding errors would remain.
         residuals = values - means[owner]
         within += residuals.T @ residuals / len(labels)
     whitening, background = _whitening(within), _whitening(total)
@@ -100,7 +100,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return a detector whose score is the distance to the k-th nearest training point of features scaled to length 1 (Sun et al., 2022).
+    """Return a detector whose score is the distance to the k-th nearest training point, after scaling to length 1 (Sun et al., 2022).
 
     Distances are computed in the precision of the features. In float32, distances to close neighbours have about 4 correct digits. A
     feature vector of length 0 stays 0, and its distance to all other points is 1.
@@ -145,7 +145,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
-        # Return distances (n,) from the subspace, and logits (n, C).
+        # Return the distances (n,) from the subspace and the logits (n, C).
         values = to_float64(features.detach()).to(origin)
         residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
         return residual, values @ linear.T + offset

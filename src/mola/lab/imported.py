@@ -1,4 +1,4 @@
-"""Import of functions from the user's code, by names of the form `package.module:function`."""
+"""Importing functions from the user's code by names of the form `package.module:function`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def is_path(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split `package.module:function` into module and function; raise `OptionError` for any other form."""
+    """Split `package.module:function` into the module and the function; raise `OptionError` for any other form."""
     # Split at the last colon, because a Windows path has a colon after the drive letter.
     module, _, function = name.rpartition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         hint = (
-            " Pass the name of a module, not of a file: run this command in the folder of models.py, and pass models:build."
+            " Pass the name of a module, not of a file; for example, run the command in the folder of models.py and pass models:build."
             if is_path(name)
             else ""
         )
-        raise OptionError(f"expected a function as package.module:function, got {name!r}.{hint}")
+        raise OptionError(f"expected a function in the form package.module:function; got {name!r}.{hint}")
     return module, function
 
 
@@ -41,8 +41,8 @@ def import_function(name: str) -> Any:
         module = importlib.import_module(module_name)
         function = getattr(module, attribute)
         is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
-    # The user's code may import more modules when it runs. The current folder comes last in the path, so that none of its subfolders
-    # hides an installed package.
+    # The user's code may import more modules when it runs. The current folder comes last in the path, so that its subfolders do not
+    # hide installed packages.
     if is_here and here not in sys.path:
         sys.path.append(here)
     return function
@@ -72,7 +72,7 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
         with _here_first():
             network = function()
         if not isinstance(network, nn.Module):
-            raise OptionError(f"{name} returned {type(network).__name__}, expected a network (nn.Module).")
+            raise OptionError(f"{name} returned {type(network).__name__}; expected a network (nn.Module).")
         return network
 
     return build
@@ -89,7 +89,7 @@ def _here_first() -> Iterator[str]:
         yield here
     finally:
         if not known:
-            with suppress(ValueError):  # the user's code may also have changed the path
+            with suppress(ValueError):  # the user's code may already have removed the folder
                 sys.path.remove(here)
 
 

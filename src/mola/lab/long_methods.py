@@ -1,4 +1,4 @@
-"""Slow methods whose fits can be resumed: SWAG, MultiSWAG, Laplace approximations for whole networks, MIMO and MIMO-MoLA."""
+"""Slow methods whose fits can be resumed: SWAG, MultiSWAG, Laplace approximations of whole networks, MIMO and MIMO-MoLA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def _example(training: TrainingData) -> Tensor:
 def fit_swag(
     network: Network, training: TrainingData, budget: SwagBudget, folder: Path | None, device: str = "cpu"
 ) -> Swag:
-    """Fit SWAG to a trained network, or resume an interrupted fit. The network determines the seed, so all runs share the result."""
+    """Fit SWAG to a trained network, or resume an interrupted fit.
+
+    The seed is derived from the network, so all runs share the result.
+    """
     model = fast_network(network.load().to(device), _example(training))
     if folder is not None and (folder / "swag" / DOCUMENT).exists():
         return Swag.load(folder / "swag", model)
@@ -89,7 +92,7 @@ def fit_mimo(
 
 @dataclass(frozen=True)
 class SwagMixture:
-    """SWAG for one network, or the mixture of SWAGs for several networks."""
+    """SWAG for one network, or MultiSWAG, a mixture of SWAGs for several networks."""
 
     name: str
     budget: SwagBudget
@@ -117,7 +120,10 @@ class SwagMixture:
 
 @dataclass(frozen=True)
 class MimoHeads:
-    """MIMO, or MIMO-MoLA, which applies a last-layer method to the heads of a MIMO network. The network is trained for this method."""
+    """A last-layer method applied to the heads of a MIMO network: either MIMO itself or MIMO-MoLA.
+
+    The network is trained specifically for this method.
+    """
 
     method: LastLayer
     budget: MimoBudget
@@ -172,7 +178,7 @@ class WholeNetworks:
     name: str
     structure: str | None = None
     subnetwork: int | None = None
-    """Maximum number of weights that the approximation covers; for a smaller network, it covers all weights."""
+    """Maximum number of weights that the approximation covers; a smaller network is covered completely."""
     components: int | None = None
     group: str = "main"
 

@@ -15,11 +15,12 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function that takes a set's name and whether to compute OOD scores, and yields a method's predictions and the labels by batch."""
+"""Function that takes the name of a set and whether to compute OOD scores, and yields a method's predictions and labels for each
+batch."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
-"""Function that computes named numbers from the predictions of each method in a suite's main comparison."""
+"""Function that computes named values from the predictions of each method in a suite's main comparison."""
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
@@ -36,7 +37,7 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
-    """Return the agreement with human labels, which are given as counts (n, C) in the order of the test set.
+    """Measure the agreement with human labels, which are given as counts (n, C) in the order of the test set.
 
     The result contains the `cross-entropy` between the shares of human labels and the predicted probabilities, and the
     `divergence`, which is the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation
@@ -66,7 +67,7 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
     `outside` contains the scores (m,) of outliers.
     """
     scores = torch.cat([inside, outside]).double()
-    # Inputs at or below the threshold are accepted: a correctly classified input counts as +1, and an outlier as -1.
+    # Inputs whose score is at most the threshold are accepted: each correctly classified input counts as +1, and each outlier as -1.
     gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
     values, places = np.unique(scores.numpy(), return_inverse=True)
     total = np.bincount(places, gains.numpy(), len(values)).cumsum()
@@ -75,7 +76,7 @@ def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
 
 
 def rejection(validation: tuple[str, str], test: tuple[str, str], answers: Answers) -> dict[str, float]:
-    """Return the in-scope accuracy and the out-of-scope recall using one threshold per score, as in Larson et al. (2019).
+    """Return the in-scope accuracy and the out-of-scope recall with one rejection threshold per score, as in Larson et al. (2019).
 
     The threshold maximises the accuracy on validation inputs, where out-of-scope inputs form an additional class ("oos-threshold"
     in the paper). `validation` and `test` each contain the name of an in-scope set and the name of an out-of-scope set. The

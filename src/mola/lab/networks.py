@@ -1,7 +1,7 @@
-"""The trained networks of a suite, from a folder or named individually, and `mola train`, which writes a folder of networks.
+"""The trained networks of a suite, from a folder or listed individually, and `mola train`, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ... from `mola train` or another program. The user's functions, and architectures
-from timm and torchvision, are named individually:
+A folder contains `00.safetensors`, `01.safetensors`, ..., written by `mola train` or another program. The user's functions, and
+architectures from timm and torchvision, are listed individually by name:
 
 | name | network |
 |---|---|
@@ -10,9 +10,9 @@ from timm and torchvision, are named individually:
 | `timm:NAME=FILE` | an architecture from timm, with weights from a file |
 | `torchvision:NAME=FILE` | an architecture from torchvision, with weights from a file |
 
-Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with
-pixel values from 0 to 1. Networks from timm and torchvision resize and normalise images as their library does. A function must
-return a network that resizes and normalises its images, such as a `mola.network.Resized`.
+Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with pixel
+values from 0 to 1. Networks from timm and torchvision resize and normalise images in the same way as their library. A user's function
+must return a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Training:
     count: int
     recipe: Recipe
     network: str | None = None
-    """Architecture of the networks; None uses the suite's default."""
+    """Architecture of the networks; the suite's default if None."""
     seed: int = 0
     """Seed from which the networks' seeds are drawn; training more networks leaves the first ones unchanged."""
     options: DataOptions = field(default_factory=DataOptions)
@@ -56,7 +56,7 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise OptionError(f"expected at least one network to train, got {self.count}.")
+            raise OptionError(f"expected at least one network to train; got {self.count}.")
         self.suite.builder(self.network)
         if self.suite.training_data is None:
             raise OptionError(
@@ -66,7 +66,7 @@ class Training:
 
 
 def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
-    """Train the missing networks, divided among the processes of a team, and return the paths of all networks.
+    """Train the missing networks, dividing them among the processes of a team, and return the paths of all networks.
 
     Interrupted training resumes from its checkpoint.
     """
@@ -95,7 +95,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             reason = "no training options" if kept is None else _differences(kept, identity)
             if reason:
                 raise StorageError(
-                    f"{path} was trained with other options ({reason}). Train into another folder (--output), or delete it."
+                    f"{path} was trained with other options ({reason}). Choose another folder (--output), or delete this file."
                 )
             continue
 
@@ -115,7 +115,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # Return the `mola train` options stored in a file; None if another program wrote the file.
+    # Return the options of `mola train` that are stored in a file, or None if another program wrote the file.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None
@@ -139,13 +139,13 @@ def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Raise an error for networks that `mola train` trained for another suite, architecture or normalisation."""
+    """Raise an error for any network that `mola train` trained for another suite, architecture or normalisation."""
     wanted = {"data": suite.name, "model": network, "normalisation": options.normalisation}
     for path in paths:
         reason = _differences(_identity(path) or wanted, wanted)
         if reason:
             raise OptionError(
-                f"{path} was trained with other options ({reason}). Use the options of the file, or other networks."
+                f"{path} was trained with other options ({reason}). Use the options stored in the file, or choose other networks."
             )
 
 
@@ -160,36 +160,36 @@ def find_networks(directory: Path) -> list[Path]:
     return found
 
 
-# --- networks named one by one
+# --- networks listed individually
 
 TIMM, TORCHVISION = "timm:", "torchvision:"
 
 
 def are_names(text: str) -> bool:
-    """Return True if the text names individual networks, and False if it is the path of a folder."""
+    """Return True if the text lists individual networks by name, and False if it is the path of a folder."""
     return ":" in text and not Path(text).expanduser().is_dir()
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open the networks in a comma-separated list of names (see the table above); networks from libraries get `classes` outputs."""
+    """Open the networks in a comma-separated list of names (see the table above); networks from libraries have `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
         path = Path(file).expanduser() if file else None
         if path is not None and not path.is_file():
             raise OptionError(
-                f"the weights {path} of {name} do not exist. Expected a file (safetensors, or written by torch.save)."
+                f"the file {path} with the weights of {name} does not exist. Expected a file in safetensors or torch.save format."
             )
         library = name.startswith((TIMM, TORCHVISION))
         if path is None and library:
-            raise OptionError(f"{name} has no trained weights. Add a file with weights: {name}=FILE.")
+            raise OptionError(f"{name} has no trained weights. Specify a file of weights: {name}=FILE.")
         build = partial(_resized, name, classes) if library else import_builder(name)
         found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
     return found
 
 
 def timm_builder(name: str) -> Callable[[int], nn.Module]:
-    """Return a function from the number of classes to an untrained network from timm."""
+    """Return a function that builds an untrained network from timm for a given number of classes."""
     if ":" in name:
         raise OptionError(
             f"timm:{name} would be downloaded. Expected the plain name of an architecture, such as resnet18."
@@ -209,7 +209,7 @@ def _made(name: str, classes: int) -> nn.Module:
         )
     except (RuntimeError, ValueError) as error:
         raise OptionError(
-            f"{library} cannot build {architecture!r}: {error}. Its function list_models() lists its networks."
+            f"{library} cannot build {architecture!r}: {error}. Its function list_models() lists the available networks."
         ) from error
     return network
 

@@ -1,4 +1,4 @@
-"""Execution of a suite: compute the activations once, then apply every method in every run.
+"""Running a suite: compute the activations once, then apply every method in every run.
 
 Each record is written as soon as it is complete.
 """
@@ -38,28 +38,27 @@ PROTOCOL = 1
 """Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Share of the total time that is spent on activations, as measured for images."""
+"""Measured share of the total time that image suites spend on activations."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The networks, sets, runs and methods of a benchmark; they are checked before the computation starts."""
+    """The networks, sets, runs and methods of a benchmark, which are checked before the computation starts."""
 
     suite: Suite
     network: str
     """Name of the architecture."""
     networks: Sequence[Network]
     folds: Sequence[dict[str, Source]]
-    """The sets by name: one mapping for all runs, or one for each run of a cross-fit, whose runs differ only in their data."""
+    """The sets, keyed by name: one mapping for all runs, or one for each run of a cross-fit, whose runs differ only in their data."""
     runs: int
     components: int
     groups: tuple[str, ...] = ("main",)
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
-    """Budget for methods that train networks; None uses the suite's budget."""
+    """Budget for methods that train networks; the suite's budget if None."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """Measures, keyed as in the records, that are computed for every method in the main comparison in addition to the common
-    metrics."""
+    """Additional measures, keyed as in the records, that are computed for every method in the main comparison."""
     stream: bool = False
     """True to accumulate sums over the training data as they are read, instead of storing their activations."""
 
@@ -70,15 +69,15 @@ class Plan:
                 raise OptionError(f"{other.label} and {network.label} are the same network. Pass different networks.")
         if self.crossed and self.runs > len(self.folds):
             raise OptionError(
-                f"a cross-fit with {len(self.folds)} folds has at most {len(self.folds)} runs, got --runs {self.runs}."
+                f"a cross-fit with {len(self.folds)} folds has at most {len(self.folds)} runs; got --runs {self.runs}."
             )
         several = self.components if self.crossed else self.runs * self.components
         needed = max(several, SWEEP if "components" in self.groups else 0, 1)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             raise OptionError(
-                f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {needed} networks, "
-                f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {needed}, or --train), "
-                f"or choose fewer runs or components."
+                f"--runs {self.runs} and --components {self.components} in {', '.join(self.groups)} require {needed} networks, "
+                f"but there are {len(self.networks)}. Train more networks (mola train {self.suite.name} --networks {needed}, or "
+                f"--train), or choose fewer runs or components."
             )
 
     @property
@@ -96,7 +95,10 @@ class Plan:
         return self.folds[run if self.crossed else 0]
 
     def members(self, group: str, run: int) -> tuple[Network, ...]:
-        """Return the networks of a run. Runs do not share networks, except in a cross-fit, whose runs differ in their data."""
+        """Return the networks of a run.
+
+        Different runs use different networks, except in a cross-fit, whose runs differ only in their data.
+        """
         size = SWEEP if group == "components" else self.components
         first = 0 if self.crossed else run * size
         return tuple(self.networks[first : first + size])
@@ -106,14 +108,14 @@ class Plan:
         return methods_of(group, self.budget or self.suite.budget)
 
     def read_training(self, device: str) -> TrainingData:
-        """Read the training data of the suite's networks onto a device."""
+        """Load the training data of the suite's networks onto a device."""
         if self.suite.training_data is None:
             raise OptionError(f"the {self.suite.name} suite has no training data to train SWAG or MIMO with.")
         found = self.suite.training_data(self.options, self.suite.recipe)
         return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
 
     def experiment(self) -> dict[str, Any]:
-        """Return the settings that all records in a folder share, so that results of different experiments are not averaged."""
+        """Return the settings that all records in a folder must share, so that results of different experiments are not averaged."""
         every = {name: [sources[name].checksum for sources in self.folds] for name in self.sources}
         return {
             "network": self.network,
@@ -150,7 +152,7 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
     if different:
         raise StorageError(
             f"{store.directory / plan.suite.name} contains another experiment ({'; '.join(different)}). Write to another folder "
-            f"(--results), or replace it (--fresh)."
+            f"(--results), or replace that experiment (--fresh)."
         )
     return document
 
@@ -165,7 +167,10 @@ def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: C
 
 
 def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the suite's document for reports. Other sets in the folder's document are kept, because records may contain them."""
+    """Return the suite's document for reports.
+
+    Sets that occur only in the folder's existing document are kept, because records may refer to them.
+    """
     suite = plan.suite
 
     def others(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,9 +223,9 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method that has no valid record, or all methods if `fresh`; raise `OptionError` listing the methods that failed.
+    """Run every method without a valid record, or all methods if `fresh`; raise an `OptionError` that lists the methods that failed.
 
-    A single process of the team computes each record, so that results do not depend on the number of processes.
+    Each record is computed by a single process of the team, so that results do not depend on the number of processes.
     """
     team = team or Team.single()
     jobs: list[_Job] = []
@@ -326,7 +331,8 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
         warn(
-            f"some records lack {', '.join(lacking)}, and reports leave their cells empty. Pass --fresh to recompute these records."
+            f"some records contain no results for {', '.join(lacking)}, so reports leave these cells empty. "
+            f"Pass --fresh to recompute these records."
         )
     return found
 
@@ -390,7 +396,7 @@ def _finite(value: Any) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions of the packages that affect results."""
+    """Return the versions of the packages and the properties of the machine that may affect results."""
     return {
         "mola": mola.__version__,
         "torch": torch.__version__,
