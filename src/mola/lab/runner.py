@@ -110,7 +110,7 @@ class Plan:
     def read_training(self, device: str) -> TrainingData:
         """Load the training data of the suite's networks onto a device."""
         if self.suite.training_data is None:
-            raise OptionError(f"the {self.suite.name} suite has no training data to train SWAG or MIMO with.")
+            raise OptionError(f"the {self.suite.name} suite has no data for training SWAG or MIMO.")
         found = self.suite.training_data(self.options, self.suite.recipe)
         return TrainingData(Labelled(found.data.inputs.to(device), found.data.labels.to(device)), found.prepare)
 
@@ -130,8 +130,8 @@ class Plan:
 
 
 def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
-    # Return the suite's document from the results folder, or an empty one. If the folder contains another experiment, raise an
-    # error, or delete that experiment if `fresh`.
+    # Return the suite's document from the results folder, or an empty one. If the folder contains another experiment, delete that
+    # experiment if `fresh`, and raise an error otherwise.
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}
@@ -158,7 +158,7 @@ def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, An
 
 
 def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: Collection[str]) -> list[str]:
-    # Return the sets whose checksums differ. Outlier sets may be added or removed, because a record lists its outlier sets.
+    # Return the sets whose checksums differ. Outlier sets may be added or removed, because each record lists its own.
     return [
         name
         for name in {**before, **after}
@@ -234,7 +234,7 @@ def run_suite(
         jobs = _open_jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
     members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
-    # Each set is computed once, because parts of a set share the activations of the whole set.
+    # The activations of each set are computed once, because parts of a set share those of the whole set.
     needed = {
         (source.whole or source).checksum: source.whole or source
         for run in sorted({job.run for job in jobs})
@@ -259,7 +259,7 @@ def run_suite(
     training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
-        # Methods that train networks share them within a run, so a single process runs all of these methods.
+        # Methods that train networks share them within a run, so a single process runs all such methods of a run.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
@@ -291,7 +291,7 @@ def run_suite(
 
 
 def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    # Return the settings and the checksums of networks and data. A record is valid if all of them match.
+    # Return the settings and the checksums of the networks and the data. A record is valid if all of them match.
     used = plan.members(job.group, job.run)[: job.method.components]
     settings = {"components": len(used), "threshold": plan.suite.threshold, **job.method.settings()}
     settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
@@ -300,8 +300,8 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
 
 
 def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
-    # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match the plan's,
-    # except that outlier sets may be missing or added.
+    # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match those of the
+    # plan, except that it may lack outlier sets or have more of them.
     sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
     jobs = [
         _Job(group, run, method)
@@ -377,7 +377,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds=dict(seconds),  # the time for the measures is excluded
+        seconds=dict(seconds),  # copied, so that the time for the measures is excluded
         labelled=labelled,
         outliers=outliers,
         examples=examples,
@@ -387,7 +387,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 
 
 def _finite(value: Any) -> Any:
-    # Replace values that are not finite with None, because JSON has no infinity.
+    # Replace values that are not finite with None, because JSON cannot represent them.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

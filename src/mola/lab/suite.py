@@ -27,11 +27,11 @@ class SwagBudget:
     learning_rate: float
     snapshots: int = 40
     images: int | None = None
-    """Number of training images between two snapshots, and in the pass that computes a draw's BatchNorm statistics; None uses all
-    images, which gives one snapshot per epoch."""
+    """Number of training images between two snapshots, and in the pass that computes a draw's BatchNorm statistics; all images if
+    None, which gives one snapshot per epoch."""
     batch_size: int = 512
     samples: int = 30
-    """Number of draws from each network's Gaussian."""
+    """Number of draws from the Gaussian fitted to each network."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ Part = TypeVar("Part", SwagBudget, MimoBudget)
 
 
 def changed(part: Part, text: str) -> Part:
-    """Return a budget with some numbers changed as specified in text such as "snapshots=12, images=12500"."""
+    """Return a copy of a budget with the changes specified in text such as "snapshots=12, images=12500"."""
     names = [one.name for one in fields(part)]
     values: dict[str, Any] = {}
     for pair in filter(None, (piece.strip() for piece in text.split(","))):
@@ -86,26 +86,26 @@ class Source:
     checksum: str
     """Checksum of the data and their processing. Two sources with the same checksum yield the same batches."""
     read: Callable[[Sequence[int]], Batches]
-    """Function from indices to batches of (inputs, labels) in the order of the indices."""
+    """Function that maps indices to batches of (inputs, labels), in the order of the indices."""
     show: Callable[[Sequence[int]], Images] | None
-    """Function from indices to unnormalised images; None if the data are not images."""
+    """Function that maps indices to unnormalised images; None if the data are not images."""
     level: float = 0.0
     """Level of the shift; 0 for data that are not shifted."""
     types: tuple[str, ...] = ()
     """Types of shift; example i has the type with index i modulo the number of types."""
     large: bool = False
-    """True if the data do not fit into memory; activations are then computed in slices."""
+    """True if the data do not fit into memory, in which case activations are computed in slices."""
     whole: Source | None = None
     """The larger set that contains this set and provides its activations; None if this set has activations of its own."""
     places: tuple[int, ...] = ()
-    """Indices, in order, of this set's data in the larger set."""
+    """Indices of this set's examples in the larger set, in order."""
 
     def open(self) -> Batches:
         """Return all batches."""
         return self.read(range(self.count))
 
     def part(self, places: Sequence[int], **changes: Any) -> Source:
-        """Return the data at these indices, with changed attributes such as the name. The activations of the whole set are reused."""
+        """Return the data at these indices, with changes to attributes such as `name`. The activations of the whole set are reused."""
         show = self.show
         return replace(
             self,
@@ -128,20 +128,20 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """Maximum number of training images, which are evenly spaced; None uses all images."""
+    """Maximum number of training images, which are evenly spaced; all images if None."""
     outliers: int | None = None
-    """Maximum number of images in each outlier set; None uses all images."""
+    """Maximum number of images in each outlier set; all images if None."""
     test: int | None = None
-    """Maximum number of test images, whether shifted or not; None uses all images."""
+    """Maximum number of test images, whether shifted or not; all images if None."""
     download: bool = False
     normalisation: str | None = None
-    """Name of the normalisation for all inputs, including outliers; None uses the suite's normalisation."""
+    """Name of the normalisation for all inputs, including outliers; the suite's normalisation if None."""
     corruptions: str = "paper"
     """Corruptions of CIFAR-10-C: "paper" for the paper's 16 types, or "all" for the 19 published types."""
     shifted: int | None = None
-    """Maximum number of images in each shifted test set; None uses all images."""
+    """Maximum number of images in each shifted test set; all images if None."""
     image_size: int | None = None
-    """Side of images from folders, in pixels; None uses the suite's size."""
+    """Side of images read from folders, in pixels; the suite's size if None."""
     types: tuple[str, ...] = ()
     """Corruptions of the shifted test sets, if the suite offers a choice; an empty tuple selects the suite's default."""
     cross_fit: bool = False
@@ -157,8 +157,8 @@ class DataOptions:
         always = {name: getattr(self, name) for name in ("train", "outliers", "test", "normalisation", "corruptions")}
         optional = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
         optional |= {"cross_fit": self.cross_fit}
-        # Outliers are normalised like the training data. The optional entries are omitted if they have their default values,
-        # because most records do not contain them.
+        # "consistent" means that outliers are normalised like the training data. The optional entries are omitted if they have their
+        # default values, because most records do not contain them.
         return always | {"conventions": "consistent"} | {name: value for name, value in optional.items() if value}
 
 
@@ -178,24 +178,24 @@ class Suite:
     name: str
     title: str
     builders: Mapping[str, Callable[[], nn.Module]]
-    """Functions that build networks, by name; the first is the default."""
+    """Functions that build networks, keyed by name; the first is the default."""
     classes: tuple[str, ...]
     recipe: Recipe
     """Training recipe for `mola train`."""
     threshold: float | None
-    """Minimum mean confidence on validation data for the paper's rule; None uses the networks' accuracy minus 0.01."""
+    """Minimum mean confidence on the validation data under the paper's rule; the networks' accuracy minus 0.01 if None."""
     shift: Mapping[str, str] | None
-    """Title for the shifted sets and label for their axis in reports; None if no set is shifted."""
+    """Title of the shifted sets and label of their axis in reports; None if no set is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
-    """Function that returns all sets by name, including "train", "validation" and "test"."""
+    """Function that returns all sets, keyed by name, including "train", "validation" and "test"."""
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
-    """Function that returns the sets for each fold of a cross-fit, under the same names; None if the suite has training data."""
+    """Function that returns the sets for each fold of a cross-fit, under the same names; None if the suite has no cross-fit."""
     components: int = 5
     class_count: int = 0
     """Number of classes, if `classes` is empty."""
     notes: tuple[str, ...] = ()
     fold_notes: tuple[str, ...] = ()
-    """Notes that reports print for a cross-fit."""
+    """Notes that reports include for a cross-fit."""
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """Function that returns the training data for `mola train`; None if the suite does not train networks."""
     measures: Callable[[DataOptions], dict[str, Measure]] = lambda _: {}

@@ -48,7 +48,7 @@ def _corrupted(images: Images, severity: int, options: DataOptions, published: P
         made = test.evenly(options.test).part(slice(0, len(images))).part(rows)
         if not torch.equal(made.labels, images.labels[rows]):
             raise DataError(
-                f"the labels of CIFAR-10-C's {corruption} differ from the labels of the CIFAR-10 test set. Download both sets again."
+                f"the labels of {corruption} in CIFAR-10-C differ from the labels of the CIFAR-10 test set. Download both sets again."
             )
         pixels[rows] = made.pixels
     return Images(pixels, images.labels)

@@ -29,7 +29,7 @@ def _rows(requests: Requests) -> Labelled:
 def _read(options: DataOptions) -> dict[str, Labelled]:
     if options.normalisation is not None:
         raise OptionError(
-            f"normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
+            f"the normalisation {options.normalisation!r} is for images, but clinc contains sentences. Omit it."
         )
     limits = {"train": options.train, "test": options.test, "oos_val": options.outliers, "oos_test": options.outliers}
     found = {}
@@ -80,5 +80,5 @@ CLINC = Suite(
         "100 that were published for validation; the 100 for training are not used.",
     ),
 )
-"""The data of Larson et al. (2019), with five small networks. For the paper's rule, the threshold is the networks' accuracy minus
+"""The data of Larson et al. (2019), with five small networks. Under the paper's rule, the threshold is the networks' accuracy minus
 0.01."""

@@ -1,4 +1,4 @@
-"""The suite for scikit-learn's handwritten digits. It runs in a minute and requires no files."""
+"""The suite for scikit-learn's handwritten digits. It runs in about a minute and requires no data files."""
 
 from __future__ import annotations
 

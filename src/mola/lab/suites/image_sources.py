@@ -46,7 +46,7 @@ def image_source(
     level: float = 0.0,
     types: tuple[str, ...] = (),
 ) -> Source:
-    """Create a source of images in memory, which are changed (rotated or corrupted) when they are read.
+    """Create a source of images held in memory; any change (rotation or corruption) is applied when they are read.
 
     `normalised` is the name of the normalisation to use unless the user chose a different one. `changed_by` contains JSON values
     that identify `change`. The checksum includes these values and the first inputs.
@@ -72,7 +72,7 @@ def image_source(
 
 
 def rotations(options: DataOptions, title: str, test: Images, interpolation: str) -> dict[str, Source]:
-    """Create sources of test images rotated counter-clockwise, one for each of `ANGLES`."""
+    """Create sources of test images rotated counter-clockwise, one for each of `ANGLES` except 0."""
 
     def rotated(images: Images, degrees: float) -> Images:
         turned = rotate(images.pixels.float(), degrees, interpolation=interpolation)

@@ -1,8 +1,8 @@
 """The suite for ImageNet and ImageNet-C, which are read batch by batch from folders because they do not fit into memory.
 
-With training images, the suite is the paper's experiment. Without training images (`--cross-fit`), the validation images of each class
-are divided into five parts: two for fitting, one for tuning and two for testing, in five rotations. ImageNet-C is read from the
-published folders, or generated from the published parameters.
+With training images, the suite reproduces the paper's experiment. Without training images (`--cross-fit`), the validation images of
+each class are divided into five parts: two for fitting, one for tuning and two for testing, with five rotations of these roles.
+ImageNet-C is read from the published folders if they exist, and generated from the published parameters otherwise.
 """
 
 from __future__ import annotations
