@@ -284,7 +284,7 @@ def test_the_validation_split_is_random_splits():
     assert report.labels.tolist() == [int(label) for label in expected[1]]
     assert torch.equal(tune.pixels.flatten().long(), tune.labels)
     for bad in (0, 250):
-        with pytest.raises(OptionError, match=f"of 250 images, got {bad}"):
+        with pytest.raises(OptionError, match=f"of 250 images; got {bad}"):
             split_validation(images, bad)
 
 

@@ -30,7 +30,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Share of the validation images used for tuning: 10,000 of 50,000 images here; other suites use 2000 of 10,000 images."""
+"""Share of the validation images that are used for tuning: 10,000 of 50,000 images here, and 2000 of 10,000 images in other suites."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
@@ -44,7 +44,7 @@ GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
 """Default corruptions if no published files exist: one from each family (noise, blur, weather, digital)."""
 
 OUTLIERS = {"svhn": "SVHN", "notmnist": "notMNIST (letters)", "kmnist": "KMNIST (brush strokes)"}
-"""Outlier sets: house numbers, and drawings that show no object, enlarged to the size of the images."""
+"""Outlier sets: house numbers, letters and brush strokes, enlarged to the size of ImageNet's images."""
 
 THUMBNAIL = 64
 """Side of example images in reports, in pixels."""
@@ -138,7 +138,7 @@ def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
         return options.types or GENERATED, False
     if len(there) < len(wanted):
         missing = ", ".join(name for name in wanted if name not in there)
-        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(wanted)} corruptions are used.")
+        warn(f"ImageNet-C lacks {missing} in {directory}, so only {len(there)} of {len(wanted)} corruptions are used.")
     return there, True
 
 
@@ -240,7 +240,7 @@ def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
 
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
-    # Return the images to shift: equally many from each chosen class, with equally many classes for each type of corruption.
+    # Return the images to shift: the same number from each chosen class, with the same number of classes for each type of corruption.
     classes = torch.unique(images.labels)
     wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
     count = max(types, wanted // types * types)
@@ -277,4 +277,4 @@ IMAGENET = Suite(
         "All images of a class have one type of corruption: types are compared on different classes.",
     ),
 )
-"""The paper's experiment with ImageNet-C, for trained networks that the user provides."""
+"""The paper's experiment with ImageNet-C, using trained networks that the user provides."""

@@ -32,7 +32,7 @@ KIND = "training-checkpoint"
 
 
 class DivergedError(DataError):
-    """Raised when the loss is infinite, NaN or far too large because the learning rate is too high."""
+    """Raised when the loss is infinite, NaN or far too large, usually because the learning rate is too high."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainingCheckpoint:
     def save(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, steps: int, more: Mapping[str, Tensor]
     ) -> None:
-        """Save the state after an epoch. The folder always contains a complete state."""
+        """Save the state after an epoch. Even if saving is interrupted, the folder contains a complete state."""
         tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
         for index, state in optimiser.state_dict()["state"].items():
             known = {name: value for name, value in state.items() if value is not None}
@@ -68,9 +68,7 @@ class TrainingCheckpoint:
         try:
             document, tensors = read_folder(self.folder, KIND, {"epochs": int, "steps": int, "identity": {}})
         except StorageError as error:
-            raise StorageError(
-                f"{error} To train from the start, delete this folder or choose another folder."
-            ) from error
+            raise StorageError(f"{error} To train from the start, delete this folder or choose another one.") from error
         own, kept = all_tensors(network), below(tensors, "network.")
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         identity = json.loads(json.dumps(self.identity))
@@ -81,8 +79,8 @@ class TrainingCheckpoint:
             )
         if document["epochs"] > epochs:
             raise StorageError(
-                f"{self.folder} contains {document['epochs']} epochs, more than the requested {epochs}. Request at least as many "
-                f"epochs, or use another folder."
+                f"{self.folder} contains {document['epochs']} epochs, which is more than the {epochs} requested. Request at least as "
+                f"many epochs, or use another folder."
             )
         with torch.no_grad():
             for name, tensor in own.items():
@@ -118,7 +116,7 @@ def remaining_epochs(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     progress: str = "",
 ) -> Iterator[int]:
-    """Yield the remaining epochs, counted from 0, and save the state after each epoch.
+    """Yield the indices of the remaining epochs, counted from 0, and save the state after each epoch.
 
     `state` returns additional tensors to save with the network and the optimiser, and `resume` restores them. `on_epoch` is called
     with the number of completed epochs, after every epoch and once after a restart.
@@ -139,7 +137,7 @@ def remaining_epochs(
 
 @contextmanager
 def seeded(network: nn.Module, seed: int) -> Iterator[None]:
-    """Seed torch's random state on the CPU and the network's devices, and restore the state at the end."""
+    """Seed torch's random state on the CPU and on the network's devices, and restore the previous state at the end."""
     devices = {tensor.device for tensor in network.parameters()}
     cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(devices=cards):
@@ -163,9 +161,9 @@ def train_epoch(
 ) -> None:
     """Take one optimiser step on every batch from a loader.
 
-    `loss_of` takes a batch and the batch's name, which appears in error messages. It returns the loss and the mean loss above
-    which training is considered to have diverged. A seed determines shuffling, augmentation and dropout; None uses torch's current
-    random state.
+    `loss_of` takes a batch and its name, which appears in error messages. It returns the loss of the batch, and the mean loss above
+    which training is considered to have diverged. The seed, if given, determines shuffling, augmentation and dropout; otherwise,
+    torch's current random state does.
     """
     losses, largest = [], math.inf
     with nullcontext() if seed is None else seeded(network, seed), torch.enable_grad():
@@ -175,7 +173,7 @@ def train_epoch(
             optimiser.zero_grad()
             loss, largest = loss_of(batch, place)
             losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):  # check before the step, which would make the weights invalid
+            if not math.isfinite(losses[-1]):  # check before the step, which would corrupt the weights
                 if any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in tree_leaves(batch.inputs)):
                     raise DataError(
                         f"{place}: expected finite inputs, got NaN or infinite values. Remove or repair these inputs."
@@ -211,10 +209,10 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network and minimise its cross-entropy; return it in eval mode. Torch's global random state is restored.
+    """Build a network, train it on the cross-entropy, and return it in evaluation mode. Torch's global random state is restored.
 
     The seed determines the initial weights, the order of the data, dropout and augmentation. `prepare` turns a batch of stored inputs
-    into network inputs and may draw from torch's random state. The network is moved to the device and precision of these inputs.
+    into network inputs and may draw from torch's random state. The network is converted to the device and precision of these inputs.
     `on_epoch` is called after every epoch with the number of completed epochs.
     """
     if not len(data):

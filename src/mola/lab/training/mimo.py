@@ -1,4 +1,4 @@
-"""Training of MIMO networks, whose heads each classify their own inputs: the same data in a separate random order for each head."""
+"""Training of MIMO networks, in which each head classifies its own inputs: the same data in a separate random order for each head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw, for each member and row, the index of a datum in the batch, as a tensor (K, size * batch_repetition) on the CPU.
+    """Draw the index of a datum in the batch for each member and row, as a CPU tensor of shape (K, size * batch_repetition).
 
     The batch is repeated and shuffled. Then, for each member, all rows are shuffled again, except for a share of `input_repetition`.
     """
@@ -53,25 +53,25 @@ def train_mimo(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Mimo:
-    """Train the network in place on the cross-entropy, summed over heads and averaged over rows, and return the same object.
+    """Train the network in place by minimising the cross-entropy, summed over heads and averaged over rows, and return it.
 
     Args:
         mimo: the network to train.
         train_loader: training data with labels, read once per epoch. Its shuffling and augmentation should draw from torch's random
-            state, as in a `DataLoader`. Then the same seed gives the same network, even after interruptions.
+            state, as in a `DataLoader`. The same seed then gives the same network, even after interruptions.
         epochs: number of epochs.
         batch_repetition: number of times that each member receives each datum of a batch in one step.
-        input_repetition: share of the rows in which all members get the same datum.
-        optimiser: function from parameters to an optimiser, by default the paper's optimiser for CIFAR-10. The learning rate falls to
-            0 along a half cosine, batch by batch.
+        input_repetition: share of the rows in which all members receive the same datum.
+        optimiser: function that creates an optimiser for the given parameters; by default, the paper's optimiser for CIFAR-10. The
+            learning rate falls to 0 along a half cosine, batch by batch.
         seed: seed for the random orders, dropout and augmentation.
-        checkpoint: folder for the state after every epoch, from which interrupted training resumes.
+        checkpoint: folder in which the state is saved after every epoch, so that interrupted training can be resumed.
         progress: show a progress bar on stderr if stderr is a terminal.
     """
     epochs, repetition = whole_number(epochs, "epochs"), whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:
         raise OptionError(
-            f"input_repetition must be between 0 (independent orders) and 1 (one order for all members), got {input_repetition!r}."
+            f"input_repetition must be between 0 (independent orders) and 1 (one order for all members); got {input_repetition!r}."
         )
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     network = nn.ModuleDict({"trunk": mimo.trunk.network, "heads": mimo.heads})

@@ -43,14 +43,14 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A loader that yields training data in a new random order in every pass, drawn from torch's random state."""
+    """A loader that yields training data in a new random order on every pass; the order is drawn from torch's random state."""
 
     data: Labelled
     batch_size: int
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
     """Function that turns a batch of stored inputs into network inputs."""
     images: int | None = None
-    """Number of examples in each pass; None uses all examples."""
+    """Number of examples in each pass; all examples if None."""
 
     def __len__(self) -> int:
         return math.ceil(min(len(self.data), self.images or len(self.data)) / self.batch_size)
@@ -62,7 +62,7 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimiser with its settings. The learning rate falls to 0 along a half cosine, batch by batch."""
+    """An optimiser and its settings. The learning rate falls to 0 along a half cosine, batch by batch."""
 
     epochs: int
     batch_size: int = 64
@@ -83,7 +83,7 @@ class Recipe:
         one_of(self.optimiser, OPTIMISERS, "optimiser")
 
     def describe(self) -> dict[str, Any]:
-        """Return the recipe as JSON values, with the name of the schedule, for records and trained networks."""
+        """Return the recipe as JSON values, including the name of the schedule, for records and trained networks."""
         return {**asdict(self), "schedule": "cosine", "drops": []}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -99,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
     "mnist": Recipe(epochs=100, batch_size=128, learning_rate=1e-3, weight_decay=5e-4, optimiser="adam"),
     "cifar10": Recipe(epochs=100, batch_size=128, learning_rate=0.1, weight_decay=5e-4, optimiser="sgd", augment=True),
 }
-"""The paper's recipes, by data set."""
+"""The paper's recipes, keyed by data set."""
 
 
 def digits_mlp(classes: int = 10) -> nn.Sequential:
@@ -111,8 +111,8 @@ LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
 }
-"""Loss functions by name: each maps outputs and labels to the per-datum losses (n,). Up to a constant, half the squared error is
-the NLL with unit noise."""
+"""Loss functions, keyed by name: each maps outputs and labels to the losses (n,) of the individual data. Up to a constant, half the
+squared error is the negative log-likelihood under unit noise."""
 
 
 def train_mlps(
@@ -126,7 +126,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train, in parallel, `members` perceptrons that differ only in their seeds; `loss` is the name of one of `LOSSES`."""
+    """Train `members` perceptrons, which differ only in their seeds, in parallel; `loss` is the name of one of `LOSSES`."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

@@ -1,4 +1,4 @@
-"""Fitting of SWAG: run SGD from a trained network at a constant learning rate, take one snapshot per epoch, and draw networks."""
+"""Fitting SWAG: run SGD from a trained network at a constant learning rate, take one snapshot per epoch, and draw networks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from mola.options import is_real, whole_number
 EPOCHS, PASSES, MEMBERS = 0, 2, 3  # identify seeds for epochs, BatchNorm statistics and MultiSWAG members
 
 LARGEST_LOSS = 10
-"""Largest mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD has diverged."""
+"""Largest acceptable mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD is considered to have
+diverged."""
 
 
 def fit_swag(
