@@ -24,7 +24,7 @@ from mola.network import Batch, batch_count, batches, call, run, state_checksum
 from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 
-EPOCHS, PASSES, MEMBERS = 0, 2, 3  # identify seeds for epochs, BatchNorm statistics and MultiSWAG members
+EPOCHS, PASSES, MEMBERS = 0, 2, 3  # identify the seeds derived for epochs, BatchNorm statistics and MultiSWAG members
 
 LARGEST_LOSS = 10
 """Largest acceptable mean loss over an epoch, as a multiple of the loss of a constant prediction; above it, SGD is considered to have
@@ -51,19 +51,19 @@ def fit_swag(
 
     Args:
         network: the trained network; a copy is trained, and the network itself is not modified.
-        train_loader: training data with labels, read once per epoch, and once per draw if the network has BatchNorm. Its shuffling and
-            augmentation should draw from torch's random state, as in a `DataLoader`.
+        train_loader: training data with labels, read once per epoch, and also once per draw if the network has BatchNorm. Its
+            shuffling and augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
         rank: number of most recent deviations to keep, at most one per epoch; 0 gives the diagonal form.
         samples: number of draws.
-        scale: factor by which the covariance is multiplied; None uses 0.5, or 1 for the diagonal form, as in the SWAG paper.
+        scale: factor by which the covariance is multiplied; by default, 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.
         weight_decay: weight decay of SGD.
         seed: random seed for the SGD path and the draws.
-        checkpoint: folder for the state after every epoch. An interrupted fit continues from this state and gives identical results. A
-            complete fit continues if more epochs are requested.
-        likelihood: likelihood of the outputs, as in `mola.fit`. For regression, pass the noise, or call `scale_noise` afterwards.
+        checkpoint: folder in which the state is saved after every epoch. An interrupted fit continues from this state and gives
+            identical results. A completed fit is continued if more epochs are requested.
+        likelihood: likelihood of the outputs, as in `mola.fit`. For regression, specify the noise, or call `scale_noise` afterwards.
         progress: show a progress bar on stderr if stderr is a terminal.
 
     Raises:
@@ -72,7 +72,7 @@ def fit_swag(
     meaning = homoscedastic(likelihood, "SWAG")
     if not isinstance(network, nn.Module) or not any(one.requires_grad for one in network.parameters()):
         raise OptionError(
-            f"expected one trained nn.Module with parameters that require gradients, got {type(network).__name__}. For several "
+            f"expected one trained nn.Module with parameters that require gradients; got {type(network).__name__}. For several "
             f"networks, use mola.lab.training.fit_multi_swag; for a frozen network, call network.requires_grad_(True)."
         )
     epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
@@ -117,14 +117,14 @@ def fit_multi_swag(
     checkpoint: str | Path | None = None,
     **options: Any,
 ) -> MultiSwag:
-    """Fit MultiSWAG, the uniform mixture of one SWAG for each trained network.
+    """Fit MultiSWAG, a uniform mixture with one SWAG for each trained network.
 
     Args:
         networks: K trained networks, which are not modified.
         train_loader: training data with labels.
         seed: random seed from which the seed of each SWAG is drawn.
-        checkpoint: folder with a checkpoint for each network.
-        **options: options for `fit_swag`: learning_rate, epochs, rank, samples, ...
+        checkpoint: folder that contains a checkpoint for each network.
+        **options: options for `fit_swag`, such as learning_rate, epochs, rank and samples.
     """
     given = as_networks(networks)
     return MultiSwag(
@@ -173,7 +173,7 @@ def _statistics(
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
-    # Return the BatchNorm statistics (samples, ...) of all draws by name; each draw takes one pass over the training data.
+    # Return the BatchNorm statistics (samples, ...) of all draws, keyed by name; each draw requires one pass over the training data.
     if not norm_layers(network):
         return {}
     network, found, passes = copy.deepcopy(network), [], derived_seeds(seed, PASSES, samples)
@@ -184,7 +184,7 @@ def _statistics(
 
 
 def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
-    """Return the layers that keep running statistics of their inputs, such as BatchNorm, by name."""
+    """Return the layers that keep running statistics of their inputs, such as BatchNorm, keyed by name."""
     return {
         name: module
         for name, module in network.named_modules()
@@ -193,7 +193,7 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Average the BatchNorm statistics over all batches, weighted by batch size, in one pass in train mode (dropout is active).
+    """Average the BatchNorm statistics over all batches, weighted by batch size, in one pass in training mode (with dropout active).
 
     The network's statistics are overwritten. The result contains copies of the running means and variances, keyed by buffer name.
     """

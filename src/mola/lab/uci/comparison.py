@@ -41,13 +41,13 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Reciprocal of the share of training rows that is held out."""
+"""Reciprocal of the share of training rows that are held out."""
 
 STRUCTURE = "kron-exact"
-"""Structure of the curvature, which is exact for one output and constant noise."""
+"""Structure of the curvature; this structure is exact for a single output with constant noise."""
 
 RATES = (3e-2, 3e-3)
-"""Learning rates for SWAG; the first rate that does not diverge is used."""
+"""Learning rates for SWAG; the first rate at which training does not diverge is used."""
 
 SWAG_BATCH, SWAG_EPOCHS = 128, 20
 
@@ -80,9 +80,9 @@ def run_uci(
 ) -> Path:
     """Train networks and compare methods on published splits, at most `splits` of each set, and on gap splits if `gaps` is True.
 
-    Each complete record is immediately written to the subfolder `uci` of `results`, which is returned. Existing records with the
-    same settings and data are kept unless `fresh` is True. `progress` is called with the set, the number of completed splits and
-    the total number of splits.
+    Each record is written to the subfolder `uci` of `results` as soon as it is complete; the path of this subfolder is returned.
+    Existing records with the same settings and data are kept unless `fresh` is True. `progress` is called with the name of the set,
+    the number of completed splits and the total number of splits.
     """
     for name in sets:
         found = read_uci(data, name)
@@ -154,8 +154,8 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
     """Train the networks for a split, and score methods on its test rows. The seed determines the networks and the held-out rows.
 
-    Scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share of
-    the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for
+    The scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share
+    of the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for
     distinguishing test rows from validation rows.
     """
     inputs, targets = split.train[0].float(), split.train[1].float()

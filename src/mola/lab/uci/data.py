@@ -1,7 +1,7 @@
 """The UCI regression sets in the form that earlier papers used: numbers in a text file, and published splits.
 
-The folder of a set contains `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (columns), and
-`index_test_0.txt`, ... (rows for testing), as published with "Dropout as a Bayesian Approximation" (Gal and Ghahramani, 2016).
+The folder of a set contains `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (column indices),
+and `index_test_0.txt`, ... (indices of test rows), as published with "Dropout as a Bayesian Approximation" (Gal and Ghahramani, 2016).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SETS = (
     "wine-quality-red",
     "yacht",
 )
-"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text. The tenth set has half a million rows."""
+"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text. The tenth set, which has half a million rows, is
+omitted."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class UciSet:
 
     @property
     def hidden(self) -> int:
-        """Number of hidden units, as in the papers."""
+        """Number of hidden units, as in earlier papers."""
         return 100 if self.name == WIDE else 50
 
     @cached_property
@@ -98,7 +99,7 @@ class UciSet:
 
 
 def read_uci(folder: str | Path, name: str) -> UciSet:
-    """Read one of `SETS` with its published splits, as float64, from a folder with a subfolder for each set."""
+    """Read one of `SETS` with its published splits, as float64, from a folder that contains a subfolder for each set."""
     place = Path(folder) / one_of(name, SETS, "set")
     rows = _numbers(place / "data.txt", 2)
     features, target = (_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
@@ -107,7 +108,7 @@ def read_uci(folder: str | Path, name: str) -> UciSet:
     files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
         raise DataError(
-            f"{place} contains no index_test_0.txt, the first published split. Copy the published files into this folder."
+            f"{place} contains no index_test_0.txt, which is the first published split. Copy the published files into this folder."
         )
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
     inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])

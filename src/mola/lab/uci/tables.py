@@ -14,7 +14,8 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
-    # Return a frame with a row for each method on each split: the gap splits if `gaps` is True, otherwise the published splits.
+    # Return a frame with a row for each method on each split; the splits are the gap splits if `gaps` is True, and the published
+    # splits otherwise.
     rows = [
         {"set": record["set"], "method": method, **scores}
         for record in records
@@ -25,14 +26,14 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 
 
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
-    # Return the mean of a score over the published splits, its standard error, and the number of splits, each as a frame of sets
-    # by methods.
+    # Return the mean of a score over the published splits, its standard error, and the number of splits, each as a frame with a row
+    # for each set and a column for each method.
     found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
     return {name: found[name].unstack()[list(METHODS)] for name in found}
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
-    """Return, by set and method, whether a mean is within one standard error (its own or that of the best method) of the best mean."""
+    """Return for each set and method whether a mean is within one standard error (its own or the best method's) of the best mean."""
     found = _estimates(records, score)
     mean, error = found["mean"], found["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
@@ -40,7 +41,7 @@ def as_good(records: Records, score: str) -> pd.DataFrame:
 
 
 def score_table(records: Records, score: str) -> str:
-    """Make a table with a row for each set and a column for each method; the best values are bold."""
+    """Make a table with a row for each set and a column for each method; the best values are in bold."""
     found, rows = _estimates(records, score), []
     for name, means in found["mean"].iterrows():
         cells = []
@@ -55,8 +56,8 @@ def score_table(records: Records, score: str) -> str:
 def gap_table(records: Records) -> str:
     """Make a table for the splits that hold out the middle of a feature's range.
 
-    The NLL is a median over splits, because the worst feature would dominate the mean. The coverage of 90 % intervals, and the
-    ratio of the standard deviation on test rows to that on validation rows, are means.
+    The NLL is a median over splits, because the worst feature would dominate the mean. The coverage of 90 % intervals, and the ratio
+    of the standard deviation on test rows to that on validation rows, are means over splits.
     """
     rows = []
     for (name, method), own in _scores(records, gaps=True).groupby(["set", "method"], sort=False):
