@@ -102,7 +102,7 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of activations, and of sums over training data whose own activations are not stored; both are computed on demand."""
+    """A folder of stored activations, and of sums over training data whose activations are not stored; both are computed on demand."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
@@ -195,7 +195,7 @@ class Activations:
     ) -> None:
         """Fit all networks in one pass over a training set, which is divided among the processes.
 
-        Checkpoints are saved during the pass.
+        Checkpoints are saved during the pass, so that it can be resumed.
         """
         path = self._sums(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it

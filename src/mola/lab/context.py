@@ -72,7 +72,7 @@ class Context(Material):
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
-        """Return the cache folder of a training run, named after the suite, architecture, data, augmentation and `identity`."""
+        """Return the cache folder of a training run, which depends on the suite, architecture, data, augmentation and `identity`."""
         augment = self.suite.recipe.augment
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key
@@ -80,7 +80,7 @@ class Context(Material):
     def predictions(
         self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-        """Yield mean predictions for a set together with its labels, chunk by chunk. Predictions are computed once and stored on disk.
+        """Yield mean predictions and labels for a set, chunk by chunk. Predictions are computed once and stored on disk.
 
         `predictors` maps keys, which identify the stored predictions, to functions that yield predictors one at a time. The
         predictions of all predictors from the same function are averaged.

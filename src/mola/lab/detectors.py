@@ -100,7 +100,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return a detector whose score is the distance to the k-th nearest training point, after scaling to length 1 (Sun et al., 2022).
+    """Return a detector that scores features, scaled to length 1, by the k-th smallest distance to training points (Sun et al., 2022).
 
     Distances are computed in the precision of the features. In float32, distances to close neighbours have about 4 correct digits. A
     feature vector of length 0 stays 0, and its distance to all other points is 1.

@@ -92,7 +92,7 @@ def fit_mimo(
 
 @dataclass(frozen=True)
 class SwagMixture:
-    """SWAG for one network, or MultiSWAG, a mixture of SWAGs for several networks."""
+    """SWAG for one network, or MultiSWAG (a mixture of SWAGs) for several networks."""
 
     name: str
     budget: SwagBudget
@@ -189,7 +189,7 @@ class WholeNetworks:
         return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit on all training images and tune on the validation images, or load a saved posterior."""
+        """Fit a posterior on all training images and tune it on the validation images, or load a saved one."""
         start, networks = time.perf_counter(), context.networks[: self.components]
         models = [network.load().to(context.device) for network in networks]
         held_out = context.sources["validation"].checksum

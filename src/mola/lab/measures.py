@@ -15,12 +15,12 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function that takes the name of a set and whether to compute OOD scores, and yields a method's predictions and labels for each
+"""Function that takes the name of a set and whether to compute OOD scores, and yields a method's predictions and the labels, batch by
 batch."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
-"""Function that computes named values from the predictions of each method in a suite's main comparison."""
+"""Function that computes named values from a method's predictions; it is applied to every method in a suite's main comparison."""
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:

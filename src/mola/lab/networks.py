@@ -11,8 +11,8 @@ architectures from timm and torchvision, are listed individually by name:
 | `torchvision:NAME=FILE` | an architecture from torchvision, with weights from a file |
 
 Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with pixel
-values from 0 to 1. Networks from timm and torchvision resize and normalise images in the same way as their library. A user's function
-must return a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
+values from 0 to 1. Networks from timm and torchvision resize and normalise images in the same way as these libraries. A user's
+function must return a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Options that select and process the data of a suite."""
+    """Options for selecting and processing the data of a suite."""
 
     directory: Path | None = None
     train: int | None = None

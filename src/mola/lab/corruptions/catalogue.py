@@ -1,4 +1,4 @@
-"""All corruptions by name, with their published parameters, and the function that applies them."""
+"""All corruptions, keyed by name, with their published parameters, and the function that applies them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ IMAGENET_CORRUPTIONS: tuple[str, ...] = tuple(name for name, (_, _, imagenet) in
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
-"""Maximum number of pixels processed at once, equal to 256 images of 32 x 32 pixels; it limits the memory used."""
+"""Maximum number of pixels processed at once, to limit memory use; it corresponds to 256 images of 32 x 32 pixels."""
 
 
 def corrupt(

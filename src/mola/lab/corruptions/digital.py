@@ -14,7 +14,7 @@ from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
 
 SIDE = 32
-"""Side of the images, in pixels, to which the lengths of the elastic distortion refer."""
+"""Side, in pixels, of the images to which the lengths of the elastic distortion refer."""
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
@@ -74,7 +74,7 @@ def pixelate(pixels: Bytes, streams: Streams, share: float) -> Bytes:
 
 def _box(before: int, after: int) -> Floats:
     # Return the matrix of Pillow's box filter, which averages the old pixels whose centres lie within half a new pixel of the new
-    # pixel's centre. When an image is enlarged, the window is one old pixel wide and contains exactly one pixel.
+    # pixel's centre. When an image is enlarged, the window is one old pixel wide and contains exactly one pixel centre.
     scale = before / after
     width = max(scale, 1.0)
     centres = (np.arange(after)[:, None] + 0.5) * scale

@@ -19,8 +19,8 @@ Bytes = NDArray[np.uint8]
 """Images as stored, with shape (n, channels, side, side) and type uint8."""
 
 Floats = NDArray[np.float64]
-"""Images or single layers during computations. They have type float64, because larger rounding errors would more often put a result
-just below a whole number, which lowers the final byte by one level."""
+"""Images, or single layers of them, during computations. They have type float64, because the larger rounding errors of float32 would
+more often put a result just below a whole number, which lowers the final byte by one level."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -45,9 +45,9 @@ Drawn = TypeVar("Drawn", bound=np.generic)
 class Streams:
     """One stream of random numbers for each of `count` images, the first of which has the index `first`.
 
-    Philox is a function of a key and a counter. The key is derived from `name`, which contains the seed, the corruption and the
-    severity. The image's index forms the upper part of the counter. The streams of different images therefore never overlap, and no
-    stream depends on how many images are corrupted at once.
+    The generator, Philox, is a function of a key and a counter. The key is derived from `name`, which contains the seed, the
+    corruption and the severity. The image's index forms the upper part of the counter. The streams of different images therefore never
+    overlap, and no stream depends on how many images are corrupted at once.
     """
 
     name: str
@@ -122,8 +122,8 @@ def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
 def zooming(side: int, factor: float) -> Floats:
     """Return the matrix that enlarges the centre of an axis by `factor`, with linear interpolation, so that it fills the axis.
 
-    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels, of which the first and the last stay the same.
-    Only the middle `side` pixels of the result are kept.
+    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels, with the same first and last values. Only the
+    middle `side` pixels of the result are kept.
     """
     taken = int(np.ceil(side / factor))
     made = round(taken * factor)

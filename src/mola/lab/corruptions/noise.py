@@ -22,7 +22,8 @@ def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
     """Add salt-and-pepper noise: set a given share of the values to 0 or 1, with equal probability."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
-    # One random number decides for each value: below half the share, the value becomes 0; from there up to the share, it becomes 1.
+    # A random number decides each value: below half the share, the value becomes 0; between half the share and the share, it becomes
+    # 1.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))
 
 

@@ -4,8 +4,8 @@ The frost corruption adds part of a picture of frost to the image. The five phot
 library. They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise.
 Results with synthetic frost are not comparable with published results.
 
-Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. It is based on Canny edges and the distances to
-them, which are computed as in OpenCV, but for a whole batch at once.
+Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. The drops are derived from Canny edges and the
+distances to them, which are computed as in OpenCV, but for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     """Turn smooth noise above a threshold into liquid: water drops with bright rims, or dark spots of mud.
 
     The steps are those of the original code, with values rounded to whole levels wherever OpenCV rounds them. There are two
-    differences: values of the liquid above 1 are clipped rather than wrapped around to 0, and an image without drops is returned
-    unchanged, which avoids a division by 0.
+    differences: liquid values above 1 are clipped rather than wrapped around to 0, and an image without drops is returned unchanged,
+    which avoids a division by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = parameters
     layer = gaussian(mean + deviation * streams.normal(pixels.shape[2:]), blur)

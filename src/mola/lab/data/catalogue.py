@@ -1,4 +1,4 @@
-"""The published data sets by name, with the paths and URLs of their files.
+"""The published data sets, keyed by name, with the paths and URLs of their files.
 
 Paths are relative to the data directory and include the folders that torchvision creates. Checksums are taken from torchvision and
 from the data sets' web pages.
@@ -35,7 +35,7 @@ class Split:
     """Alternative lists of names. Each list contains either the names of files, which may be compressed with gzip, or the name of a
     folder of images."""
     read: Reader
-    """Function that reads the images from the paths in one list."""
+    """Function that reads the images from the files in one list."""
     count: int | None = None
     """Number of published images; None if unknown."""
     downloads: tuple[Download, ...] = ()
@@ -68,7 +68,7 @@ class Dataset:
     shape: tuple[int, int, int]
     """Channels, height and width."""
     splits: Mapping[str, Split]
-    """Splits by name: "train", "test" or both."""
+    """Splits, keyed by name: "train", "test" or both."""
     hint: str = ""
     """Instructions for obtaining a data set that cannot be downloaded automatically."""
 
@@ -233,7 +233,7 @@ _ALL = (
 )
 
 DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in _ALL})
-"""Data sets by name. EMNIST's images, which are stored transposed, are transposed back when they are read."""
+"""Data sets, keyed by name. EMNIST's images, which are stored transposed, are transposed back when they are read."""
 
 
 def data_directory(given: Path | str | None = None) -> Path:

@@ -1,7 +1,7 @@
 """Reader for CLINC150 (Larson et al., 2019): requests to an assistant, each with one of 150 intents, and out-of-scope requests.
 
-The features of a sentence are the mean of its tokens' rows in the embedding table of the package `wordllama`. The package's files are
-read directly. The package is not imported, and nothing is downloaded.
+The features of a sentence are the mean of its tokens' embeddings, which come from the package `wordllama`. The files of this package
+are read directly; the package is not imported, and nothing is downloaded.
 """
 
 from __future__ import annotations

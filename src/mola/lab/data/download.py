@@ -1,4 +1,4 @@
-"""Downloads of published data sets. MD5 checksums are verified, and incomplete or damaged files are deleted."""
+"""Downloading published data sets. MD5 checksums are verified, and incomplete or damaged files are deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Download:
     """URLs, in the order in which they are tried."""
     md5: str
     files: Mapping[str, str]
-    """Paths relative to the data directory, keyed by the names of the archive's members; for a single file, the key is ""."""
+    """Paths of the files relative to the data directory, keyed by their names in the archive; for a single file, the key is ""."""
 
     def __str__(self) -> str:
         return f"{self.urls[0]} (md5 {self.md5})"

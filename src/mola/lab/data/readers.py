@@ -46,7 +46,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Read an idx file of unsigned bytes with this number of dimensions: 3 for images, 1 for labels."""
+    """Read an idx file of unsigned bytes with the given number of dimensions: 3 for images or 1 for labels."""
     content = read_bytes(path)
     start = 4 + 4 * dimensions
     magic = bytes([0, 0, 8, dimensions])

@@ -113,5 +113,5 @@ CIFAR10 = Suite(
         "MNIST as outliers: enlarged to 32 x 32 pixels (bilinear) and repeated in three colours, as OpenOOD does.",
     ),
 )
-"""The paper's experiments with CIFAR-10-C and with outliers. The paper's threshold of 0.94 is for networks with an accuracy of
+"""The paper's experiments with CIFAR-10-C and with outliers. The paper's threshold of 0.94 applies to networks with an accuracy of
 94.8 %."""

@@ -31,5 +31,5 @@ MNIST = Suite(
     make_sources=_sources,
     training_data=training(partial(load, "mnist", "train"), "none"),
 )
-"""The paper's experiments with rotated MNIST and with outliers. The paper's threshold of 0.98 is for networks with an accuracy of
+"""The paper's experiments with rotated MNIST and with outliers. The paper's threshold of 0.98 applies to networks with an accuracy of
 99.2 %."""

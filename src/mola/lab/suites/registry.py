@@ -1,4 +1,4 @@
-"""All suites, by name."""
+"""All suites, keyed by name."""
 
 from __future__ import annotations
 

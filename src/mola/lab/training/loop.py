@@ -159,7 +159,7 @@ def train_epoch(
     schedule: LRScheduler | None = None,
     seed: int | None = None,
 ) -> None:
-    """Take one optimiser step on every batch from a loader.
+    """Take one optimiser step for every batch from a loader.
 
     `loss_of` takes a batch and its name, which appears in error messages. It returns the loss of the batch, and the mean loss above
     which training is considered to have diverged. The seed, if given, determines shuffling, augmentation and dropout; otherwise,

@@ -1,8 +1,9 @@
 """The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
 
 The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
-hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the statistics of the
-training rows. A tenth of the training rows is held out to choose the noise, prior precision and distance exponent of every method.
+hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the means and standard
+deviations of the training rows. A tenth of the training rows is held out to choose the noise, prior precision and distance exponent of
+every method.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_records(results: str | Path) -> list[dict[str, Any]]:
-    """Read all records under a results folder."""
+    """Read all UCI records in a results folder."""
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
