@@ -138,7 +138,7 @@ def test_features_that_cannot_be_compared_are_refused():
     weight, bias = make_head()
     with pytest.raises(DataError, match="do not vary within the classes"):
         fitted(features[:3], torch.arange(3))
-    with pytest.raises(DataError, match="subspace of 3"):
+    with pytest.raises(DataError, match="at most 3 of their 6 dimensions"):
         virtual_logit(lambda: [features[:, :3] @ torch.randn(3, 6)], weight, torch.zeros_like(bias))
     with pytest.raises(DataError, match="same score"):
         standardised([lambda x: torch.zeros(len(x))], [[features]])

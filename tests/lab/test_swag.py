@@ -174,7 +174,7 @@ def test_a_complete_path_is_extended_but_not_shortened_nor_used_for_another_netw
     assert torch.equal(fit(problem, checkpoint=tmp_path)(problem.inputs), fit(problem)(problem.inputs))
     with pytest.raises(StorageError, match="another training run or another network"):
         fit(problem, make_problem(1).network, checkpoint=tmp_path)
-    with pytest.raises(StorageError, match="contains 6 epochs, more than"):
+    with pytest.raises(StorageError, match="contains 6 epochs, which is more than"):
         fit(problem, epochs=3, checkpoint=tmp_path)
 
 
