@@ -179,7 +179,8 @@ def test_a_path_is_no_module(place, name):
     with pytest.raises(OptionError, match="unknown network"):
         open_posterior(folder)
     with pytest.raises(
-        OptionError, match=r"expected a function in the form package\.module:function.*Pass the name of a module, not of a file"
+        OptionError,
+        match=r"expected a function in the form package\.module:function.*Pass the name of a module, not of a file",
     ):
         import_builder(name)
     assert not place.witness.exists()
