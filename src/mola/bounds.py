@@ -1,14 +1,14 @@
 r"""The paper's confidence bounds and the exact far-field limit.
 
-Under the probit link, the weights bound every scaled logit for all inputs:
+Under the probit link, the weights give a bound on every scaled logit that holds for all inputs:
 
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
 
 By the paper's Lemma, a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. By its
 Theorem, the mixture's probability is at most the weighted sum of the components' bounds. The paper states both results for bias-free
-ReLU networks far from the data. The inequality shows that they hold for every input and, with the bias as one more weight, for every
-head.
+ReLU networks far from the data. The inequality shows that they hold for every input and, if the bias is treated as one more weight,
+for every head.
 
 Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
 
@@ -16,12 +16,12 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
 its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
-logit, the predicted answer has probability :math:`\sigma(|z_i|)`. This is the Lemma for two classes, one of which has zero
+logit, the predicted answer has probability :math:`\sigma(|z_i|)`. Its bound is the Lemma for two classes, one of which has zero
 weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
-\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so far from
-the data both the bound and the limit are 1/C. A temperature alone does not change the limit.
+\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so that, far
+from the data, both the bound and the limit are 1/C. A temperature alone does not change the limit.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def class_bounds(largest: Tensor) -> Tensor:
-    """Return an upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
+    """Return upper bounds on the class probabilities, of shape (..., C), given bounds on the scaled logits of the same shape."""
     # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
-    """Return the Lemma's upper bound (K, n, C) on each class's probability under each component, or 1 if there is no covariance."""
+    """Return the Lemma's upper bounds (K, n, C) on the class probabilities of each component; they are 1 without a covariance."""
     weights, scaling = posterior.weights, posterior.scaling
     divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
@@ -71,7 +71,8 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
             return torch.ones_like(torch.stack(list(rows.outputs)))
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
-        # The numerator is |mu| |phi| / s, and the denominator is the root. Without scaling, their ratio is the bound for every input.
+        # The numerator is |mu| |phi| / s, and the denominator is the square root divided by s. Without scaling, |phi| is left out of
+        # both, and their ratio is the bound that holds for every input.
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())
@@ -82,7 +83,10 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound (n,) on the confidence, or (K, n) for each component; multi-label data add a dimension."""
+    """Return the Theorem's upper bound on the confidence, of shape (n,), or the Lemma's for each component, of shape (K, n).
+
+    For multi-label data, the result has an additional last dimension for the labels.
+    """
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
         check_finite(phi, outputs)  # otherwise the bound would be finite although there is no prediction
@@ -98,7 +102,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
 
 
 def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
-    """Return the limit (n, C) of the probabilities as each input is scaled towards infinity.
+    """Return the limit of the probabilities, of shape (n, C), as each input is scaled towards infinity.
 
     Args:
         posterior: posterior of networks whose features scale with their inputs.
@@ -124,7 +128,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
             raise BoundError(
                 "the features do not scale with the input, so there is no closed-form limit. The limit is known for ReLU networks "
-                "without biases and normalisation layers."
+                "without biases or normalisation layers."
             )
         # The constant 1 for the bias is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)
@@ -156,5 +160,6 @@ def require_probit(link: Link) -> None:
     """Raise `BoundError` unless the link is the probit, the only link for which the bounds and the limit are proven."""
     if type(link) is not Probit:
         raise BoundError(
-            f"bounds and limit are proven for link 'probit', but this posterior has {link.name!r}. Use with_link('probit')."
+            f"the bounds and the limit are proven only for the 'probit' link, but this posterior uses {link.name!r}. Use "
+            f"with_link('probit')."
         )

@@ -23,39 +23,39 @@ def accuracy(probs: Tensor, labels: Tensor) -> float:
 
 
 def mean_confidence(probs: Tensor) -> float:
-    """Return the mean of the largest probability (MMC)."""
+    """Return the mean over the data of the largest class probability (mean maximum confidence, MMC)."""
     return float(probs.double().max(1).values.mean())
 
 
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Return the mean of `-log p(label)`; a probability that underflowed to 0 is replaced by the smallest positive number."""
+    """Return the mean of `-log p(label)`; a probability that underflowed to 0 is replaced by the smallest positive normal number."""
     chosen = probs.gather(1, labels[:, None]).squeeze(1)
     return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
-    """Return the mean over the data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
+    """Return the Brier score, the mean over the data of `sum_c (p_c - 1[label = c])^2`, which lies between 0 and 2."""
     one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
     return float((probs.double() - one_hot).square().sum(1).mean())
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return sums (bins, 3) over equal-width confidence bins: number of predictions, sum of confidences, number correct.
+    """Return the number of predictions, the sum of confidences and the number correct in each confidence bin, of shape (bins, 3).
 
-    The confidence is the largest probability. Bins are closed on the right. Every prediction is counted; the last bin includes
-    confidence 1.
+    The confidence is the largest probability. The bins have equal width and are closed on the right. Every prediction is counted; the
+    last bin includes confidence 1.
     """
     confidence, predicted = probs.double().max(1)
     return bin_sums(confidence, predicted == labels, bins)
 
 
 def bin_index(confidence: Tensor, bins: int) -> Tensor:
-    """Return the index of each confidence's equal-width bin; bins are closed on the right."""
+    """Return the index of the equal-width bin that contains each confidence; bins are closed on the right."""
     return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
 
 
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """Return the sums of `bin_confidences` (..., bins, 3) from confidences (..., n) in float64 and correctness (..., n)."""
+    """Compute the sums of `bin_confidences`, of shape (..., bins, 3), from float64 confidences (..., n) and correctness (..., n)."""
     index = bin_index(confidence, bins)
     sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
     for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
@@ -64,29 +64,29 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
 
 
 def calibration_gap(binned: Tensor) -> float:
-    """Return the mean over all predictions of their bin's |confidence - accuracy|, from the sums of `bin_confidences`."""
+    """Return the mean |confidence - accuracy| of the bins, weighted by their predictions, given the sums from `bin_confidences`."""
     return float(calibration_gaps(binned))
 
 
 def calibration_gaps(binned: Tensor) -> Tensor:
-    """Return the calibration gaps (...) from sums (..., bins, 3)."""
+    """Return the calibration gap of each set of sums: shape (..., bins, 3) gives shape (...)."""
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error (ECE) of the largest probability, over all predictions."""
+    """Return the expected calibration error (ECE) of the largest class probability, counting every prediction."""
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
 def largest_gap(binned: Tensor) -> float:
-    """Return the largest |confidence - accuracy| of any bin, from the sums of `bin_confidences`; empty bins have gap 0."""
+    """Return the largest |confidence - accuracy| of any bin, given the sums from `bin_confidences`; empty bins have a gap of 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
 def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Return the same sums as `bin_sums`, but for the bins of the authors' scripts, for comparison with published values.
+    """Return the same sums as `bin_sums`, but with the bins used in the authors' scripts, for comparison with published values.
 
-    Bins are closed on the left, and predictions in the last bin are left out. Very confident wrong
+    Bins are closed on the left, and predictions in the last bin are ignored. Very confident wrong
     predictions therefore do not raise the calibration error.
     """
     # NumPy's edges differ from i / bins in the last bit, which determines the bin of a confidence on an edge.
@@ -111,10 +111,10 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
     Args:
         uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
-        correct: correctness (n,) of each prediction, 1 or 0.
+        correct: correctness of each prediction (n,): 1 if correct, 0 if wrong.
 
     Returns:
-        The coverage (n,), which is 1/n, 2/n, ..., 1, and the error rate (n,) at each coverage.
+        The coverages 1/n, 2/n, ..., 1 and the error rate at each coverage, both of shape (n,).
     """
     if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
         raise DataError(
@@ -129,13 +129,13 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     """Return the mean of the risk-coverage curve (AURC; Geifman et al., 2019).
 
-    The best value is 0, and random rejection gives the error rate.
+    The best value is 0, and random rejection gives the overall error rate.
     """
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """Return the AURC of `count` predictions if all `wrong` errors are rejected first, which is the lowest possible value."""
+    """Return the lowest possible AURC of `count` predictions with `wrong` errors, reached if all errors are rejected first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
@@ -158,7 +158,7 @@ def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
 
 
 def share_below(values: Tensor, others: Tensor) -> Tensor:
-    """Return the share (n,) of the `others` (m,) below each value (n,); a tie counts as one half."""
+    """Return, for each of the n values, the share of the m `others` that lie below it; a tie counts as one half."""
     ordered = others.sort().values
     ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
     return (ends[0] + ends[1]).double() / (2 * len(others))
@@ -192,16 +192,16 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
         labels: labels 0 or 1 (n, C); NaN or -100 marks a missing label.
 
     Returns:
-        Areas (C,) in float64, NaN for a label that is always yes or always no. The mean over labels is the macro average.
+        Areas (C,) in float64, which are NaN for labels that are always yes or always no. Their mean is the macro-averaged AUROC.
     """
     return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return the average precision of each label: the mean of the precision over the steps of recall, without interpolation.
+    """Return the average precision of each label: the precision averaged over the increases in recall, without interpolation.
 
-    The arguments are the same as for `auroc_of_labels`. The value depends on the frequency of yes. It is NaN for a label that is never
-    yes.
+    The arguments are the same as for `auroc_of_labels`. The value depends on the share of positive labels. It is NaN for a label that
+    is never yes.
     """
     return _each_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
 

@@ -1,7 +1,7 @@
-"""Monte Carlo dropout (Gal and Ghahramani, 2016): the average prediction of a network whose dropout stays active.
+"""Monte Carlo dropout (Gal and Ghahramani, 2016): average the predictions of a network whose dropout stays active at test time.
 
-All data share the masks of a draw, so a prediction does not depend on the rest of its batch, except for the length to which sequences
-are padded. For each input, the average has the same distribution as if every datum had its own mask.
+Within a draw, all inputs share the same masks, so a prediction does not depend on the other inputs in its batch, except through the
+length to which sequences are padded. For each input, the average has the same distribution as if each input had its own masks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-MASKS = 0  # label that separates the seeds for masks from other seeds
+MASKS = 0  # purpose in `derived_seeds`, which keeps the seeds for masks apart from other seeds
 
-_lock = threading.RLock()  # during a pass, masks are hooks on the user's layers
+_lock = threading.RLock()  # one pass at a time, because the masks are applied by hooks on the user's layers
 
 
 class McDropout(Mixture):
@@ -35,7 +35,7 @@ class McDropout(Mixture):
     The network, the number of draws and the seed determine the predictions, so there is nothing else to save.
 
     Args:
-        network: the trained network, which is not modified. Its dropout must consist of layers (`nn.Dropout` and its variants),
+        network: the trained network, which is not modified. Its dropout must be implemented by layers (`nn.Dropout` and its variants),
             because calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of each input is the batch
             dimension.
         samples: number of draws.
@@ -54,7 +54,7 @@ class McDropout(Mixture):
         samples = whole_number(samples, "samples")
         if not _active(network):
             raise OptionError(
-                f"{type(network).__name__} has no dropout layer with a probability above 0, so all draws would be equal. Expected "
+                f"{type(network).__name__} has no dropout layer with a probability above 0, so all draws would be identical. Expected "
                 f"nn.Dropout layers or their variants; calls to torch.nn.functional.dropout cannot be detected."
             )
         meaning = homoscedastic(likelihood, "Monte Carlo dropout")
@@ -64,12 +64,12 @@ class McDropout(Mixture):
         self.seed: int = check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone; the network keeps its mode and runs in eval mode during every pass."""
+        """Set the mode of this module only; the network keeps its own mode but runs in eval mode during every pass."""
         self.training = mode
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return a copy with the same draws and another likelihood, for example one with different noise."""
+        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
@@ -91,7 +91,7 @@ def _active(network: nn.Module) -> list[_DropoutNd]:
 
 @contextmanager
 def _masked(network: nn.Module, seed: int) -> Iterator[None]:
-    # In eval mode, the fast path of transformers packs padded sequences and skips layers.
+    # In eval mode, PyTorch's fast path for transformers packs padded sequences and bypasses dropout layers.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     handles = [module.register_forward_hook(_drop) for module in _active(network)]
@@ -106,7 +106,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # For a given mask, every kind of dropout is an affine function of each input, so its values at 0 and 1 determine it.
+    # For a given mask, every kind of dropout is an elementwise affine function, so its values at 0 and 1 determine it.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

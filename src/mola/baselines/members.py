@@ -14,14 +14,14 @@ from mola.numerics import check_seed, to_float64
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
-    """Draw `count` seeds from one seed. A longer list begins with the same seeds, and different purposes get independent seeds."""
+    """Draw `count` seeds from one seed. Longer lists begin with the seeds of shorter ones; each purpose gets independent seeds."""
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
     return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()
 
 
 def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Tensor:
-    """Run a network that is in eval mode; return its probabilities (n, C), or its means (n, D) in the targets' units."""
+    """Run a network that is already in eval mode and return its probabilities (n, C), or its means (n, D) in the targets' units."""
     outputs = call(network, inputs)
     outputs = likelihood.check_outputs(outputs, [("", outputs.shape)])
     check_finite(outputs[:, :0], outputs)
@@ -36,12 +36,12 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
 
 
 def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
-    """Return the likelihood; raise `OptionError` if it is heteroscedastic, since a mixture of means would lose predicted variances."""
+    """Return the likelihood; raise `OptionError` if it predicts variances, which a mixture of means would lose."""
     meaning = as_likelihood(likelihood)
     if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
         raise OptionError(
-            f"{method} averages means and would drop predicted variances. Pass networks that also predict variances to mola.fit or "
-            f"mola.ensemble."
+            f"{method} averages means, so it would discard predicted variances. Pass networks that also predict variances to mola.fit "
+            f"or mola.ensemble."
         )
     return meaning
 
@@ -57,6 +57,6 @@ def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of tensors that are missing or unknown, or that have the wrong shape."""
+    """Return the names of tensors that are missing, unknown or of the wrong shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return sorted({name for name, _ in shapes.items() ^ expected.items()})

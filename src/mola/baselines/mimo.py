@@ -2,12 +2,11 @@ r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has 
 
 In training, the K inputs are the same batch in different orders, and each head classifies its own input
 (`mola.lab.training.train_mimo`). At test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an
-ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of Laplace approximations of all
-heads.
+ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of the heads' Laplace approximations.
 
-The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's old weights to
-preserve the scale of the initialisation. Each head has as many weights as the old head. The first layer has K times as many weights,
-and they are divided by the square root of K so that the sum over K independent inputs has the same variance as before.
+The first layer of the architecture is widened to accept K inputs. New weights are drawn at random from the old weights of the same
+layer, to preserve the scale of the initialisation. Each head has as many weights as the original head. The first layer has K times as
+many weights as before; they are divided by the square root of K so that the sum over K independent inputs keeps its variance.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Mimo(Mixture):
     Args:
         network: the architecture with untrained weights; it is copied, not modified.
         members: number K of inputs and heads.
-        example: a batch of inputs, used to find the first and the last layer.
-        seed: random seed for the new weights of both layers.
+        example: a batch of inputs, used to find the first and last layers.
+        seed: random seed for the new weights of the first layer and the heads.
     """
 
     def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
@@ -63,11 +62,11 @@ class Mimo(Mixture):
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers; each applies the trunk to K copies of the input, followed by one head."""
+        """K ordinary classifiers, each of which applies the trunk to K copies of the input, and then its own head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return the logits (K, n, C) of all heads, in eval mode and without gradients."""
+        """Return the logits (K, n, C) of all heads, computed in eval mode and without gradients."""
         with evaluating(self), torch.no_grad():
             features = call(self.trunk, inputs)
             return torch.stack([head(features) for head in self.heads])
@@ -95,10 +94,10 @@ class MimoMoLA(MoLA):
 
 
 def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
-    """Fit MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", as the default.
+    """Fit MIMO-MoLA by calling `mola.fit(mimo.networks, ...)` with the paper's structure, "full", as the default.
 
-    Training inputs are repeated K times, as at test time. Fitting and tuning take K passes through the trunk per batch; a prediction
-    takes one.
+    Each training input is repeated K times, as at test time. Fitting and tuning take K passes through the trunk per batch; a
+    prediction takes one.
 
     Args:
         mimo: the trained network; it is not modified.
@@ -107,7 +106,7 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
         **options: options for `mola.fit`.
 
     Returns:
-        The posterior; load it with `mola.load(directory, mimo.networks)`.
+        The posterior; after `save`, it can be loaded with `mola.load(directory, mimo.networks)`.
     """
     fitted = fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
     weights = fitted.weights if fitted.weighting == "given" else fitted.weighting
@@ -115,7 +114,7 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
 
 
 class Trunk(nn.Module):
-    """The trunk that K heads share. It maps K copies of the input, side by side, to features (n, P)."""
+    """The trunk that K heads share. It maps K copies of the input, joined along the channel axis, to features (n, P)."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ class Trunk(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the features (n, P) of one batch (n, channels, ...)."""
         if not isinstance(inputs, Tensor):
-            raise DataError(f"MIMO takes one tensor (n, channels, ...) as inputs, got {type(inputs).__name__}.")
+            raise DataError(f"MIMO takes a single tensor (n, channels, ...) as its input, got {type(inputs).__name__}.")
         return self.network(stack_inputs([inputs] * self.members))
 
 
@@ -146,14 +145,14 @@ def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
     """Join K batches (n, channels, ...) along the channel axis."""
     if any(batch.dim() < 2 for batch in inputs):
         raise DataError(
-            f"expected inputs (n, channels, ...), got shape {tuple(inputs[0].shape)}. For a single input, pass a batch of one: "
+            f"expected inputs of shape (n, channels, ...), got {tuple(inputs[0].shape)}. For a single input, pass a batch of one: "
             f"inputs[None]."
         )
     return torch.cat(list(inputs), dim=1)
 
 
 def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tuple[nn.Module, list[nn.Linear]]:
-    # Turn the network into the trunk, in place; return the trunk and K new heads.
+    # Turn the network into the trunk in place, and return it together with K new heads.
     with evaluating(network):
         head = find_head(network, example)
         if not isinstance(head.layer, nn.Linear) or head.dense_axes:
@@ -164,7 +163,7 @@ def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tupl
         try:
             if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head.layer))):
                 raise DataError(
-                    "it is a grouped convolution, or this layer or the head is parametrised, for example by weight_norm."
+                    "this layer is a grouped convolution, or this layer or the head is parametrised, for example by weight_norm."
                 )
             wide = _widened_layer(first, members, generator)
             _replace(network, first, wide)

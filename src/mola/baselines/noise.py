@@ -1,4 +1,4 @@
-"""Noise scaling: the noise that best fits validation targets, for regression predictors that have no curvature to tune.
+"""Noise scaling: choose the noise that best fits the validation targets, for regression predictors without a Laplace approximation.
 
 This is the regression counterpart of temperature scaling: it multiplies the noise of each output by a factor and leaves the means
 unchanged.
@@ -32,8 +32,8 @@ def scale_noise(predictor: Scaled, val_loader: Iterable[Any]) -> Scaled:
     """Return the predictor with each output's noise chosen to maximise the likelihood of the validation targets.
 
     Args:
-        predictor: a regression predictor: `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or an `McDropout`.
-            A posterior from `mola.fit` chooses its noise in `tune`.
+        predictor: the regression predictor, for example `mola.ensemble(networks, likelihood="gaussian")`, a `Swag`, a `MultiSwag` or
+            an `McDropout`. A posterior from `mola.fit` is rejected, because its `tune` method already chooses the noise.
         val_loader: validation data as batches of (inputs, targets), with targets in their original units.
     """
     likelihood = predictor.likelihood
@@ -90,7 +90,7 @@ def _with(predictor: Any, likelihood: Gaussian) -> Any:
 
 
 def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
-    """Find the noise factors (D,) that maximise the likelihood of targets (n, D)."""
+    """Find the noise factors (D,) that maximise the likelihood of the targets (n, D)."""
     means, variances, noises = (one.double() for one in (means, variances, noises))
     rest, error = variances - noises, (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
     start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()

@@ -1,13 +1,13 @@
-r"""SWAG (Maddox et al., 2019): the average prediction of networks drawn from a Gaussian that is fitted to SGD snapshots.
+r"""SWAG (Maddox et al., 2019): average the predictions of networks drawn from a Gaussian fitted to SGD snapshots.
 
 From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the variance of each weight, and the last K deviations
 :math:`d_t = \theta_t - \bar\theta_t` from the mean of the snapshots so far. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
-A `Swag` holds a copy of the network whose parameters are the mean. For every pass, the weights are drawn afresh from the moments and a
-seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of several SWAGs,
-each from its own trained network. `mola.lab.training` fits both methods.
+A `Swag` holds a copy of the network, with its parameters set to the mean. For every pass, the weights are drawn again from the moments
+with a fixed seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of
+several SWAGs, each from its own trained network. `mola.lab.training` fits both methods.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from mola.saving.posterior import describe, rebuild
 OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
 SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
 SMALLEST_VARIANCE = 1e-30  # variance assigned to a weight that did not change
-DRAWS = 1  # label that separates the seeds for weights from other seeds
+DRAWS = 1  # purpose in `derived_seeds`, which keeps the seeds for weights apart from other seeds
 
-_lock = threading.RLock()  # during a pass, the network holds the weights of one draw
+_lock = threading.RLock()  # one pass at a time, because the network holds the weights of a single draw
 
 
 @dataclass
 class Moments:
-    """The mean, the spread and the last deviations of named weights over snapshots, in main memory."""
+    """Means, squared deviations and most recent deviations of named weights over the snapshots, kept in main memory."""
 
     count: int = 0
     """Number of snapshots."""
@@ -60,10 +60,10 @@ class Moments:
     squares: dict[str, Tensor] = field(default_factory=dict)
     """Sum of squared deviations from the mean for each weight, computed by Welford's method, which avoids cancellation in float32."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """The last K deviations, shape (K, ...), oldest first."""
+    """The last K deviations, of shape (K, ...), oldest first."""
 
     def add(self, weights: Mapping[str, Tensor], rank: int) -> None:
-        """Add one snapshot in place, and keep the last `rank` deviations."""
+        """Add one snapshot in place, keeping only the last `rank` deviations."""
         self.count += 1
         for name, tensor in weights.items():
             # Use at least float32, since a mean in half precision would lose small steps.
@@ -87,7 +87,7 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Draw weights from the Gaussian after its covariance is multiplied by `scale`."""
+        """Draw weights from the Gaussian with its covariance multiplied by `scale`."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
@@ -101,7 +101,7 @@ class Moments:
         return drawn
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, for saving."""
+        """Return all tensors, keyed by name, for saving."""
         parts = {"mean": self.mean, "squares": self.squares, "columns": self.columns}
         return {f"{kind}.{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
 
@@ -112,14 +112,14 @@ class Moments:
 
 
 class Swag(Mixture):
-    """The average prediction of networks drawn around the path of SGD. `mola.lab.training.fit_swag` and `Swag.load` return it.
+    """A predictor that averages networks drawn from a SWAG Gaussian. `mola.lab.training.fit_swag` and `Swag.load` return it.
 
-    `seed` determines the draws, so a prediction depends neither on its batch nor on earlier predictions.
+    `seed` determines the draws, so a prediction depends neither on the rest of its batch nor on earlier predictions.
 
     Args:
-        network: a copy of the network that only this object uses; its parameters are set to the mean.
+        network: a copy of the network, used by this object only; its parameters are set to the mean.
         moments: moments of the parameters that SGD changed.
-        statistics: BatchNorm statistics (samples, ...) of all draws, by buffer name.
+        statistics: BatchNorm statistics (samples, ...) of all draws, keyed by buffer name.
         samples: number of draws.
         scale: factor by which the covariance is multiplied.
         seed: random seed for the draws.
@@ -152,12 +152,12 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return a copy with the same draws and another likelihood, for example one with different noise."""
+        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
         options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone; the network stays in eval mode."""
+        """Set the mode of this module only; the network stays in eval mode."""
         self.training = mode
         return self
 
@@ -167,7 +167,7 @@ class Swag(Mixture):
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 
     def sample(self, index: int) -> dict[str, Tensor]:
-        """Return the weights and BatchNorm statistics of one draw by name, on the network's device and in its precision."""
+        """Return the weights and BatchNorm statistics of one draw, keyed by name, on the network's device and in its precision."""
         if not 0 <= index < self.samples:
             raise OptionError(f"index must be between 0 and {self.samples - 1}, the last draw; got {index!r}.")
         own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
@@ -201,7 +201,7 @@ class Swag(Mixture):
 
     @classmethod
     def load(cls, directory: str | Path, network: nn.Module) -> Swag:
-        """Load a SWAG from a folder that `save` wrote.
+        """Load a SWAG from a folder written by `save`.
 
         Args:
             directory: the folder.
@@ -215,8 +215,8 @@ class Swag(Mixture):
         if wrong or not moved or document["snapshots"] < 1 or document["rank"] == 1 or document["scale"] < 0:
             named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
             raise StorageError(
-                f"{directory} does not match {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or has the "
-                f"wrong shape or size. Pass a network with the architecture that was saved."
+                f"{directory} does not match {type(network).__name__}: {named} of the saved SWAG is missing or unknown, or has the "
+                f"wrong shape or size. Pass a network with the same architecture as the saved one."
             )
         with torch.no_grad():
             for name, tensor in rest.items():
@@ -234,13 +234,13 @@ class Swag(Mixture):
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Return the weights of draw number `index` by name. They do not depend on the total number of draws."""
+    """Return the weights of draw number `index`, keyed by name. They do not depend on the total number of draws."""
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
 @contextmanager
 def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace a network's parameters and buffers, by name, and restore them at the end of the context."""
+    """Replace the named parameters and buffers of a network, and restore them when the context ends."""
     own = all_tensors(network)
     kept = {name: own[name].clone() for name in tensors}
     with torch.no_grad():
@@ -272,7 +272,7 @@ def _expected_shapes(
 
 
 class MultiSwag(Mixture):
-    """The uniform mixture of SWAGs. `mola.lab.training.fit_multi_swag` and `MultiSwag.load` return it.
+    """A uniform mixture of SWAGs. `mola.lab.training.fit_multi_swag` and `MultiSwag.load` return it.
 
     Args:
         swags: one SWAG for each trained network.
@@ -283,7 +283,7 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return a copy with the same draws and another likelihood, for example one with different noise."""
+        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:
@@ -295,11 +295,11 @@ class MultiSwag(Mixture):
 
     @classmethod
     def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MultiSwag:
-        """Load a MultiSWAG from a folder that `save` wrote.
+        """Load a MultiSWAG from a folder written by `save`.
 
         Args:
             directory: the folder.
-            networks: one network of the same architecture for all SWAGs, or one network for each SWAG; copies are used.
+            networks: one network with the architecture of all SWAGs, or one network for each SWAG; they are copied, not modified.
         """
         document, _ = read_folder(directory, "multi-swag", {"swags": [str]})
         names, given = document["swags"], as_networks(networks)

@@ -4,8 +4,8 @@ For K members with weights w, the loss at a temperature T is the mixture's log l
 
 .. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
 
-For one member, L is convex in 1/T and has one minimum. For several members, L may have more than one minimum; a grid search finds the
-lowest.
+For one member, L is convex in 1/T and has a single minimum. For several members, L may have more than one minimum; a grid search finds
+the lowest one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mola.posterior import MoLA
 from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
-RANGE = 1e4  # search from 1/RANGE to RANGE times the logits' mean range; beyond these ends, the loss barely changes
-GRID = 129  # number of grid points, enough to separate several minima: seven per factor of e
+RANGE = 1e4  # the search covers 1/RANGE to RANGE times the logits' mean range, beyond which the loss barely changes
+GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
 CHUNK = 2**22  # number of logits processed at a time
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Find the temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 8 digits.
+    """Find, to about 8 digits, the shared temperature of all members that minimises the mixture's negative log-likelihood.
 
-    If every label has the highest logit, the best temperature is 0; if the labels contradict the logits, it is infinite. In both
-    cases, the end of the range is returned, with a warning.
+    If the labelled class always has the highest logit, the best temperature is 0; if the labels contradict the logits, it is infinite.
+    In both cases, the corresponding end of the search range is returned, with a warning.
 
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
         labels: class indices (n,).
-        weights: weights (K,) of the members, which sum to 1; None gives each member the weight 1 / K.
+        weights: weights (K,) of the members, which sum to 1; by default, each member has the weight 1 / K.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
@@ -78,15 +78,14 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         best = end
         limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
         warn(
-            f"on these data, the loss falls as the temperature goes to {limit}. The temperature is set to the end of the range, "
-            f"{math.exp(best):.3g}. "
-            f"Use more validation data for a finite optimum."
+            f"on these data, the loss keeps falling as the temperature goes to {limit}. The temperature is set to the end of the "
+            f"search range, {math.exp(best):.3g}. More validation data may give a finite optimum."
         )
     return math.exp(best)
 
 
 def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
-    """Turn binary labels into two classes with the logits 0 and z, and drop missing labels. Class labels are returned unchanged."""
+    """Convert binary labels to two classes with the logits 0 and z, dropping missing labels. Class labels are returned unchanged."""
     if likelihood.mutually_exclusive:
         return logits, labels
     targets = likelihood.targets(labels).flatten()
@@ -104,12 +103,12 @@ def temperature_scaled(
     likelihood: str | Likelihood = "categorical",
     progress: bool = True,
 ) -> MoLA:
-    """Return a plain ensemble with the temperature that minimises the negative log-likelihood of validation data.
+    """Return a plain ensemble with the temperature that minimises the negative log-likelihood on the validation data.
 
     The result is `mola.ensemble(networks).with_temperature(T)`; only T, which is `result.temperature`, needs to be saved.
 
     Args:
-        networks: one trained classifier, or K trained classifiers; they are not modified.
+        networks: one or K trained classifiers, which are not modified.
         val_loader: validation data with labels, read once.
         mean: the quantity that is averaged over the networks, "probabilities" or "logits".
         weights: "uniform", or K numbers that sum to 1.
