@@ -89,7 +89,7 @@ def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
     Bins are closed on the left, and predictions in the last bin are ignored. Very confident wrong
     predictions therefore do not raise the calibration error.
     """
-    # NumPy's edges differ from i / bins in the last bit, which determines the bin of a confidence on an edge.
+    # NumPy's edges differ from i / bins in the last bit, which decides the bin of a confidence that lies on an edge.
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
     index = torch.bucketize(confidence, edges, right=True) - 1
     values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
@@ -118,8 +118,8 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     """
     if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
         raise DataError(
-            f"the risk-coverage curve needs one uncertainty per prediction, without nan; got {tuple(uncertainty.shape)} "
-            f"uncertainties ({int(uncertainty.isnan().sum())} nan) for {tuple(correct.shape)} predictions."
+            f"the risk-coverage curve needs one uncertainty per prediction, and no nan; got uncertainties of shape "
+            f"{tuple(uncertainty.shape)} ({int(uncertainty.isnan().sum())} nan) for predictions of shape {tuple(correct.shape)}."
         )
     _, wrong = _tied(uncertainty.double(), 1 - correct.double())
     accepted = torch.arange(1, len(wrong) + 1, device=wrong.device, dtype=torch.float64)
@@ -145,8 +145,8 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
-                f"{name}_scores must hold one number per input, for at least one input and without nan; "
-                f"got shape {tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
+                f"{name}_scores must contain one number per input, for at least one input, and no nan; got shape "
+                f"{tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
             )
     return inlier_scores.double(), outlier_scores.double()
 
@@ -165,7 +165,7 @@ def share_below(values: Tensor, others: Tensor) -> Tensor:
 
 
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
-    # Sum over thresholds of the step in recall times the precision, without interpolation. Positives have high scores.
+    # The sum over thresholds of the increase in recall times the precision, without interpolation. Positives have high scores.
     scores = torch.cat([positives, negatives])
     _, inverse = torch.unique(-scores, return_inverse=True)
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
@@ -174,10 +174,10 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _each_label(probs: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]) -> Tensor:
-    # Apply the measure to each label's probabilities for negatives and for positives. Missing labels are left out.
+    # Apply the measure, label by label, to the probabilities of the negatives and of the positives. Missing labels are omitted.
     if probs.ndim != 2 or labels.shape != probs.shape:
         raise DataError(
-            f"multi-label data need probabilities and labels (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
+            f"multi-label data need probabilities and labels of shape (n, C); got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
     pairs = zip(probs.double().unbind(1), labels.unbind(1), strict=True)
     found = [measure(column[answer == 0], column[answer == 1]) for column, answer in pairs]
@@ -209,7 +209,8 @@ def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Return the calibration error of each label: the mean |probability of yes - share of yes| over equal-width bins.
 
-    The arguments are the same as for `auroc_of_labels`. Bins are closed on the right. The value is NaN if every label is missing.
+    The arguments are the same as for `auroc_of_labels`. Bins are closed on the right. The value is NaN for a label that is missing
+    throughout.
     """
 
     def gap(no: Tensor, yes: Tensor) -> float:
@@ -235,8 +236,8 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     """Return the share of outliers accepted as inliers at a threshold that accepts a share `tpr` of the inliers (FPR95).
 
     The best value is 0. Inliers are the positives, as in the paper. An input passes if its score is at most the `tpr` quantile of the
-    inliers' scores, interpolated linearly; for 0.95 this is the 5th percentile of their confidence. Some packages use outliers as
-    positives instead: see `fpr_at_tpr_out`.
+    inliers' scores, interpolated linearly; if the score is -confidence and `tpr` is 0.95, this threshold is the 5th percentile of
+    their confidence. Some packages treat outliers as the positives instead; see `fpr_at_tpr_out`.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
@@ -245,8 +246,8 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
     """Return the share of inliers rejected as outliers at a threshold that detects at least a share `tpr` of the outliers.
 
-    The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score that this
-    share of the outliers reaches, without interpolation.
+    The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score that at least
+    this share of the outliers attains, without interpolation.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:

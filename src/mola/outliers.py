@@ -31,7 +31,7 @@ def max_logit_score(logits: Tensor) -> Tensor:
 def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
     r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
 
-    Unlike the probabilities, the energy changes with a shift common to all logits, so its level differs between members of an
+    Unlike the probabilities, the energy changes if a constant is added to all logits, so its level differs between the members of an
     ensemble.
     """
     if not 0 < temperature < float("inf"):
@@ -42,8 +42,8 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def label_energy_score(logits: Tensor) -> Tensor:
     r"""Return the free energy of multi-label logits, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021), over the last axis.
 
-    An input without any predicted label is unlike the training data. For a single label, however, a confident no is as typical as a
-    confident yes, so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
+    An input for which no label is predicted is taken to be unlike the training data. For a single label, however, a confident no is as
+    typical as a confident yes, so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
     """
     energy = -torch.nn.functional.softplus(logits)
     return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
@@ -54,10 +54,10 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
-    As the prior precision goes to 0, Algorithm 1's variance of every logit becomes a constant times
-    :math:`\phi^\top B^{-1} \phi`, and the probit link becomes linear. In this limit the score ranks inputs as the mixture's largest
-    probability does. It needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit is compared with
-    a second class whose logit is 0, and the scores are averaged over labels.
+    As the prior precision goes to 0, the variance that Algorithm 1 gives each logit becomes a constant times
+    :math:`\phi^\top B^{-1} \phi`, and the probit link becomes linear. In this limit, the score ranks inputs in the same order as the
+    mixture's largest probability. It needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit is
+    compared with a second class whose logit is 0, and the scores are averaged over the labels.
 
     Args:
         means: logits (K, n, C).
@@ -74,7 +74,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
 
 def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the energy (K, n) of each network's logits (K, n, C) after dividing them by the squared excess feature norm."""
+    """Divide each network's logits (K, n, C) by the squared excess feature norm, and return their energies (K, n)."""
     score = energy_score if likelihood.mutually_exclusive else label_energy_score
     return score(means * (-2 * log_excess).exp()[..., None])
 
@@ -89,7 +89,7 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
     choose a sum and on those used to confirm the choice (docs/outliers.md).
 
     Args:
-        terms: the three terms (n,).
+        terms: the far-field scores, the energies and the log distances, each of shape (n,).
         reference: mean and standard deviation of each term on validation data.
     """
     far_field, energy, distance = (

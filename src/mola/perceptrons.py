@@ -1,4 +1,4 @@
-"""Multilayer perceptrons for tabular data, trained in parallel: one batched product computes a layer for all K networks.
+"""Multilayer perceptrons for tabular data, trained in parallel: one batched matrix product computes a layer of all K networks.
 
 Up to rounding, training in parallel gives the same networks as training them one by one: each network has its own seed for its initial
 weights and for the order of its data.
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mola.errors import DataError
 
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-"""Function from outputs (n, C) and labels to the loss (n,) of each datum."""
+"""Function that maps outputs (n, C) and labels to the loss of each datum, of shape (n,)."""
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) -> nn.Sequential:
@@ -60,16 +60,16 @@ def train_mlps(
         outputs: number of outputs.
         loss: loss to minimise.
         hidden: widths of the hidden layers.
-        members: number of networks K.
+        members: number K of networks.
         seed: random seed for all members; a larger ensemble with the same seed begins with the same members.
-        epochs: number of passes over the data, reshuffled for every epoch and member.
+        epochs: number of passes over the data, which are reshuffled for every epoch and member.
         batch_size: number of rows per training step.
         learning_rate: initial learning rate.
         weight_decay: weight decay of the optimiser.
-        optimiser: function from parameters, `lr` and `weight_decay` to an optimiser.
+        optimiser: function that creates an optimiser from parameters, `lr` and `weight_decay`.
 
     Returns:
-        The networks in eval mode, in the precision of the inputs.
+        The trained networks, in eval mode and in the precision of the inputs.
     """
     if not len(inputs):
         raise DataError("expected at least one row of training data, got none.")

@@ -1,6 +1,7 @@
 """A scikit-learn classifier and regressor for tabular data: small, tuned ensembles with Laplace approximations.
 
-`mola.MolaClassifier` and `mola.MolaRegressor` are imported from this module on first use, because scikit-learn is an extra.
+`mola.MolaClassifier` and `mola.MolaRegressor` are imported from this module on first use, because scikit-learn is an optional
+dependency.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ with importing("MolaClassifier", "scikit-learn 1.6 or later", "sklearn"):
 Array = np.ndarray[Any, Any]
 
 STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
-"""Target number of steps per epoch for the default batch size, and the smallest and largest default batch size."""
+"""Target number of steps per epoch for the default batch size, and the smallest and largest default batch sizes."""
 
 ROWS = 4096
 """Number of rows in a batch when fitting and predicting."""
@@ -152,24 +153,24 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
 
 
 class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
-    """A mixture of Laplace approximations of multilayer perceptrons, for the classification of tabular data.
+    """A mixture of Laplace approximations of multilayer perceptrons, for classifying tabular data.
 
     `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
-    fits their posterior. By default, it chooses the prior precision by the evidence, which needs no validation data. Other rules need
-    held-out data: `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes them on this share.
-    Finally, it retrains the networks on all rows and applies the tuned prior precision and scaling of the logits. Everything is
-    computed in float64, and the same `random_state` gives identical results. Sample weights are not supported, because the curvature
-    cannot represent them.
+    fits their posterior. By default, it chooses the prior precision that maximises the evidence, which needs no validation data. For
+    other rules, which need held-out data, `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes their
+    posterior on this share. Finally, it retrains the networks on all rows and applies the tuned prior precision and scaling of the
+    logits. Everything is computed in float64, and the same `random_state` gives identical results. Sample weights are not supported,
+    because the curvature cannot represent them.
 
-    Labels y have shape (n,), with one of several classes for each row, or (n, L) with values 0 and 1 for multi-label data. For
-    multi-label data, the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` are the column
+    The labels y have shape (n,), with one class per row, or (n, L), with values 0 and 1, for multi-label data. For
+    multi-label data, the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` holds the column
     indices.
 
     Args:
         hidden: widths of the hidden layers.
-        members: number of networks; 1 gives a last-layer Laplace approximation.
+        members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; None uses about a sixteenth of the data, between 32 and 1024.
+        batch_size: number of rows per training step; by default, about a sixteenth of the data, between 32 and 1024 rows.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object from
@@ -179,13 +180,13 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
             held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         validation_fraction: share of each class set aside for the rule, with at least one row from each class that has two or more
-            rows. With "evidence" or None, nothing is set aside.
+            rows. With the rule "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
         classes_: the sorted class labels.
-        posterior_: the `mola.MoLA` over standardised features.
-        tuning_: record of how the prior precision was chosen, with notes; None without tuning.
+        posterior_: the fitted `mola.MoLA`, whose inputs are standardised features.
+        tuning_: record of how the prior precision was chosen, with notes; None if nothing was tuned.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
@@ -268,17 +269,17 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
 class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for regression on tabular data.
 
-    `fit` standardises features and targets, sets a share of the rows aside, and trains `members` networks on the rest to minimise the
-    squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the
-    prior precision and the noise on the held-out rows. Finally, it retrains the networks on all rows and applies this prior
+    `fit` standardises the features and targets, sets aside a share of the rows, and trains `members` networks on the rest to minimise
+    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the
+    prior precision and the noise on the held-out rows. Finally, it retrains the networks on all rows and applies the chosen prior
     precision and noise. With `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too
     small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical results.
 
     Args:
         hidden: widths of the hidden layers.
-        members: number of networks; 1 gives a last-layer Laplace approximation.
+        members: number of networks; a single network gives an ordinary last-layer Laplace approximation.
         epochs: number of passes over the data for each network.
-        batch_size: number of rows per training step; None uses about a sixteenth of the data, between 32 and 1024.
+        batch_size: number of rows per training step; by default, about a sixteenth of the data, between 32 and 1024 rows.
         learning_rate: initial learning rate.
         weight_decay: decoupled weight decay, as in AdamW.
         structure: structure of the curvature: "kron-exact" (exact for constant noise), "kron", "kron-diag", "diag" or "full", or an
@@ -288,12 +289,12 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; None estimates it.
-        validation_fraction: share of the rows set aside for the rule. With "evidence" or None, nothing is set aside.
+        validation_fraction: share of the rows set aside for the rule. With the rule "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
         posterior_: the `mola.MoLA` over standardised features, in the targets' units.
-        tuning_: record of how the prior precision and noise were chosen, with notes; None without tuning.
+        tuning_: record of how the prior precision and noise were chosen, with notes; None if nothing was tuned.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
