@@ -68,7 +68,9 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     ) -> Self:
         hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
         if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
-            raise OptionError(f"hidden must be one or more whole numbers above 0, such as (64,), got {self.hidden!r}.")
+            raise OptionError(
+                f"hidden must be a non-empty sequence of positive integers, such as (64,); got {self.hidden!r}."
+            )
         for name in ("members", "epochs"):
             whole_number(getattr(self, name), name)
         batch_size = min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH) if self.batch_size is None else self.batch_size
@@ -78,7 +80,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             rule = as_rule(rule, likelihood, [] if needs_data else None)
         if needs_data and not (is_real(self.validation_fraction) and 0 < self.validation_fraction < 1):
             raise OptionError(
-                f"validation_fraction must be above 0 and below 1, got {self.validation_fraction!r}. To set no data aside, use "
+                f"validation_fraction must be above 0 and below 1, got {self.validation_fraction!r}. To avoid setting data aside, use "
                 f'rule="evidence" or rule=None.'
             )
         random = check_random_state(self.random_state)
@@ -121,8 +123,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             return self
         aside = torch.from_numpy(self._set_aside(labels, random))
         with warnings.catch_warnings():
-            # The warnings are in tuning_.notes. On small tables, the search often ends at a limit, and cross-validation would repeat
-            # the warning for every fold.
+            # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit, and cross-validation would
+            # repeat the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
             start = posterior(~aside)
             tuned = start.tune(batches(aside), rule=rule, progress=False)
@@ -143,12 +145,12 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
-        """Return the full prediction for each row, a `mola.Prediction` or a `mola.RegressionPrediction`."""
+        """Return the full predictions for all rows, as a `mola.Prediction` or a `mola.RegressionPrediction`."""
         batches = self._batches(X)  # checks that the estimator is fitted
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """Return the OOD score (n,) of each row, which is higher for outliers. The score does not depend on the prior precision."""
+        """Return the OOD scores (n,) of the rows, which are higher for outliers. They do not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
 
 
@@ -239,7 +241,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
         if labels.ndim > 1:  # not stratified, since most combinations of labels may occur only once
             return super()._set_aside(labels, random)
-        # Set aside the same share of every class: at least one row, and never all rows.
+        # Set aside the same share of every class, but at least one row and never all rows.
         aside = np.zeros(len(labels), dtype=bool)
         for label in np.unique(labels):
             rows = random.permutation(np.flatnonzero(labels == label))
@@ -254,12 +256,12 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
         return aside
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Return probabilities (n, C) in the order of `classes_`; for multi-label data, return probabilities (n, L)."""
+        """Return class probabilities (n, C) in the order of `classes_` or, for multi-label data, label probabilities (n, L)."""
         batches = self._batches(X)
         return self.posterior_.predict_proba(batches)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """Return the most probable class of each row; for multi-label data, return 0 or 1 for each label (n, L)."""
+        """Return the most probable class of each row or, for multi-label data, 0 or 1 for each label (n, L)."""
         probs = self.predict_proba(X)
         if self.posterior_.likelihood == BERNOULLI:
             return (probs > 0.5).astype(np.int64)
@@ -288,12 +290,12 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             standard deviation grow with the distance from the training data; "evidence"; an object from `mola.rules`; or None to
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
-        noise: standard deviation of the targets around the mean; None estimates it.
+        noise: standard deviation of the targets around the mean; estimated if None.
         validation_fraction: share of the rows set aside for the rule. With the rule "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
-        posterior_: the `mola.MoLA` over standardised features, in the targets' units.
+        posterior_: the fitted `mola.MoLA`, whose inputs are standardised features; its predictions are in the targets' units.
         tuning_: record of how the prior precision and noise were chosen, with notes; None if nothing was tuned.
         mean_: mean of each feature.
         scale_: standard deviation of each feature; 1 for a constant feature.
@@ -341,7 +343,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         noise, rule = self.noise, self.rule
         if (
             targets == targets[0]
-        ).all():  # constant targets: predict the constant, with noise the size of its rounding error
+        ).all():  # constant targets: predict the constant, with noise as small as its rounding error
             noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
             rule = None
         likelihood = Gaussian(noise, location=location.tolist(), scale=scale.tolist())
@@ -353,7 +355,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._fit(X, targets, targets.shape[1], likelihood, rule, squared_error)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """Predict the mean for each row and, with `return_std`, the standard deviation, like scikit-learn's Gaussian processes.
+        """Predict the mean for each row and, with `return_std`, the standard deviation, as scikit-learn's Gaussian processes do.
 
         Args:
             X: feature values (n, features).

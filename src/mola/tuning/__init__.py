@@ -1,4 +1,4 @@
-"""Tuning rules, which choose the prior precision and the scaling of logits on held-out data."""
+"""Tuning rules, which choose the prior precision and, on held-out data, the scaling of the logits."""
 
 from mola.errors import OptionError
 from mola.likelihoods import Likelihood
@@ -29,9 +29,9 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
-    """Return the rule with the given name, the rule itself if an object is given, or the likelihood's default rule for None.
+    """Return the rule with the given name, the given rule object itself or, if `rule` is None, the likelihood's default rule.
 
-    Raise `OptionError` if the rule does not apply to the likelihood, or if its validation data are missing.
+    Raise `OptionError` if the rule does not apply to the likelihood, or if validation data are missing or not used by the rule.
     """
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):
@@ -53,8 +53,8 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:
         raise OptionError(
-            f"rule {label} needs validation data. Pass val_loader, or use rule 'evidence', which needs no validation data."
+            f"rule {label} needs validation data. Pass val_loader, or use the rule 'evidence', which needs no validation data."
         )
     if not needs_data and data is not None:
-        raise OptionError(f"rule {label} uses only the training data. Leave out val_loader, or choose another rule.")
+        raise OptionError(f"rule {label} uses only the training data. Omit val_loader, or choose another rule.")
     return chosen

@@ -6,11 +6,11 @@ All losses are mean log losses on the validation data, each at the temperature T
 1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
 2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each only if its paired gain exceeds two standard
    errors.
-3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus half of
-   the gain over the temperature-scaled ensemble or `price` times the loss, whichever is larger. Logits shrink only beyond the 90 %
+3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus the larger
+   of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the 90 %
    quantile of the validation data's distances.
-4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision whose increase in loss at the same T, plus one
-   standard error, is at most 0.5 %. The covariance lowers confidence and adds the uncertainty within each network.
+4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that, at the same T, raises the loss by at most
+   0.5 %, including one standard error. The covariance lowers confidence and adds the uncertainty within each network.
 
 Because the temperature-scaled ensemble is among the candidates, the rule's validation loss exceeds the ensemble's by at most the price
 plus 0.5 %.
@@ -59,7 +59,7 @@ sharpened without limit whenever all validation data are classified correctly, a
 no effect above T = 1, and little effect with thousands of examples."""
 
 ONSET = 0.9
-"""Level of the quantile of the validation data's distances beyond which logits shrink."""
+"""Logits shrink beyond this quantile of the validation data's distances."""
 
 SHARE = 0.5
 """Share of the gain over the temperature-scaled ensemble that may be spent on the distance exponent."""
@@ -68,10 +68,10 @@ FREE = 0.005
 """Largest relative increase in log loss, including one standard error, that the covariance of step 4 may cause."""
 
 TOO_SMALL = 1e-4
-"""Relative difference in log loss below which the summary reports no number."""
+"""Largest relative difference in log loss that the summary describes as not measurable."""
 
 CLEAR = 2.0
-"""Number of standard errors that the gain from pooling, or from covariance, must exceed."""
+"""Number of standard errors that a gain from pooling or from covariance must exceed to be kept."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Calibrated(Rule):
     It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 
     Args:
-        price: largest relative increase in validation log loss that caution may cause; half of the gain from pooling and covariance is
-            the limit instead if it is larger.
+        price: largest relative increase in validation log loss that caution may cause; if half of the gain from pooling and covariance
+            is larger, it is the limit instead.
     """
 
     price: float = 0.01
@@ -92,7 +92,8 @@ class Calibrated(Rule):
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
             raise OptionError(
-                f"price must be a number between 0 and 1, got {self.price!r}. A price of 0.01 allows 1 % more validation log loss."
+                f"price must be a number between 0 and 1, got {self.price!r}. With a price of 0.01, the validation log loss may rise "
+                f"by 1 %."
             )
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -228,7 +229,7 @@ class Search:
         return found
 
     def _losses(self, settings: Sequence[tuple[float, float, float]], temperatures: np.ndarray) -> Tensor:
-        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent) at temperatures (S, t).
+        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent), each at t temperatures of its own.
         precision, pooling, exponent = (np.repeat(one, temperatures.shape[1]) for one in zip(*settings, strict=True))
         found = scores(
             self.posterior,
@@ -249,7 +250,7 @@ def distance_onset(posterior: MoLA, data: HeldOut) -> float:
         for rows, _ in data.chunks(4096)
     ]
     found = float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET))
-    return math.exp(max(0.0, found))  # the quantile is below 0 if the features of most inputs are all 0
+    return math.exp(max(0.0, found))  # the log quantile is negative if the features of most inputs are all 0
 
 
 def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""Improvement in accuracy, or in correlation, above which a different order fits clearly better, so that the labels are rejected."""
+"""Improvement in accuracy or correlation above which a different order fits so much better that the labels are rejected."""
 
 CHANCE = 1e-4
 """Largest accepted probability of finding a different order by chance when predictions and labels are unrelated."""
@@ -31,8 +31,8 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
 
     Args:
         targets: labels (n,).
-        predicted: classes (n,) that each network predicts.
-        where: name of the loader.
+        predicted: the classes (n,) predicted by each network.
+        where: name of the loader in messages.
     """
     for index, classes in enumerate(predicted):
         total = len(targets)
@@ -54,7 +54,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(
-                f"the {where}: the classes seem to be in another order than the outputs of networks[{index}]. {right:.1%} of the "
+                f"the {where}: the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
                 f"labels agree with this network, but {moved:.1%} would agree in this order: {order}"
                 f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of the output for its class."
             )
@@ -69,9 +69,9 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     """Raise `DataError` if the columns of multi-label data correlate far better with the outputs in a different order.
 
     Args:
-        labels: labels (n, C): 0, 1, or NaN if a label is missing.
+        labels: labels (n, C), each of which is 0, 1, or NaN if missing.
         probs: predicted probabilities (n, C) of label 1.
-        where: name of the loader.
+        where: name of the loader in messages.
     """
     known = ~labels.isnan()
     if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
@@ -86,6 +86,6 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     order = best.indices.tolist()
     if float((best.values - correlation.diagonal()).mean()) > CLEAR and len(set(order)) == labels.shape[1]:
         raise DataError(
-            f"the {where}: the labels seem to be in another order than the networks' outputs. The columns match the outputs "
-            f"{order[:20]}{'...' if len(order) > 20 else ''}. Put the columns into the order of the outputs."
+            f"the {where}: the labels seem to be in a different order from the networks' outputs. The columns match the outputs "
+            f"{order[:20]}{'...' if len(order) > 20 else ''}. Reorder the columns to match the outputs."
         )

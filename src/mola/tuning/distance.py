@@ -1,4 +1,4 @@
-"""The rule that divides logits by the distance from the training classes, at a limited cost on validation data."""
+"""The rule that divides logits by the distance from the training classes, at a limited cost on the validation data."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ FAR = 3.0
 
 @dataclass(frozen=True)
 class Distance(Rule):
-    """The rule that divides logits by the distance from the training classes, at a limited cost on validation data.
+    """The rule that divides logits by the distance from the training classes, at a limited cost on the validation data.
 
-    The paper's rule lowers confidence everywhere until the mean confidence on validation data meets a threshold. This rule chooses the
-    prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold. The
-    cost on validation data is the same, but confidence falls mostly on inputs that are unusually far away.
+    The paper's rule lowers confidence everywhere until the mean confidence on the validation data meets a threshold. This rule chooses
+    the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold.
+    The cost on the validation data is the same, but confidence falls mostly on inputs that are unusually far from the training
+    classes.
 
     Args:
-        price: largest cost, on validation data, of dividing by the distance. None lets the mean confidence fall to the paper's
-            threshold. "loss" stops earlier if the log loss reaches that of the paper's rule. A number such as 0.02 lets the log loss
-            rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per output, and None means
-            0.01.
+        price: largest cost on the validation data of dividing logits by the distance. By default, the mean confidence may fall to the
+            paper's threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number
+            such as 0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log
+            loss per output; the default is 0.01.
         rule: the rule, given by name or as an object, that first chooses the prior precision and the temperature.
     """
 
@@ -59,8 +60,8 @@ class Distance(Rule):
         named = self.price is None or self.price == "loss"
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             raise OptionError(
-                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. A price of 0.02 allows 2 % more "
-                "validation log loss."
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
+                f"log loss may rise by 2 %."
             )
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
@@ -93,7 +94,8 @@ class Distance(Rule):
         else:
             if isinstance(self.price, str):
                 raise OptionError(
-                    f"price {self.price!r} is for classification. For regression, pass nats of log loss per output, such as 0.01."
+                    f"price {self.price!r} is for classification. For regression, pass a number of nats of log loss per output, such "
+                    f"as 0.01."
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
@@ -137,7 +139,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent up to which every exponent tried meets the limits, or 0, and the scores of all exponents tried."""
+    """Return the largest exponent up to which all tried exponents meet the limits (0 if none does), and the scores of all of them."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:
@@ -161,13 +163,13 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). Without distance, the mean "
-            f"confidence on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, "
-            f"such as mola.rules.Distance(price=0.02)."
+            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). Without it, the mean confidence "
+            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, such as "
+            f"mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
-        f"The distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
+        f"Dividing by the distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
         f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
         f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four times."
     )
@@ -177,11 +179,11 @@ def _regression_summary(tried: dict[float, dict[str, float]], chosen: float) -> 
     if chosen == 0:
         return (
             "The distance has no effect, because even the smallest exponent would raise the log loss by more than the price. Raise "
-            "the price: mola.rules.Distance(price=0.05)."
+            "the price, for example with mola.rules.Distance(price=0.05)."
         )
     return (
-        f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. Standard "
-        f"deviations are multiplied by {2**chosen:.3g} at twice the usual distance from the training data."
+        f"Scaling by the distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. "
+        f"Standard deviations are multiplied by {2**chosen:.3g} at twice the usual distance from the training data."
     )
 
 

@@ -20,11 +20,11 @@ from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
 POSITIONS_KEPT = 256
-"""Number of positions drawn from each input if outputs are dense. Neighbouring positions are similar, so more positions would add
+"""Number of positions drawn from each input if the outputs are dense. Neighbouring positions are similar, so more positions would add
 little."""
 
 LONG = 0.99
-"""Level of the quantile of the validation data's feature norms up to which a norm counts as typical."""
+"""Feature norms up to this quantile of the validation data's norms count as typical."""
 
 COPIES = 0.1
 """Lower bound on the median distance, relative to the training data's distance. A smaller median means that most validation data are
@@ -53,7 +53,7 @@ class HeldOut:
     one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
-    """Processes that hold the shards of the data. Results are computed over the data of all processes."""
+    """Processes among which the data are divided. Results are computed from the data of all processes."""
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -71,7 +71,7 @@ class HeldOut:
         return self.team.gather(rows)
 
     def check_labels(self) -> None:
-        """Raise `DataError` if labels are in a different order from the outputs, and warn if they agree no better than chance."""
+        """Raise `DataError` if the labels are in a different order from the outputs; warn if they agree no better than chance."""
         if self.labels is not None and isinstance(self.likelihood, Gaussian):
             self._check_targets(self.likelihood, self.gather(self.labels))
         if self.labels is None or not isinstance(self.likelihood, ClassificationLikelihood):
@@ -123,7 +123,7 @@ class HeldOut:
             )
 
     def score_groups(self) -> Tensor:
-        """Return the indices (m,) of the inputs that the scores belong to. Multi-label data have a score for each known label."""
+        """Return the index (m,) of the input to which each score belongs. Multi-label data have a score for each known label."""
         own = torch.arange(len(self), device="cpu")
         if self.labels is not None and isinstance(self.likelihood, ClassificationLikelihood):
             targets = self.likelihood.targets(self.labels)
@@ -133,7 +133,7 @@ class HeldOut:
         return found
 
     def accuracy(self) -> tuple[float, float]:
-        """Return the networks' mean accuracy and its standard error over the data, which all networks share."""
+        """Return the mean accuracy of the networks on these data, and its standard error."""
         likelihood = self.likelihood
         assert isinstance(likelihood, ClassificationLikelihood)
         if self.labels is None:
@@ -164,7 +164,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Compute the reference from rows (n, 3 + K): the mean and spread of the outlier score's terms, and the mean energies."""
+        """Add the mean and spread of the outlier score's terms, and the mean energies, computed from rows (n, 3 + K)."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
@@ -183,7 +183,7 @@ def read_held_out(
     progress: bool = False,
     team: Team | None = None,
 ) -> HeldOut:
-    """Run every network once over a loader, and keep the features, outputs and labels.
+    """Run every network once on the batches of a loader, and keep the features, outputs and labels.
 
     Args:
         networks: the trained networks.
@@ -191,9 +191,9 @@ def read_held_out(
         loader: any iterable of batches.
         likelihood: likelihood of the outputs.
         where: name of the loader in messages.
-        labelled: True requires labels in every batch, False ignores labels, and None reads labels if they are present.
+        labelled: whether every batch must have labels (True), labels are ignored (False), or labels are read if present (None).
         progress: show a progress bar.
-        team: processes whose shards form the data.
+        team: processes among which the data are divided; by default, only this process.
     """
     check_loader(loader, where)
     team = Team.single() if team is None else team

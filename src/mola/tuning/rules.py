@@ -41,14 +41,14 @@ DOUBTLESS = 2.0
 """Number of standard errors by which accuracy must exceed confidence before logits are sharpened."""
 
 ALIKE = 1e-3
-"""Difference in log loss per output, in nats, below which two prior precisions are considered equally good for a regression. For other
-scores, the difference is relative."""
+"""Difference in log loss per output, in nats, below which two prior precisions are considered equally good in regression. For scores
+other than the log loss, the difference is relative."""
 
 NEAR = 0.005
 """Largest excess of the mean confidence over the target that the summary does not mention."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Multiples of the current noise that are tried first for a regression. Multiples on a finer grid are tried next."""
+"""Multiples of the current noise that are tried first in regression. Multiples on a finer grid are tried next."""
 
 
 # --- the paper's rule ----------------------------------------------------------------------------------------------------
@@ -56,11 +56,11 @@ NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """The paper's rule, which chooses the smallest prior precision whose mean confidence on validation data meets a threshold.
+    """The paper's rule, which chooses the smallest prior precision whose mean confidence on the validation data meets a threshold.
 
     Args:
-        confidence: threshold on the mean confidence. None sets it `margin` below the networks' mean accuracy on the validation data.
-            The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
+        confidence: threshold on the mean confidence. By default, it lies `margin` below the networks' mean accuracy on the validation
+            data. The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
         brier: optional threshold that the Brier score must also meet.
         margin: amount by which the default threshold lies below the accuracy.
         grid: prior precisions to choose from. None uses the paper's grid of 100 values from 1e-4 to 1e3, which is extended if an end
@@ -344,4 +344,4 @@ PLAIN_RULES: dict[str, Rule] = {
     "crps": Score("crps"),
     "evidence": Evidence(),
 }
-"""Tuning rules by name, except the rules that build on another rule."""
+"""Tuning rules, keyed by name, except those that build on another rule."""
