@@ -7,8 +7,8 @@ All losses are mean log losses on the validation data, each at the temperature T
 2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each only if its paired gain exceeds two standard
    errors.
 3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus the larger
-   of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the 90 %
-   quantile of the validation data's distances.
+   of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the
+   90 % quantile of the validation data's distances.
 4. *Add covariance.* If step 2 kept no covariance, choose the smallest prior precision that, at the same T, raises the loss by at most
    0.5 %, including one standard error. The covariance lowers confidence and adds the uncertainty within each network.
 

@@ -205,8 +205,8 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
         if ratio > FAR:
             notes.append(
                 warned(
-                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data. Either the "
-                    f"training data are too few for the number of features, or the validation data differ from them."
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data. Either there "
+                    f"are too few training data for the number of features, or the validation data differ from them."
                 )
             )
     if any(one.num_predicted for one in distances):

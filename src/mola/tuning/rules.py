@@ -63,8 +63,8 @@ class Threshold(Rule):
             data. The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
         brier: optional threshold that the Brier score must also meet.
         margin: amount by which the default threshold lies below the accuracy.
-        grid: prior precisions to choose from. None uses the paper's grid of 100 values from 1e-4 to 1e3, which is extended if an end
-            is best.
+        grid: prior precisions to choose from. By default, these are the 100 values of the paper's grid from 1e-4 to 1e3, which is
+            extended if its best value is at an end.
     """
 
     confidence: float | None = None
@@ -88,7 +88,7 @@ class Threshold(Rule):
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """Return the target for the mean confidence, its explanation, and notes."""
+        """Return the target mean confidence, an explanation of it, and any notes."""
         if self.confidence is not None:
             return self.confidence, f"{self.confidence:.2%} as given", ()
         accuracy, error = data.accuracy()
@@ -118,10 +118,10 @@ class Threshold(Rule):
         if index is None:
             index = max(search.tried)
             summary = warned(
-                f"The threshold rule has no effect: without any covariance the mean confidence is "
+                f"The threshold rule has no effect: without any covariance, the mean confidence is "
                 f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
                 f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set to "
-                f"{search.value(index):.3g}, which is nearly the plain ensemble. Use the default rule, 'calibrated'."
+                f"{search.value(index):.3g}, which gives nearly the plain ensemble. Use the default rule, 'calibrated'."
             )
         else:
             notes = (*notes, *search.note(index))
@@ -140,14 +140,14 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Score(Rule):
-    """The rule that chooses the prior precision with the best score on validation data.
+    """The rule that chooses the prior precision with the best score on the validation data.
 
-    If the networks are clearly underconfident on the data, a temperature below 1 also sharpens the logits. For regression, the rule
+    If the networks are clearly underconfident on these data, a temperature below 1 also sharpens the logits. For regression, the rule
     also chooses the noise unless it was given.
 
     Args:
         score: "nll", "brier" or "ece" for classification, "nll" or "crps" for regression.
-        grid: prior precisions to choose from; None uses the paper's grid, which is extended if its best value is at an end.
+        grid: prior precisions to choose from; by default, the paper's grid, which is extended if its best value is at an end.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
@@ -157,7 +157,7 @@ class Score(Rule):
         one_of(self.score, tuple(SCORE_NAMES), "score")
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the rule is defined for a likelihood."""
+        """Return True if the rule is defined for the likelihood."""
         return {"nll": True, "crps": not likelihood.classification}.get(self.score, likelihood.classification)
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -202,7 +202,7 @@ class Score(Rule):
             search = PrecisionSearch(curve_of(posterior, data, temperature), self.grid)
             index = search.minimise(score, smooth=score != "ece")
         note = (
-            f"the networks are underconfident, as after label smoothing or mixup: on the validation data the mean confidence is "
+            f"the networks are underconfident, as after label smoothing or mixup: on the validation data, the mean confidence is "
             f"{float(each['confidence'].mean()):.2%} and the accuracy is {float(each['correct'].mean()):.2%}, which is "
             f"{gap / error:.1f} standard errors higher. A temperature of {temperature:.3g} changes the {SCORE_NAMES[score]} "
             f"from {before:.4g} to {search.tried[index][score]:.4g}."
@@ -219,7 +219,7 @@ class Outliers(Rule):
     Args:
         loader: batches of outliers, whose labels are ignored.
         weight: weight of the penalty.
-        grid: prior precisions to choose from; None uses the paper's grid, which is extended if its best value is at an end.
+        grid: prior precisions to choose from; by default, the paper's grid, which is extended if its best value is at an end.
     """
 
     loader: Iterable[Any] = field(repr=False)
@@ -228,7 +228,7 @@ class Outliers(Rule):
 
     def __post_init__(self) -> None:
         if not (is_real(self.weight) and 0 <= self.weight < math.inf):
-            raise OptionError(f"weight must be a finite number of at least 0, got {self.weight!r}.")
+            raise OptionError(f"weight must be a finite number that is not negative, got {self.weight!r}.")
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""
@@ -244,7 +244,7 @@ class Outliers(Rule):
         index = search.minimise("objective")
         row = search.tried[index]
         summary = (
-            f"At prior precision {search.value(index):.3g} the validation log loss is {row['nll']:.4g} and the mean "
+            f"At prior precision {search.value(index):.3g}, the validation log loss is {row['nll']:.4g} and the mean "
             f"confidence on outliers is {row['outlier_confidence']:.1%}."
         )
         chosen = (search.value(index),) * len(posterior.components)
@@ -259,19 +259,19 @@ class Evidence(Rule):
     """The rule that maximises the log marginal likelihood of the training labels, without any validation data.
 
     Args:
-        shared: True chooses one prior precision for all components, which maximises the sum of their log evidences. False chooses a
-            separate prior precision for each component.
+        shared: choose one prior precision for all components, which maximises the sum of their log evidences. Otherwise, a separate
+            prior precision is chosen for each component.
     """
 
     shared: bool = True
     needs_data = False
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the rule is defined for a likelihood."""
+        """Return True if the rule is defined for the likelihood."""
         return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
-        """Choose the prior precision and, for a regression, the noise unless it was given."""
+        """Choose the prior precision and, for regression, the noise unless it was given."""
         count = len(posterior.components)
         free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count

@@ -1,4 +1,4 @@
-"""Scores of candidates on held-out data.
+"""Scores of candidate settings on held-out data.
 
 The rows are processed in chunks, and each chunk is scored for many candidates at once if the link allows it.
 """
@@ -34,7 +34,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a function that computes the scores that need no labels: confidence, and cross-entropy with the uniform distribution."""
+    """Return a function for the scores that need no labels: the confidence and the cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the scores (L, m) of L candidates for each datum of all processes, or for each known label of multi-label data.
+    """Score L candidates on the data of all processes; return scores (L, m), one per datum or known label of multi-label data.
 
     The settings of the candidates are broadcast against each other.
 
@@ -64,7 +64,7 @@ def scores(
         posterior: the mixture, whose scaling is ignored.
         data: the held-out data.
         score: function that maps a predictive distribution and labels to named scores (L, m).
-        precision: prior precision of each candidate, as one number or one number per component; None uses the posterior's own.
+        precision: prior precision of each candidate, as one number or one number per component; by default, the posterior's own.
         temperature: temperatures of the candidates.
         pooling: pooling coefficients of the candidates.
         exponent: distance exponents of the candidates.
@@ -96,7 +96,7 @@ def scores(
 def mean_scores(
     posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return the mean (L,) of each of the `scores`, and the calibration error "ece" for classification with labels."""
+    """Return the mean (L,) of each score, and the calibration error "ece" for classification with labels."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
     if "correct" in scored:
@@ -111,7 +111,7 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     # The labels of one input are not independent, so the differences are first summed for each input.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
     if len(total) == 1:
-        return float(mean), math.inf  # a single input has no standard error
+        return float(mean), math.inf  # a standard error needs more than one input
     error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
     return float(mean), max(error, least)
 

@@ -27,7 +27,7 @@ LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
 """First and last indices of the paper's grid, which has 100 values from 1e-4 to 1e3, and the step sizes of the search."""
 
 LOWEST, HIGHEST = -279, 225
-"""Smallest and largest indices of the extended grid, with the values 2e-24 and 8e11. Below this range, the prior has no influence;
+"""Smallest and largest indices of the extended grid, whose values are 2e-24 and 8e11. Below this range, the prior has no influence;
 above it, no covariance remains."""
 
 SAME = 1e-9
@@ -41,7 +41,7 @@ def warned(note: str) -> str:
 
 
 def points(share: float, digits: str = "g") -> str:
-    """Format a difference between two proportions in percentage points: "1 point" or "2.6 points"."""
+    """Format a difference between two proportions in percentage points, such as "1 point" or "2.6 points"."""
     text = f"{100 * share:{digits}}"
     return f"{text} point{'' if text == '1' else 's'}"
 
@@ -54,7 +54,7 @@ def grid_value(index: int) -> float:
 
 
 class PrecisionSearch:
-    """A search over prior precisions that stores the scores of all values tried, by their index in the grid."""
+    """A search over prior precisions that stores the scores of all values tried, keyed by their index in the grid."""
 
     evaluate: Evaluate
     given: tuple[float, ...] | None
@@ -78,7 +78,7 @@ class PrecisionSearch:
                 self.tried[index] = {name: float(values[place]) for name, values in found.items()}
 
     def minimise(self, score: str, *, smooth: bool = True) -> int:
-        """Return the index of the smallest score. If `smooth` is False, every value of the grid is tried."""
+        """Return the index of the prior precision with the smallest score. If `smooth` is False, every value of the grid is tried."""
 
         def best() -> int:
             return min(sorted(self.tried), key=lambda index: self.tried[index][score])
@@ -135,7 +135,7 @@ class PrecisionSearch:
         meaning = (
             "the prior has almost no influence, and the training data alone determine the covariance"
             if index < LOW
-            else "almost no covariance is left, and predictions are close to the plain ensemble's predictions"
+            else "almost no covariance is left, and predictions are close to those of the plain ensemble"
         )
         return (
             warned(f"the prior precision {self.value(index):.3g} is outside the grid from 1e-4 to 1e3: {meaning}."),

@@ -23,33 +23,33 @@ class Tuning:
     notes: tuple[str, ...] = ()
     """Warnings and remarks about the choice."""
     curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    """Scores of each candidate on the validation data, by name."""
+    """Scores of all candidates on the validation data, keyed by name."""
     temperature: float = 1.0
     pooling: float = 1.0
     distance_exponent: float = 0.0
     onset: float = 1.0
     noise_factors: tuple[float, ...] = ()
-    """Factor by which each component's noise is multiplied, if the rule chose the noise of a regression."""
+    """Factor by which each component's noise is multiplied, if the rule chose the noise in regression."""
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.summary, *self.notes) if line)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tuning as a dictionary for JSON."""
+        """Return the tuning as a dictionary that can be written as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Tuning:
-        """Rebuild the tuning from the dictionary that `as_json` returned."""
+        """Rebuild the tuning from a dictionary returned by `as_json`."""
         tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         return Tuning(**(entry | tuples | {"curve": curve}))
 
 
 class Rule:
-    """A way to choose the prior precision and the scaling of logits.
+    """A way to choose the prior precision and the scaling of the logits.
 
-    A plain function `(posterior, data) -> Tuning` also works.
+    A plain function `(posterior, data) -> Tuning` can be used instead.
     """
 
     needs_data = True
@@ -60,11 +60,11 @@ class Rule:
     """True if evidence-based weights keep their values from before tuning, even though the rule changes the prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the rule is defined for a likelihood. By default, it is defined for every classification likelihood."""
+        """Return True if the rule is defined for the likelihood. By default, it is defined for every classification likelihood."""
         return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
-        """Choose the prior precision and the scaling of logits.
+        """Choose the prior precision and the scaling of the logits.
 
         Args:
             posterior: the posterior at its initial prior precision, with temperature 1, pooling coefficient 1 and distance exponent 0.

@@ -80,7 +80,7 @@ class WholeStructure(Structure):
         known = [one for one in factors if one is not None]
         if len(known) < len(layers):
             raise DataError(
-                f"layer {layers[factors.index(None)]!r} was called exactly once per pass in the fit, but not in this pass. "
+                f"layer {layers[factors.index(None)]!r} was called exactly once per pass during fitting, but not in this pass. "
                 f"If the number of calls varies, fit with structure='diag'."
             )
         return outputs, JacobianRows(known, rest)
