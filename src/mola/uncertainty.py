@@ -5,7 +5,7 @@ would not remove. The rest is epistemic: the mutual information between the labe
 
 A distance exponent adds entropy but no mutual information. Let H be the entropy of the prediction, and let :math:`H_0` and
 :math:`I_0` be the entropy and the mutual information at distance exponent 0. The aleatoric part is then :math:`\min(H, H_0 - I_0)`.
-All other entropy is epistemic, because nearby data would remove it.
+The remaining entropy is epistemic, because training data near the input would remove it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest number of draws for the epistemic share: powers of two, with at least two draws in each quarter."""
+"""Largest and smallest numbers of draws for the epistemic share. Both are powers of two and give each quarter at least two draws."""
 
 DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio is 1/2 with many draws, and
-larger if each draw is certain of a different class."""
+"""Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio tends to 1/2 with many draws, and
+is larger if each draw is certain of a different class."""
 
 NODES = 96
-"""Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles are pi from the real line."""
+"""Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from
+the real line."""
 
 WIDE, FLAT = 9.0, 33.0
-"""Number of standard deviations, and absolute logit, beyond which an integrand vanishes in float64."""
+"""Number of standard deviations and absolute value of a logit beyond which the integrands vanish in float64."""
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -42,8 +43,8 @@ def entropy(probs: Tensor) -> Tensor:
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
-    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the rest. If a
-    # probability exceeds one half, no other probability can be as large.
+    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the other
+    # probabilities. If a probability exceeds one half, no other probability can be as large.
     largest = top[..., 0]
     return torch.where(largest > 0.5, plain + largest * (largest.log() - _log1p(-rest)), plain)
 
@@ -55,19 +56,19 @@ def _log1p(values: Tensor) -> Tensor:
 
 
 def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities over the last axis, and their entropy in nats with full relative precision."""
+    """Return the softmax probabilities over the last axis, and their entropy in nats with full relative precision."""
     below = logits - logits.amax(-1, keepdim=True)
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
-    # The largest term is 1. Removing integer parts leaves the sum of the other terms with all its digits. If the total is at least 2,
-    # several terms may be 1, and subtracting 1 loses no digits.
+    # The largest term is 1. Removing the integer parts gives the sum of the other terms to full precision. If the total is at least 2,
+    # several terms may be 1, and subtracting 1 loses no precision.
     rest = torch.where(total < 2, (raised - raised.floor()).sum(-1, keepdim=True), total - 1)
     entropies = _log1p(rest) - (raised * below).sum(-1, keepdim=True) / total
     return raised / total, entropies.squeeze(-1)
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the epistemic part (n,) of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, or (n, C) for multi-label data.
+    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`: (n,), or (n, C) for multi-label data.
 
     Args:
         member_probs: probabilities (K, n, C) of the members.
@@ -86,11 +87,11 @@ def epistemic_share(
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
-    """Return the share (n,) of a mixture's entropy that is mutual information between the label and the weights.
+    """Return the share of a mixture's entropy that is mutual information between the label and the weights, of shape (n,).
 
-    The shape is (n, C) for multi-label data. For classes, the mutual information within a component has no closed form, so it is
-    estimated from Sobol draws. As a share of the draws' entropy, it lies between 0 and 1 for every link, and it is exact if the
-    components have no covariance.
+    For multi-label data, the shape is (n, C). For mutually exclusive classes, the mutual information within a component has no closed
+    form, so it is estimated from Sobol draws. As a share of the draws' entropy, it lies between 0 and 1 for every link, and it is
+    exact if the components have no covariance.
 
     Args:
         likelihood: likelihood of the mixture.
@@ -122,7 +123,7 @@ def _share(total: Tensor, within: Tensor) -> Tensor:
 
 
 def _entropy_limit(quarters: Tensor) -> Tensor:
-    # Return the entropy of the mean over infinitely many draws, from the means (n, 4, C) over four quarters of the draws. The
+    # Estimate the entropy of the mean over infinitely many draws from the means (n, 4, C) over the four quarters of the draws. The
     # entropy of a mean of S draws is too small by an amount that falls as S grows. It is therefore computed for the quarters, the
     # halves and the whole, and the gains of the two doublings are extrapolated as a geometric series.
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
@@ -135,7 +136,7 @@ def _entropy_limit(quarters: Tensor) -> Tensor:
 
 
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
+    r"""Compute the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
 
     The trapezoidal rule converges exponentially for analytic integrands that vanish at both ends. The sigmoid does not vanish on one
     side, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` does, and the mean of that function
@@ -145,7 +146,7 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         Both means, accurate to about 1e-12 in float64.
     """
     spread = variance.clamp_min(0).sqrt()
-    # The ends are in standard deviations. For a wide Gaussian, they enclose only the logits at which the integrands are not 0.
+    # The ends are given in standard deviations. For a wide Gaussian, they enclose only the logits at which the integrands are not 0.
     clipped = (WIDE * spread > FLAT) & (mean.abs() < FLAT + WIDE * spread)
     width = torch.where(clipped, spread, 1.0)
     low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-WIDE), -WIDE)

@@ -20,7 +20,7 @@ def uniform_weights(count: int) -> Tensor:
 
 
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
-    """Return the given weights (K,) in float64, or raise `OptionError` unless they are K non-negative numbers that sum to 1."""
+    """Return the given weights (K,) in float64; raise `OptionError` unless they are K non-negative numbers that sum to 1."""
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -33,19 +33,20 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(f"weights must be finite and not negative, got {values.tolist()}.")
     if abs(float(values.sum()) - 1) > 1e-6:
         raise OptionError(
-            f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
+            f"weights must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Weights that sum to 1 up to rounding are left unchanged, because dividing again would change them with every save and load.
+    # Weights that sum to 1 up to rounding are left unchanged, because dividing them by their sum again would change them with every
+    # save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
-    """Return "uniform" or "evidence" unchanged, or the given weights after a check by `check_weights`."""
+    """Return "uniform" or "evidence" unchanged, or check the given weights with `check_weights` and return them."""
     if not isinstance(weights, str):
         return check_weights(weights, count)
     if weights == "stacking":
         raise OptionError(
-            "weights 'stacking' need validation data: fit first, then call posterior.reweight(val_loader)."
+            "weights='stacking' needs validation data: fit first, then call posterior.reweight(val_loader)."
         )
     return one_of(weights, ("uniform", "evidence"), "weights", "numbers that sum to 1, one for each network")
 
@@ -56,20 +57,21 @@ def evidence_weights(log_evidence: Tensor) -> Tensor:
 
 
 def stacking_weights(likelihoods: Tensor) -> Tensor:
-    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, a concave problem on the simplex.
+    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, which is a concave problem on the simplex.
 
     .. math:: \max_\pi \tfrac1n \sum_n \log \sum_k \pi_k\, p_k(y_n) \quad \text{with } \pi \ge 0,\; 1^\top \pi = 1
 
-    Newton's method maximises the objective with a shrinking log barrier mu. The duality gap K mu bounds the remaining gain.
+    Newton's method maximises the objective plus a log barrier whose weight mu shrinks. The duality gap, K mu, bounds the gain that is
+    still possible.
 
     Args:
         likelihoods: probability or density (n, K) of each label under each component.
 
     Returns:
-        Weights (K,) in float64, within 1e-10 nats of the optimum.
+        Weights (K,) in float64, whose mean log-likelihood is within 1e-10 nats of the optimum.
     """
     count, tiny = likelihoods.shape[1], torch.finfo(torch.float64).tiny
-    # Ratios to the best component have the same optimum and do not underflow.
+    # Likelihood ratios to the best component have the same optimum and do not underflow.
     best = likelihoods.double().amax(1, keepdim=True).clamp_min(tiny)
     ratios = (likelihoods.double() / best).clamp_min(tiny)
     weights, barrier = uniform_weights(count), 1.0
@@ -85,13 +87,13 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Return stacking weights for components whose predictions depend on the weights, by updating predictions and weights alternately.
+    """Find stacking weights for components whose predictions depend on the weights, by updating both alternately.
 
     An update does not follow the gradient of the log-likelihood and may lower it, so updates from each starting point stop when the
     log-likelihood no longer rises. The result is at least as good as every starting point.
 
     Args:
-        evaluate: function from weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.
+        evaluate: function that maps weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.
         starts: weights to start from.
     """
     found = []

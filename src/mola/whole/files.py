@@ -1,4 +1,4 @@
-"""Save a posterior over whole networks as a JSON document and tensors, and load it."""
+"""Save a posterior over whole networks as a JSON document and tensors, and load it again."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mola.whole.posterior import WholeMoLA, make_component, structure_of
 from mola.whole.structures import NAMES, WholeStructure
 
 KIND = "whole-posterior"
-CHOSEN = "chosen"  # name of the tensor with the indices of a subnetwork's weights; all other tensors are sums
+CHOSEN = "chosen"  # name of the tensor that holds the indices of a subnetwork's weights; all other tensors are sums
 BLOCK: dict[str, Any] = {"names": [str], "rows": int, "columns": int, "layer": Optional(str)}
 COMPONENT: dict[str, Any] = {"network": str, "blocks": [BLOCK], "outputs": int, "prior_precision": float}
 SCHEMA: dict[str, Any] = {"structure": str, **MIXTURE, "components": [{**COMPONENT, **SUMS[0]}]}
 
 
 def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
-    """Write a posterior, without its networks, to a folder and return the folder."""
+    """Write a posterior, without its networks, to a folder, and return the folder's path."""
 
     def part(index: int, component: Component, _: LastLayer) -> dict[str, Any]:
         structure = structure_of(component)
@@ -48,14 +48,14 @@ def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
 
 
 def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
-    """Load a saved posterior onto the networks it was fitted on.
+    """Load a saved posterior over the networks to which it was fitted.
 
     Args:
-        directory: folder that `posterior.save` wrote.
-        networks: the networks that the posterior was fitted on, in the same order.
+        directory: folder written by `posterior.save`.
+        networks: the networks to which the posterior was fitted, in the same order.
 
     Returns:
-        The posterior. Raises `StorageError` if the files are damaged or a network differs from the fitted network.
+        The posterior. Raises `StorageError` if the files are damaged or a network differs from the one that was fitted.
     """
     document, tensors = read_folder(directory, KIND, SCHEMA)
     models, parts = as_networks(networks), document["components"]
@@ -99,5 +99,7 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
 def _checked_places(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
-        raise StorageError(f"tensor 'chosen': expected increasing indices below {size}. Save the posterior again.")
+        raise StorageError(
+            f"tensor 'chosen': expected indices in increasing order below {size}. Save the posterior again."
+        )
     return chosen

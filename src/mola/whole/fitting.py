@@ -55,35 +55,35 @@ def fit(
     team: Team | None = None,
     progress: bool = True,
 ) -> WholeMoLA:
-    """Fit a Laplace approximation over all weights of each trained network, not only over its last layer.
+    """Fit a Laplace approximation over all weights of each trained network, rather than over its last layer only.
 
     The posterior over the weights that require gradients is a Gaussian. Its mean is the vector of trained weights, and its precision
     is `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
 
     Args:
-        networks: one trained classifier, or K classifiers. Their architectures may differ, but they must have the same number
+        networks: one or K trained classifiers. Their architectures may differ, but they must have the same number
             of classes.
-        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels". For a
-            subnetwork, which needs two passes, an iterator is not accepted.
+        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
+            "labels". For a subnetwork, which needs two passes, an iterator is not accepted.
         val_loader: validation data. If given, the posterior is tuned on these data.
         rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
-            diagonal) or "full" (small networks only). None means "kron", or "full" for a subnetwork.
-        subnetwork: number or fraction of uncertain weights. The weights with the largest marginal variance under the diagonal
-            approximation are chosen (Daxberger et al., 2021), and they have a full covariance. All other weights keep their trained
-            values. Weights that affect no training datum, such as the weights of dead units, are chosen last.
+            diagonal) or "full" (small networks only). The default is "kron", or "full" for a subnetwork.
+        subnetwork: number or fraction of the weights that are treated as uncertain. The weights with the largest marginal variance
+            under the diagonal approximation are chosen (Daxberger et al., 2021) and given a full covariance. All other weights
+            keep their trained values. Weights that affect no training datum, such as those of dead units, are chosen last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object from `mola.links`.
         likelihood: only "categorical". Use `mola.fit` for other likelihoods.
-        prior_precision: lambda, as one number or K numbers.
+        prior_precision: prior precision lambda, as one number or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and all processes return
-            the posterior for all data.
+            the same posterior, fitted to all data.
         progress: show a progress bar if stderr is a terminal.
     """
     team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
     if meaning != CATEGORICAL:
         raise OptionError(
-            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which works on last layers."
+            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which is for last layers."
         )
     models = as_networks(networks)
     name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
@@ -150,9 +150,9 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
 
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
-    # Return the indices, in increasing order, of the largest marginal variances 1 / (h + lambda), that is, of the smallest h.
-    # Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong to dead units
-    # and would otherwise fill the subnetwork.
+    # Return the indices, in increasing order, of the weights with the largest marginal variances 1 / (h + lambda), i.e. with the
+    # smallest h. Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong to
+    # dead units and would otherwise fill the subnetwork.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[:count].sort().values.cpu()
 

@@ -1,7 +1,7 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
 A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
-instead. A search computes the Jacobians of a few data points at a time and evaluates all candidates on them.
+instead. A search computes the Jacobians of a few data points at a time and evaluates all candidates with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor
 
     Args:
         component: component whose network is linearised.
-        inputs: inputs of the data.
+        inputs: inputs of the data points.
         outputs: logits (n, C) of the network, in float64.
     """
     layer: Any = component.on(outputs.device)
@@ -46,7 +46,7 @@ def coordinates(component: Component, inputs: Inputs, outputs: Tensor) -> Tensor
 
 
 def structure_of(component: Component) -> WholeStructure:
-    """Return the structure of a component's curvature, with the layout of its weights."""
+    """Return the structure of a component's curvature, which includes the layout of its weights."""
     layer = component.require_layer("a posterior over whole networks")
     assert isinstance(layer.structure, WholeStructure)
     return layer.structure
@@ -55,14 +55,14 @@ def structure_of(component: Component) -> WholeStructure:
 def make_component(
     network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
 ) -> Component:
-    """Make the component for one network from its sums."""
+    """Build the component of one network from its curvature sums."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
     return Component(network, None, layer, prior_precision, likelihood)
 
 
 @dataclass(frozen=True)
 class CapturedInputs(Captured):
-    """Outputs of one pass of a network, together with the inputs."""
+    """The outputs of one pass through a network, together with its inputs."""
 
     inputs: Inputs = None
     component: Component | None = None
@@ -102,9 +102,9 @@ class HeldInputs(HeldOut):
 
 
 class WholeMoLA(MoLA):
-    """A mixture of Laplace approximations over all weights of its networks, made by `mola.whole.fit` or `mola.whole.load`.
+    """A mixture of Laplace approximations over all weights of its networks, returned by `mola.whole.fit` and `mola.whole.load`.
 
-    The networks are linearised around the trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
+    The networks are linearised around their trained weights, in eval mode. Every call computes the Jacobians of its data, which takes
     C backward passes through each network.
     """
 
@@ -137,7 +137,7 @@ class WholeMoLA(MoLA):
         return MAX_PROBABILITY
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Prediction:
-        """Return the prediction from captured passes. All fields are computed at once, because Jacobians dominate the cost."""
+        """Return the prediction for captured passes. All fields are computed together, because the Jacobians dominate the cost."""
         assert isinstance(self.likelihood, ClassificationLikelihood)
         found = []
         for rows in self.chunks(captured):
@@ -158,7 +158,7 @@ class WholeMoLA(MoLA):
         return Prediction(fields, likelihood=self.likelihood)
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Raise `OptionError`, because the far-field limit of the paper holds for last layers only."""
+        """Raise `OptionError`, because the paper's far-field limit holds for last layers only."""
         raise OptionError(
             "the far-field limit holds only for last layers, but this posterior is over whole networks. Use mola.fit."
         )
@@ -174,7 +174,7 @@ class WholeMoLA(MoLA):
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
-        """Run the networks once over a loader and store inputs, outputs and labels."""
+        """Run the networks once on the batches of a loader, and keep the inputs, outputs and labels."""
         if isinstance(loader, HeldOut):
             return super().read(loader, where, labelled=labelled)
         check_loader(loader, where)
@@ -201,7 +201,7 @@ class WholeMoLA(MoLA):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save everything except the networks; load it with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
+        """Save everything except the networks, to be loaded with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
         from mola.whole.files import save_whole
 
         return save_whole(self, directory)

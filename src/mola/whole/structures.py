@@ -6,10 +6,11 @@ with inputs a and gradients g at T positions by
 
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
-This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of one layer whose gradients
-are the Jacobian rows and whose input is the constant 1. The diagonal is the special case in which there are no layers. A
-`WholeCurvature` is an orthogonal basis of weight space with one eigenvalue h for each direction. In the coordinates z (n, C, D) of the
-Jacobians in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
+This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of a single layer whose
+gradients are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without any layers. A
+`WholeCurvature` is an orthogonal basis of the weight space, with an eigenvalue h for each direction. In terms of the Jacobians'
+coordinates z in this basis, of shape (n, C, D), every formula is a sum over the D directions, whose terms depend on
+:math:`h + \lambda`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mola.whole.jacobians import Directions, Factors, WeightLayout, jacobians, l
 NAMES = ("kron", "diag", "full", "subnetwork")
 
 JITTER = 1e-9
-"""Multiple of the mean diagonal entry that is added to the diagonal of the centred covariance before its Cholesky decomposition. The
+"""Jitter added to the diagonal of the centred covariance before its Cholesky decomposition, relative to the mean diagonal entry. The
 covariance has low rank if only a few weights are uncertain."""
 
 
@@ -43,7 +44,7 @@ class JacobianRows(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeStructure(Structure):
-    """A way to approximate the Gauss-Newton matrix of the weights in a layout.
+    """An approximation of the Gauss-Newton matrix of the weights in a layout.
 
     Args:
         layout: layout of the weights.
@@ -57,7 +58,7 @@ class WholeStructure(Structure):
     name: str
 
     def rows(self, network: nn.Module, inputs: Inputs, directions: Directions) -> tuple[Tensor, JacobianRows]:
-        """Return logits (n, C) and Jacobian rows along the given directions, for a few data points."""
+        """Return the logits (n, C) and the Jacobian rows along the given directions, for a few data points."""
         layers = [block.layer for block in self.layout.blocks if block.layer is not None]
         if layers:
             return self._factored_rows(network, layers, inputs, directions)
@@ -86,9 +87,9 @@ class WholeStructure(Structure):
         return outputs, JacobianRows(known, rest)
 
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
-        """Return B (O, O) and A (I, I) for each layer, and the sums of squares (S,) for the remaining weights.
+        """Return B (O, O) and A (I, I) for each layer, and the sum of squares for each of the S remaining weights.
 
-        The rows must be along the directions of `curvature_roots`.
+        The rows must be those along the directions of `curvature_roots`.
         """
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
@@ -109,7 +110,7 @@ class WholeStructure(Structure):
         return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the memory that sums and eigenbases take, in bytes."""
+        """Return the number of bytes that the sums and eigenbases take."""
         squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
@@ -125,7 +126,7 @@ class WholeCurvature(Curvature):
     bases: tuple[tuple[Tensor, Tensor], ...]
 
     def coordinates(self, rows: JacobianRows) -> Tensor:
-        """Return Jacobian rows (n, R, D) in the eigenbasis. The factors are rotated before they are multiplied."""
+        """Return the Jacobian rows (n, R, D) in the eigenbasis. The factors are rotated before they are multiplied."""
         pairs = zip(rows.layers, self.bases, strict=True)
         return torch.cat([*(factors.product(*own).flatten(2) for factors, own in pairs), rows.rest], 2)
 
@@ -148,28 +149,28 @@ class WholeCurvature(Curvature):
         return phi - phi.mean(1, keepdim=True) if centred else phi
 
     def inverse(self, precision: Precision) -> Tensor:
-        """Return eigenvalues (..., D) of the posterior covariance."""
+        """Return the eigenvalues (..., D) of the posterior covariance."""
         return 1 / (self.values + as_column(precision, self.values, 1))
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return `sum_d z_cd^2 / (h_d + lambda)`."""
+        """Return the variance of each logit, `sum_d z_cd^2 / (h_d + lambda)`."""
         inverse = self.inverse(precision)
         squares = self._centred(phi, centred=centred).square()
         variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `z diag(1 / (h + lambda)) z'`."""
+        """Return the covariance of the logits, `z diag(1 / (h + lambda)) z'`."""
         coordinates = self._centred(phi, centred=centred)
         return (coordinates * self.inverse(precision)) @ coordinates.mT
 
     @property
     def noise_size(self) -> int:
-        """Number of standard normals per draw, one for each contrast of the logits."""
+        """Number of standard normal variables per draw, one for each contrast of the logits."""
         return self.outputs - 1
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return draws from the centred covariance, computed with its Cholesky root in the basis of contrasts."""
+        """Return draws with the centred covariance, computed from its Cholesky root in the basis of contrasts."""
         basis = contrasts(self.outputs).to(self.values)
         seen = basis.T @ self.covariance(phi, precision, centred=True) @ basis
         scale = seen.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(seen.dtype).tiny)
@@ -183,13 +184,13 @@ class WholeCurvature(Curvature):
         return torch.stack([self.rotated_back(one * scale) for one in noise])
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (n, count, C) of the linearised logits for random draws of the weights."""
+        """Return deviations (n, count, C) of the linearised logits under random draws of the weights."""
         scale = self.inverse(precision).sqrt()
         draws = (scale * standard_normals((len(scale),), generator).to(scale) for _ in range(count))  # drawn lazily
         return torch.stack([phi @ one for one in draws], 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
-        """Return `sum_d log(h_d + lambda)`."""
+        """Return the log determinant of the posterior precision, `sum_d log(h_d + lambda)`."""
         return (self.values + precision).log().sum()
 
     def divided(self, by: float) -> Self:
@@ -197,11 +198,11 @@ class WholeCurvature(Curvature):
         return replace(self, values=self.values / by)
 
     def mahalanobis(self, phi: Tensor) -> Tensor:
-        """Raise `OptionError`, because only posteriors over last layers support this method."""
+        """Raise `OptionError`, because only a posterior over last layers supports this method."""
         _refuse("a feature norm")
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Raise `OptionError`, because only posteriors over last layers support this method."""
+        """Raise `OptionError`, because only a posterior over last layers supports this method."""
         _refuse("the covariance of one class's weights")
 
 
