@@ -89,7 +89,7 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
     """
     likelihood: Any = posterior.likelihood
     for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
-        check_finite(phi, outputs)  # otherwise the bound would be finite although there is no prediction
+        check_finite(phi, outputs)  # otherwise the bound would be finite even though there is no prediction
     found = component_bounds(posterior, rows)
     members = likelihood.member_probabilities(posterior.members(rows), posterior.link)
     total = mixed(posterior.weights, list(found))
@@ -106,8 +106,8 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
     Args:
         posterior: posterior of networks whose features scale with their inputs.
-        once: features and outputs captured at the inputs.
-        far: features and outputs captured at `SCALE` times the inputs, to test whether the features scale.
+        once: features and outputs captured for the inputs themselves.
+        far: features and outputs captured for the inputs times `SCALE`, to test whether the features scale.
     """
     if once[0].layout.sizes:
         raise BoundError(

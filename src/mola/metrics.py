@@ -105,7 +105,7 @@ def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the error rate at every coverage when only the least uncertain inputs are predicted.
+    """Return the error rate at each coverage if predictions are made only for the least uncertain inputs.
 
     Predictions with equal uncertainty are accepted in random order, and the curve is the mean over all such orders.
 
@@ -188,8 +188,8 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Return each label's area under the ROC curve: the probability that a positive datum scores higher than a negative datum.
 
     Args:
-        probs: probabilities of yes (n, C).
-        labels: labels 0 or 1 (n, C); NaN or -100 marks a missing label.
+        probs: predicted probabilities of yes (n, C).
+        labels: labels (n, C), each 0 or 1; NaN or -100 marks a missing label.
 
     Returns:
         Areas (C,) in float64, which are NaN for labels that are always yes or always no. Their mean is the macro-averaged AUROC.
@@ -221,13 +221,13 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of detecting inliers by low scores. Unlike AUROC, it depends on the share of outliers."""
+    """Return the average precision of detecting inliers by their low scores. Unlike AUROC, it depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of detecting outliers by high scores. Unlike AUROC, it depends on the share of outliers."""
+    """Return the average precision of detecting outliers by their high scores. Unlike AUROC, it depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 

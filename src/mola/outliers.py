@@ -61,7 +61,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     Args:
         means: logits (K, n, C).
-        norms: length (K, n) of each feature vector relative to the training features.
+        norms: norms (K, n) of the feature vectors, relative to the training features.
         weights: mixture weights (K,).
         likelihood: likelihood of the mixture.
     """
@@ -80,7 +80,7 @@ def energies(means: Tensor, log_excess: Tensor, likelihood: ClassificationLikeli
 
 
 def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:
-    r"""Return the sum of the far-field score, the energy and the log distance, each standardised on validation data.
+    r"""Return the sum of the far-field score, the energy and the log distance, each standardised on the validation data.
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
 
@@ -90,7 +90,7 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
 
     Args:
         terms: the far-field scores, the energies and the log distances, each of shape (n,).
-        reference: mean and standard deviation of each term on validation data.
+        reference: mean and standard deviation of each term on the validation data.
     """
     far_field, energy, distance = (
         (term - mean) / deviation for term, (mean, deviation) in zip(terms, reference, strict=True)

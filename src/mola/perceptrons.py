@@ -56,7 +56,7 @@ def train_mlps(
 
     Args:
         inputs: input rows (n, features).
-        labels: labels or targets, (n,) or (n, C).
+        labels: labels or targets, of shape (n,) or (n, C).
         outputs: number of outputs.
         loss: loss to minimise.
         hidden: widths of the hidden layers.

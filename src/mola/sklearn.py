@@ -146,7 +146,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
 
     def prediction(self, X: Any) -> Any:  # noqa: N803
         """Return the full predictions for all rows, as a `mola.Prediction` or a `mola.RegressionPrediction`."""
-        batches = self._batches(X)  # checks that the estimator is fitted
+        batches = self._batches(X)  # this also checks that the estimator is fitted
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803

@@ -24,7 +24,7 @@ MOST_DRAWS, FEWEST_DRAWS = 64, 8
 """Largest and smallest numbers of draws for the epistemic share. Both are powers of two and give each quarter at least two draws."""
 
 DRAWN_LOGITS = 2**13
-"""Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
+"""Largest number of drawn logits (draws times classes). With many classes, fewer draws are both needed and affordable."""
 
 SLOWEST_GAIN = 0.75
 """Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio tends to 1/2 with many draws, and

@@ -113,8 +113,8 @@ def test_a_network_at_chance_and_labels_of_one_class_are_warned_of(posterior):
     untrained = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
     nn.init.zeros_(untrained[2].weight)
     with pytest.warns(
-        MolaWarning, match=r"agree with networks\[1\], and chance alone would give 33.3%. Check that .* trained"
+        MolaWarning, match=r"agree with networks\[1\], whereas chance alone would give 33.3%. Check that .* trained"
     ):
         mola.fit([posterior.networks[0], untrained], [draw(200, 1)], [(inputs, labels)], progress=False)
-    with pytest.warns(MolaWarning, match="every label of the validation loader is 2"):
+    with pytest.warns(MolaWarning, match="every label in the validation loader is 2"):
         posterior.tune([(inputs[labels == 2], labels[labels == 2])], rule="nll", progress=False)

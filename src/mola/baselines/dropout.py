@@ -73,7 +73,7 @@ class McDropout(Mixture):
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
-        """Return the number of draws and the seed."""
+        """Return the number of draws and the seed, to be shown by `repr`."""
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:

@@ -47,12 +47,12 @@ def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by name, including buffers that a state dict leaves out."""
+    """Return all parameters and buffers, keyed by name, including buffers that a state dict omits."""
     return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, with the prefix removed from their names."""
+    """Return the tensors whose names begin with a prefix, keyed by their names without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

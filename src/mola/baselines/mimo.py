@@ -1,6 +1,6 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
-In training, the K inputs are the same batch in different orders, and each head classifies its own input
+In training, the K inputs are copies of the same batch in different orders, and each head classifies its own input
 (`mola.lab.training.train_mimo`). At test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an
 ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of the heads' Laplace approximations.
 
@@ -85,7 +85,7 @@ class MimoMoLA(MoLA):
     """A posterior over the heads of one MIMO network. A prediction takes one pass through the shared trunk."""
 
     def capture(self, inputs: Inputs) -> list[Captured]:
-        """Run the trunk once, then all heads on its features."""
+        """Run the trunk once, and then run all heads on its features."""
         networks: Any = self.networks
         with evaluating(*networks), torch.no_grad():
             features = call(networks[0].trunk, inputs)
@@ -114,7 +114,7 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
 
 
 class Trunk(nn.Module):
-    """The trunk that K heads share. It maps K copies of the input, joined along the channel axis, to features (n, P)."""
+    """The trunk shared by K heads. It maps K copies of the input, joined along the channel axis, to features (n, P)."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Trunk(nn.Module):
 
 
 class HeadNetwork(nn.Module):
-    """An ordinary classifier made of the shared trunk and one head of a MIMO network."""
+    """An ordinary classifier that consists of the shared trunk and one head of a MIMO network."""
 
     def __init__(self, trunk: Trunk, layer: nn.Linear) -> None:
         super().__init__()

@@ -6,8 +6,8 @@ From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the varia
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
 A `Swag` holds a copy of the network, with its parameters set to the mean. For every pass, the weights are drawn again from the moments
-with a fixed seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is the mixture of
-several SWAGs, each from its own trained network. `mola.lab.training` fits both methods.
+with a fixed seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is a mixture of several
+SWAGs, each of which starts from a different trained network. `mola.lab.training` fits both methods.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class Moments:
 
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """Rebuild the moments from the result of `tensors`."""
+        """Rebuild the moments from the tensors that `tensors` returned."""
         return Moments(count, *(below(tensors, f"{kind}.") for kind in ("mean", "squares", "columns")))
 
 
 class Swag(Mixture):
-    """A predictor that averages networks drawn from a SWAG Gaussian. `mola.lab.training.fit_swag` and `Swag.load` return it.
+    """A predictor that averages networks drawn from a SWAG Gaussian. It is returned by `mola.lab.training.fit_swag` and `Swag.load`.
 
     `seed` determines the draws, so a prediction depends neither on the rest of its batch nor on earlier predictions.
 
@@ -162,14 +162,14 @@ class Swag(Mixture):
         return self
 
     def extra_repr(self) -> str:
-        """Return the numbers of snapshots and draws, the rank, the scale and the seed."""
+        """Return the numbers of snapshots and draws, the rank, the scale and the seed, to be shown by `repr`."""
         kept = f"snapshots={self.moments.count}, rank={self.moments.rank}"
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """Return the weights and BatchNorm statistics of one draw, keyed by name, on the network's device and in its precision."""
         if not 0 <= index < self.samples:
-            raise OptionError(f"index must be between 0 and {self.samples - 1}, the last draw; got {index!r}.")
+            raise OptionError(f"index must be between 0 and {self.samples - 1} (the last draw); got {index!r}.")
         own, drawn = all_tensors(self.network), draw(self.moments, self.seed, index, self.scale)
         drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
@@ -272,7 +272,7 @@ def _expected_shapes(
 
 
 class MultiSwag(Mixture):
-    """A uniform mixture of SWAGs. `mola.lab.training.fit_multi_swag` and `MultiSwag.load` return it.
+    """A uniform mixture of SWAGs. It is returned by `mola.lab.training.fit_multi_swag` and `MultiSwag.load`.
 
     Args:
         swags: one SWAG for each trained network.

@@ -1,4 +1,4 @@
-r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits validation data.
+r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits the validation data.
 
 For K members with weights w, the loss at a temperature T is the mixture's log loss,
 

@@ -157,7 +157,7 @@ class Search:
         settings = [(NO_COVARIANCE, 1.0, 0.0)]
         plain = Setting(*settings[0], 1.0, self._losses(settings, np.ones((1, 1)))[0, 0])
         before, (rough,) = plain, self._at_best_temperature(settings, 1.0, 2.0)
-        while abs(math.log(rough.temperature / before.temperature)) > 2:  # repeat until T is within the search range
+        while abs(math.log(rough.temperature / before.temperature)) > 2:  # T left the range, so search around it
             before, (rough,) = rough, self._at_best_temperature(settings, rough.temperature, 2.0)
         return plain, self._at_best_temperature(settings, rough.temperature, 0.3)[0]
 

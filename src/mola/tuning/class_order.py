@@ -56,7 +56,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
             raise DataError(
                 f"the {where}: the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
                 f"labels agree with this network, but {moved:.1%} would agree in this order: {order}"
-                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of the output for its class."
+                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of its class among the outputs."
             )
 
 
@@ -70,7 +70,7 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
 
     Args:
         labels: labels (n, C), each of which is 0, 1, or NaN if missing.
-        probs: predicted probabilities (n, C) of label 1.
+        probs: predicted probabilities (n, C) that each label is 1.
         where: name of the loader in messages.
     """
     known = ~labels.isnan()

@@ -27,7 +27,7 @@ GROWTHS = tuple(step / 16 for step in range(17))
 uncertainty about a function with a bounded slope."""
 
 FINEST = 2.0**-11
-"""Smallest step between two distance exponents."""
+"""Smallest step between two distance exponents tried."""
 
 REGRESSION_PRICE = 0.01
 """Default limit, in nats per output, on the increase in log loss that the distance exponent may cause in regression."""
@@ -94,8 +94,8 @@ class Distance(Rule):
         else:
             if isinstance(self.price, str):
                 raise OptionError(
-                    f"price {self.price!r} is for classification. For regression, pass a number of nats of log loss per output, such "
-                    f"as 0.01."
+                    f"price {self.price!r} is for classification only. For regression, pass a number of nats of log loss per output, "
+                    f"such as 0.01."
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
@@ -164,14 +164,14 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     if chosen == 0:
         return (
             f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). Without it, the mean confidence "
-            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, such as "
-            f"mola.rules.Distance(price=0.02)."
+            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, for example "
+            f"with mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
         f"Dividing by the distance changes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
         f"({100 * change:+.1f} %) and the mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. Logits are "
-        f"divided by {2**chosen:.3g} at twice the usual distance from the training classes, and by {4**chosen:.3g} at four times."
+        f"divided by {2**chosen:.3g} at twice and by {4**chosen:.3g} at four times the usual distance from the training classes."
     )
 
 
@@ -205,8 +205,8 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
         if ratio > FAR:
             notes.append(
                 warned(
-                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data. Either there "
-                    f"are too few training data for the number of features, or the validation data differ from them."
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data are. Either "
+                    f"there are too few training data for the number of features, or the validation data differ from them."
                 )
             )
     if any(one.num_predicted for one in distances):

@@ -43,7 +43,7 @@ class HeldOut:
     """Features, outputs and labels of held-out data, in float64 on the CPU."""
 
     phi: Sequence[Tensor]
-    """Features (n, P) of each network, including the constant 1."""
+    """Features (n, P) of each network, including the constant 1 if the head has a bias."""
     outputs: Sequence[Tensor]
     """Outputs (n, C) of each network."""
     labels: Tensor | None
@@ -100,13 +100,13 @@ class HeldOut:
                 "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
             )
             warn(
-                f"only {max(accuracies[one] for one in guessing):.1%} of the labels of the {self.where} agree with {which}, and "
+                f"only {max(accuracies[one] for one in guessing):.1%} of the labels of the {self.where} agree with {which}, whereas "
                 f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
                 "and that the inputs are preprocessed as in training."
             )
         elif len(found := torch.unique(targets[known])) == 1:
             warn(
-                f"every label of the {self.where} is {int(found)}. Settings tuned for one class may not suit the others. Pass "
+                f"every label in the {self.where} is {int(found)}. Settings tuned for one class may not suit the others. Pass "
                 "validation data from every class."
             )
 

@@ -84,7 +84,7 @@ class Threshold(Rule):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """False if a confidence is given but no Brier threshold, because labels are then not needed."""
+        """False if a confidence threshold but no Brier threshold is given, because labels are then not needed."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
@@ -126,7 +126,7 @@ class Threshold(Rule):
         else:
             notes = (*notes, *search.note(index))
             lowest = min(row["confidence"] for row in search.tried.values())
-            above = "; no tried prior precision lowers the confidence to the target" if lowest > target + NEAR else ""
+            above = "; no prior precision tried lowers the confidence to the target" if lowest > target + NEAR else ""
             summary = (
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
                 f"{search.value(index):.3g} (target: {origin}){above}."

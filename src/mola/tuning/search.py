@@ -113,7 +113,7 @@ class PrecisionSearch:
         return first()
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
-        # Try values beyond one end of the grid for as long as the grid may grow there and the score still changes.
+        # Extend the grid beyond one end for as long as it may grow there and the score still changes.
         end, sign = (min, -1) if down else (max, 1)
         while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
             before, last = self.tried[end(self.tried)][score], end(self.tried)

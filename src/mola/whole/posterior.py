@@ -70,7 +70,7 @@ class CapturedInputs(Captured):
     """Largest number of data points whose Jacobians are in memory at once."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield coordinates (m, C, D) and outputs (m, C) in float64 for a few data points at a time."""
+        """Yield the coordinates (m, C, D) and outputs (m, C) of a few data points at a time, in float64."""
         assert self.component is not None
         size, total, every = max(1, min(size, self.most)), self.layout.inputs, self.rows()[1]
         for start in range(0, max(total, 1), size):

@@ -6,7 +6,7 @@ with inputs a and gradients g at T positions by
 
 .. math:: B \otimes \tfrac1N A, \qquad A = \sum_n \tfrac1T \sum_t a_{nt} a_{nt}^\top, \qquad B = \sum_n \sum_t g_{nt} g_{nt}^\top.
 
-This approximation is exact for one datum and T = 1. The exact matrix of all weights is the special case of a single layer whose
+This approximation is exact for a single datum with T = 1. The exact matrix of all weights is the special case of a single layer whose
 gradients are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without any layers. A
 `WholeCurvature` is an orthogonal basis of the weight space, with an eigenvalue h for each direction. In terms of the Jacobians'
 coordinates z in this basis, of shape (n, C, D), every formula is a sum over the D directions, whose terms depend on
@@ -178,7 +178,7 @@ class WholeCurvature(Curvature):
         return (noise @ root.mT) @ basis.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Return deviations (count, D) of the uncertain weights from their trained values."""
+        """Draw deviations (count, D) of the uncertain weights from their trained values."""
         scale = self.inverse(precision).sqrt()
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
