@@ -201,7 +201,7 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
         for old, name in new.items():
             shutil.copytree(desk.root / split / old, tmp_path / split / name)
     job = job_for(desk, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
-    with pytest.raises(DataError, match=r"another order.*ant, mole, zebra.*--classes"):
+    with pytest.raises(DataError, match=r"a different order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
     result = run_fit(replace(job, classes=("zebra", "ant", "mole")), tmp_path / "posterior")
     assert result["result"]["validation"]["networks"]["accuracy"] > 0.8

@@ -215,7 +215,7 @@ def test_bad_input_is_refused():
     with pytest.raises(OptionError, match="example"):
         Mimo(conv_net(), 2, example=inputs[:0])
     mimo = Mimo(conv_net(), 2, example=inputs)
-    with pytest.raises(DataError, match="one tensor"):
+    with pytest.raises(DataError, match="single tensor"):
         mimo({"pixels": inputs})
     for words, options in (("epochs", {"epochs": 0}), ("seed", {"seed": -1}), ("repetition", {"batch_repetition": 0})):
         with pytest.raises(OptionError, match=f"{words} must be"):

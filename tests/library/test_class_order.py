@@ -54,7 +54,7 @@ def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
     for order in ORDERS:
         moved = torch.tensor(order)[labels]  # class c is now called order[c]
         words = ", ".join(f"{label} -> {order.index(label)}" for label in range(CLASSES))
-        with pytest.raises(DataError, match=f"another order.*networks.*{words}"):
+        with pytest.raises(DataError, match=f"a different order.*networks.*{words}"):
             READERS[reader](posterior, [(inputs, moved)])
 
 
