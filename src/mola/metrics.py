@@ -64,7 +64,7 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
 
 
 def calibration_gap(binned: Tensor) -> float:
-    """Return the mean |confidence - accuracy| of the bins, weighted by their predictions, given the sums from `bin_confidences`."""
+    """Return the mean |confidence - accuracy| over the bins, weighted by their counts, given the sums from `bin_confidences`."""
     return float(calibration_gaps(binned))
 
 

@@ -27,8 +27,8 @@ DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are both needed and affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest ratio of the entropy gains of two successive doublings of the number of draws. The ratio tends to 1/2 with many draws, and
-is larger if each draw is certain of a different class."""
+"""Largest ratio between the entropy gains from two successive doublings of the number of draws. The ratio tends to 1/2 with many
+draws, and is larger if each draw is certain of a different class."""
 
 NODES = 96
 """Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from

@@ -87,7 +87,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 
 
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
-    """Find stacking weights for components whose predictions depend on the weights, by updating both alternately.
+    """Find stacking weights for components whose predictions depend on the weights, by updating predictions and weights in turn.
 
     An update does not follow the gradient of the log-likelihood and may lower it, so updates from each starting point stop when the
     log-likelihood no longer rises. The result is at least as good as every starting point.

@@ -112,9 +112,10 @@ class Moments:
 
 
 class Swag(Mixture):
-    """A predictor that averages networks drawn from a SWAG Gaussian. It is returned by `mola.lab.training.fit_swag` and `Swag.load`.
+    """A predictor that averages networks drawn from a Gaussian fitted to SGD snapshots.
 
-    `seed` determines the draws, so a prediction depends neither on the rest of its batch nor on earlier predictions.
+    It is returned by `mola.lab.training.fit_swag` and `Swag.load`. `seed` determines the draws, so a prediction depends
+    neither on the rest of its batch nor on earlier predictions.
 
     Args:
         network: a copy of the network, used by this object only; its parameters are set to the mean.

@@ -34,10 +34,10 @@ CHUNK = 2**22  # number of logits processed at a time
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Find, to about 8 digits, the shared temperature of all members that minimises the mixture's negative log-likelihood.
+    """Find, to about 8 digits, the temperature that minimises the mixture's negative log-likelihood.
 
-    If the labelled class always has the highest logit, the best temperature is 0; if the labels contradict the logits, it is infinite.
-    In both cases, the corresponding end of the search range is returned, with a warning.
+    All members share this temperature. If the labelled class always has the highest logit, the best temperature is 0; if the labels
+    contradict the logits, it is infinite. In both cases, the corresponding end of the search range is returned, with a warning.
 
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
@@ -59,7 +59,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     span = float((members.amax(-1) - members.amin(-1)).mean())
     if span == 0:
         warn(
-            "all logits of each datum are equal, so every temperature gives the same probabilities. The temperature is set to 1."
+            "for each datum, all logits are equal, so every temperature gives the same probabilities. The temperature is set to 1."
         )
         return 1.0
     low, high = math.log(span / RANGE), math.log(span * RANGE)

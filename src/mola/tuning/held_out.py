@@ -164,7 +164,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Add the mean and spread of the outlier score's terms, and the mean energies, computed from rows (n, 3 + K)."""
+        """Return the reference with the mean and spread of the outlier score's terms and the mean energies, from rows (n, 3 + K)."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)

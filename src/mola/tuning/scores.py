@@ -56,7 +56,7 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Score L candidates on the data of all processes; return scores (L, m), one per datum or known label of multi-label data.
+    """Return scores (L, m) of L candidates on the data of all processes, for each datum or each known label of multi-label data.
 
     The settings of the candidates are broadcast against each other.
 
