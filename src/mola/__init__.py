@@ -72,7 +72,7 @@ _LAZY = {"MolaClassifier": "mola.sklearn", "MolaRegressor": "mola.sklearn", "eva
 
 
 def __getattr__(name: str) -> object:
-    # Modules that need more than the core are imported on first use.
+    # Modules that the core does not need are imported on first use.
     if name in _MODULES:
         return importlib.import_module(f"mola.{name}")
     if name in _LAZY:

@@ -247,7 +247,7 @@ class MoLA(Mixture):
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
         """Return the members of the mixture at the given rows, under the settings of this posterior or of the given candidates.
 
-        The formulas are in `mola.scaling`.
+        The formulas are given in `mola.scaling`.
         """
         parts, likelihoods = list(zip(self.components, rows.phi, strict=True)), self.likelihoods
         spreads: Sequence[Spread | None] = [None] * len(parts)
@@ -294,7 +294,7 @@ class MoLA(Mixture):
             return self.make_prediction(kept)
 
     def make_prediction(self, captured: Sequence[Captured], seed: int | None = None) -> Any:
-        """Predict from captured passes. The passes are kept, because most fields are computed only when they are first read."""
+        """Predict from captured forward passes, which are kept because most fields are computed only when they are first read."""
 
         def field(compute: Callable[[Rows], Tensor], dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
             return lambda: self._by_rows(captured, compute, dtype)

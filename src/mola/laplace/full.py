@@ -116,11 +116,11 @@ class FullCurvature(Curvature):
 
     @property
     def noise_size(self) -> int:
-        """Number of eigenvalues: a draw of the logits is a draw of the weights in the eigenbasis."""
+        """Number of eigenvalues, because logits are drawn by drawing the weights in the eigenbasis."""
         return len(self.values)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return the features times draws of the weights."""
+        """Multiply the features by draws of the weights."""
         weights = torch.einsum("cpm,sm->pcs", self.vectors, noise * self.inverse(precision).sqrt())
         return torch.einsum("np,pcs->nsc", phi, weights)
 

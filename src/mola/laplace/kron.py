@@ -7,7 +7,7 @@ eigenvalues :math:`(\sqrt N a_i + \sqrt\lambda)(\sqrt N b_j + \sqrt\lambda)`. Th
 :math:`U \otimes V`, and the covariance of the logits is one number per datum times a fixed matrix,
 :math:`(\phi^\top V \phi)\, U`.
 
-`FactoredCurvature` implements the feature factor V, which `Kron` and `KronDiag` share. `KronExact` adds the prior exactly instead.
+`FactoredCurvature` implements the feature factor V, which `Kron` and `KronDiag` share. `KronExact` instead adds the prior exactly.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class KronDiagCurvature(FactoredCurvature):
     """Mean separate curvature (C,), or None if a shift common to all outputs has no effect."""
 
     def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
-        """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of its inverse that does not depend on the graph."""
+        """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph."""
         root = self.count**0.5
         floor = torch.zeros_like(self.nodes) if self.separate is None else root * self.separate
         rest = floor + as_column(precision, self.nodes, 1) ** 0.5

@@ -251,10 +251,10 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the true choices, (n,) or (n, C), as int64, with -1 for missing labels."""
+        """Return the true choices as int64, of shape (n,) or (n, C), with -1 for missing labels."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the most probable choices, (n,) or (n, C), for outputs (n, C)."""
+        """Return the most probable choices for outputs (n, C), of shape (n,) or (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
 
 

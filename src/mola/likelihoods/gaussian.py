@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mola.laplace.sums import Sums
 
 VARIANCE_FLOOR = 1e-6
-"""Smallest variance that a network may predict, as in `torch.nn.GaussianNLLLoss`."""
+"""Lower bound to which predicted variances are clamped, as in `torch.nn.GaussianNLLLoss`."""
 
 CONSTANT = 1e-12
 """Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
@@ -334,9 +334,7 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
 
 def _expanded(values: Any, width: int, argument: str) -> Tensor:
     if len(values) not in (1, width):
-        raise OptionError(
-            f"{argument}: expected one number, or {width} numbers, one for each output; got {len(values)}."
-        )
+        raise OptionError(f"{argument}: expected one number, or {width} numbers (one per output); got {len(values)}.")
     return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
 
 
