@@ -258,8 +258,9 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
             own.setdefault(name, []).append(method)
     listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
     caption = (
-        f"AUROC in %, averaged over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} Bold numbers compare "
-        f"the scores within each method. Scores are higher for outliers.{f' The ood score is: {listed}.' if listed else ''}"
+        f"AUROC in %, averaged over the outlier sets ({', '.join(one.title for one in sets)}). {runs_words(suite.runs)} Bold "
+        f"numbers compare the scores within each method. Higher scores indicate outliers."
+        f"{f' The ood score is defined as {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
@@ -290,15 +291,15 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
             replace(SCORED[key], name=name, group=group, on=On(names, key)) for key, name in OPENOOD_METRICS.items()
         ]
         shown += sets
-    counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown)
+    counts = ", ".join(f"{one.count:,} from {one.title}" for one in shown)
     caption = (
         f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
         f"data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as the "
         f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
         f"and logits. The set-up differs from OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and DE and "
-        f"MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outliers are {counts}, without "
-        f"Textures and Places365. TinyImageNet classes that also occur in CIFAR-10 are excluded, according to our own list. No score "
-        f"was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
+        f"MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images are {counts}; "
+        f"Textures and Places365 are not included. TinyImageNet classes that also occur in CIFAR-10 are excluded, according to our "
+        f"own list. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
@@ -368,7 +369,8 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
     every = len(sets) == len(suite.of_role("outlier"))
     caption = (
         f"{runs_words(methods)}{along} Columns for outliers are means over "
-        f"{'all sets' if every else ', '.join(one.title for one in sets)}. AUROC is computed from the confidence."
+        f"{'all outlier sets' if every else 'the sets ' + ', '.join(one.title for one in sets)}. AUROC is computed "
+        f"from the confidence."
     )
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
 
