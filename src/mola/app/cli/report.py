@@ -20,7 +20,11 @@ class ReportOptions(Quiet):
     """Options for `mola report`."""
 
     suites: tuple[str, ...] = option(
-        (), "Names of suites", argument=True, metavar="SUITES", shown="all suites with results"
+        (),
+        "Names of suites; `mola bench uci` prints its own tables",
+        argument=True,
+        metavar="SUITES",
+        shown="all suites with results",
     )
     results: Path = option(Path("results"), "Folder written by `mola bench`", metavar="DIR")
     output: Path = option(
