@@ -24,7 +24,7 @@ from mola.lab.training import Recipe, Shuffled, member_seeds, train_mimo
 from mola.lab.training import fit_swag as fit_swag_path
 from mola.saving.files import DOCUMENT
 
-RESUMED = "the fit time covers this command only, which continued earlier training."
+RESUMED = "the fit time covers only this command, not any earlier training that it resumed."
 
 
 def _loader(training: TrainingData, batch_size: int, images: int | None = None) -> Shuffled:

@@ -268,13 +268,14 @@ IMAGENET = Suite(
     cost_of_training=False,
     notes=(
         "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
-        "With training images, a fifth of ImageNet's validation images tune the prior precision and the others test; each of these "
-        "is corrupted once at each severity, the types dealt in turn.",
+        "With training images, a fifth of ImageNet's validation images are used to tune the prior precision, and the others for "
+        "testing; each test image is corrupted once at each severity, with the types assigned in turn.",
     ),
     fold_notes=(
-        "The training images are not here: the sums come from two of every five validation images, one tunes and two test, in five "
-        "rotations. Every image is tested in two of them, and all rotations have the same networks and outliers.",
-        "All images of a class have one type of corruption: types are compared on different classes.",
+        "The training images are not available: of every five validation images, two provide the sums, one is used for tuning and "
+        "two for testing, in five rotations. Every image is tested in two rotations, and all rotations use the same networks and "
+        "outliers.",
+        "All images of a class have the same type of corruption, so types are compared on different classes.",
     ),
 )
 """The paper's experiment with ImageNet-C, using trained networks that the user provides."""
