@@ -235,7 +235,7 @@ def test_two_processes_that_stream_make_the_records_of_one_that_stores(root, tmp
     assert (list(record.labelled), list(record.outliers)) == (["test", *shifted], ["svhn"])
     assert set(one["MoLA", 1].labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
     document = Store(tmp_path / "one" / "results").read_document("imagenet", "suite.json")
-    assert "training images are not here" in document["notes"][-2]
+    assert "training images are not available" in document["notes"][-2]
     assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
     # Nothing is left to do: the same command ends at once, and leaves the records as they are.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("run-*.json")}
