@@ -1,7 +1,7 @@
-"""Fit, tune and predict with several processes: each process reads its own shard, and sums are added over all processes.
+"""Fit, tune and predict with several processes: each process reads its own shard of the data, and sums are taken over all processes.
 
-Every process calls the same functions in the same order. If a process fails, it ends with its exception, torchrun stops the other
-processes, and the fit can resume from its checkpoint.
+Every process calls the same functions in the same order. If a process fails, it exits with its exception, torchrun stops the other
+processes, and the fit can be resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils.data import DistributedSampler, Subset
 from mola.errors import OptionError, warn
 
 if dist.is_available():
-    # Functions of torch.distributed.nn store, as a default argument, the process group that exists when the module is imported. The
-    # group's threads would then outlive destroy_process_group and could abort Python at exit. The module is therefore imported here,
-    # before any group exists; otherwise torch.optim, for example, would import it later.
+    # The functions in torch.distributed.nn have a default argument that holds the process group that exists when the module is
+    # imported. The threads of such a group would outlive destroy_process_group and could abort Python at exit. The module is therefore
+    # imported here, before any group exists; otherwise it could be imported later, for example by torch.optim.
     import torch.distributed.nn.functional
 
 
@@ -30,7 +30,7 @@ class Team:
     """The processes of a torch.distributed group, and the rank of this process among them.
 
     Args:
-        group: process group; None means the default group, made by `join` or torch.distributed.init_process_group.
+        group: process group; by default, the one created by `join` or torch.distributed.init_process_group.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Team:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
         if self.size > 1 and "gloo" not in dist.get_backend_config(group):
-            # Objects and sums are sent from main memory, which NCCL cannot read.
+            # A Gloo group is needed because objects and sums are sent from main memory, which NCCL cannot read.
             partial = self.size < dist.get_world_size()
             ranks = dist.get_process_group_ranks(group)
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
@@ -54,7 +54,7 @@ class Team:
 
     @classmethod
     def single(cls) -> Team:
-        """Make a team that consists of this process alone and needs no process group."""
+        """Make a team that consists only of this process, without a process group."""
         team = cls.__new__(cls)
         team.rank, team.size, team._group = 0, 1, None
         return team
@@ -64,7 +64,7 @@ class Team:
 
     @property
     def first(self) -> bool:
-        """True for rank 0, the only rank that prints and writes files."""
+        """Whether this is rank 0, the only rank that prints or writes files."""
         return self.rank == 0
 
     def shard(self, data: Any) -> Any:
@@ -72,7 +72,7 @@ class Team:
         return shard(data, self.rank, self.size)
 
     def collect(self, document: Any) -> list[Any]:
-        """Return the documents of all ranks in rank order, on every rank."""
+        """Return, on every rank, the documents of all ranks in rank order."""
         if self.size == 1:
             return [document]
         documents: list[Any] = [None] * self.size
@@ -80,25 +80,25 @@ class Team:
         return documents
 
     def share(self, document: Any) -> Any:
-        """Return rank 0's document, on every rank."""
+        """Return rank 0's document on every rank."""
         return self.collect(document if self.first else None)[0]
 
     def agree(self, document: Mapping[str, Any], what: str) -> None:
-        """Raise `OptionError` on every rank unless all ranks pass the same named options; the message begins with `what`."""
+        """Raise an `OptionError` that begins with `what` on every rank, unless all ranks pass the same named options."""
         documents = self.collect(dict(document))
         expected = documents[0]
         for rank, got in enumerate(documents):
             for name in {**expected, **got}:
                 if got.get(name) != expected.get(name):
                     raise OptionError(
-                        f"{what}: rank {rank} differs from rank 0 in {name}: expected {expected.get(name)!r}, got "
+                        f"{what}: {name} differs between rank {rank} and rank 0: expected {expected.get(name)!r}, got "
                         f"{got.get(name)!r}. Call the same functions with the same options in every process; only the data may differ."
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over all ranks in float64, and convert each sum to its tensor's dtype and device.
+        """Sum each tensor over all ranks in float64, and convert the sum back to the tensor's dtype and device.
 
-        The sums are equal on all ranks, bit for bit.
+        The sums are bitwise identical on all ranks.
         """
         if self.size == 1:
             return list(tensors)
@@ -108,13 +108,15 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Return the rows (n, ...) of all ranks in rank order, in main memory. n may differ between ranks; None means no rows."""
+        """Return all ranks' rows in rank order, in main memory. Their numbers may differ, and a rank without rows passes None."""
         own = None if rows is None else rows.detach().cpu().contiguous()
         forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
         kinds = {(form[0], form[1][1:]) for form in forms if form is not None}
         if len(kinds) != 1:
             found = "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
-            raise OptionError(f"expected rows of one dtype and shape on at least one rank, got {found}.")
+            raise OptionError(
+                f"expected rows on at least one rank, with the same dtype and shape on all ranks; got {found}."
+            )
         parts = []
         for rank, form in enumerate(forms):
             if form is None:
@@ -131,8 +133,8 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     """Set up torchrun's process group and yield its team; without torchrun, yield a team of one process.
 
     Args:
-        backend: backend of torch.distributed. None means Gloo if there are no GPUs; with GPUs, it means Gloo and NCCL, and each
-            process makes its own GPU the current device.
+        backend: torch.distributed backend. The default is Gloo on machines without GPUs, and Gloo with NCCL on machines with GPUs,
+            where each process makes its own GPU the current device.
     """
     if dist.is_available() and dist.is_initialized():
         yield Team()
@@ -143,33 +145,34 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     if torch.cuda.is_available() and backend != "gloo":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
-    # There is no finally clause: after an exception, destroying the group could block on ranks that are waiting for this rank.
+    # There is no finally clause because, after an exception, destroying the group could block on ranks that are waiting for this one.
     yield Team()
     dist.destroy_process_group()
 
 
 def shard(data: Any, rank: int, size: int) -> Any:
-    """Select the part of the data that one of `size` processes reads. Each datum is in exactly one part.
+    """Return the part of the data that the process with the given rank reads. Each datum is in exactly one part.
 
-    Parts are consecutive, in rank order, and their sizes differ by at most one. Parts are not padded with repeated data, because
+    Parts are consecutive ranges in rank order, and their sizes differ by at most one. Parts are not padded with repeated data, because
     repeated data would be counted twice. A part may be empty.
 
     Args:
-        data: a dataset with `len` and indices, a list of examples or batches, a tensor or an array.
-        rank: rank of this process, from 0.
+        data: a list of examples or batches, a tensor, an array, or a dataset that supports `len` and indexing.
+        rank: rank of this process, starting from 0.
         size: number of processes.
 
     Returns:
-        A slice for a list, tensor or array; a `Subset` for a dataset.
+        A slice of a list, tensor or array, or a `Subset` of a dataset.
     """
     if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
-        raise OptionError(f"expected a rank from 0 to size - 1, got rank {rank!r} of size {size!r}.")
+        raise OptionError(f"expected a rank from 0 to size - 1, got rank {rank!r} with size {size!r}.")
     divisible = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, (tuple, Mapping, str)) or not divisible:
         raise OptionError(
-            f"expected a dataset with len() and indices, or a list of batches, got {type(data).__name__}. For a "
-            "DataLoader, shard its dataset: DataLoader(team.shard(dataset), batch_size=...). Combine two tensors in a "
-            "TensorDataset(inputs, labels). Split a stream at its source, or with itertools.islice(stream, rank, None, size)."
+            f"expected a list of batches, or a dataset that supports len() and indexing; got {type(data).__name__}. For a "
+            "DataLoader, shard its dataset: DataLoader(team.shard(dataset), batch_size=...). Combine separate inputs and "
+            "labels in a TensorDataset(inputs, labels). Split a stream at its source, or with itertools.islice(stream, "
+            "rank, None, size)."
         )
     part = range(len(data) * rank // size, len(data) * (rank + 1) // size)
     if isinstance(data, (list, range, Tensor, np.ndarray)):
@@ -178,10 +181,10 @@ def shard(data: Any, rank: int, size: int) -> Any:
 
 
 def check_sampler(loader: Any) -> None:
-    """Warn if the loader's DistributedSampler drops data or gives some data to two processes."""
+    """Warn if the loader's DistributedSampler drops data or gives some of the data to two processes."""
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
         warn(
-            "the loader's DistributedSampler drops or repeats data to make parts of equal size. mola does not need equal sizes. "
+            "the loader's DistributedSampler drops or repeats data to make all parts equal in size, which mola does not need. "
             "Use team.shard(dataset), which gives each datum to exactly one process."
         )

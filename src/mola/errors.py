@@ -1,7 +1,7 @@
-"""Errors that this library raises. Each message states what was expected, what was given, and what to do.
+"""Errors raised by this library. Each message states what was expected, what was given, and what to do.
 
-Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of these errors and no
-others. Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
+Every error raised deliberately derives from `MolaError`, so `except mola.errors.MolaError` catches all of these errors and no others.
+Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 
 class MolaError(Exception):
-    """Base class of every error that this library raises on purpose."""
+    """Base class of every error that this library raises deliberately."""
 
 
 class OptionError(MolaError, ValueError):
-    """An argument has a value that cannot be used."""
+    """An argument has an invalid value."""
 
 
 class HeadError(MolaError, ValueError):
-    """The network's last linear layer cannot be found, or its output is not the network's output."""
+    """The network's last linear layer cannot be found, or its output is not that of the network."""
 
 
 class DataError(MolaError, ValueError):
@@ -41,7 +41,7 @@ class ExportError(MolaError, RuntimeError):
 
 
 class StorageError(MolaError, ValueError):
-    """A file is damaged, was written by other software or by a newer version of this library, or belongs to another network."""
+    """A file is damaged, was written by other software or by a newer version of this library, or belongs to a different network."""
 
 
 class MissingExtraError(MolaError, ImportError):

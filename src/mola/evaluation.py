@@ -1,7 +1,7 @@
-"""Evaluation of predictors on test data, shifted data and outliers: a table of metrics with standard errors.
+"""Evaluation of predictors on test data, shifted data and outliers, giving a table of metrics with standard errors.
 
-Standard errors (`mola.measurement`) treat inputs as independent draws. The positions of one dense output, or the labels of one
-multi-label input, form a group. Differences between predictors on the same data vary less than these errors suggest.
+Standard errors (`mola.measurement`) treat inputs as independent draws. All positions of a dense output are treated as one group, as
+are all labels of a multi-label input. Differences between predictors on the same data vary less than these errors suggest.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, found: Measurement) -> Estimate:
-        """Return the value of a measurement and its standard error, which is NaN for a single input."""
+        """Convert a measurement to its value and standard error, which is NaN for a single input."""
         return cls(found.value, math.nan if found.error is None else found.error)
 
     def __str__(self) -> str:
         if not 0 < self.error < math.inf:
             return f"{self.value:.4g}"
-        digits = min(max(1 - math.floor(math.log10(self.error)), 0), 6)  # two significant digits of the error
+        digits = min(max(1 - math.floor(math.log10(self.error)), 0), 6)  # show two significant digits of the error
         return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
 
 
@@ -55,18 +55,18 @@ class Evaluation:
 
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
-    """Number of inputs in each row."""
+    """Number of inputs behind each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """Sums (15, 3) over 15 confidence bins for labelled classes: number of predictions, sum of confidences, number correct."""
+    """Sums in each of 15 confidence bins for labelled classes, of shape (15, 3): predictions, confidences, correct predictions."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
             listed = ", ".join(map(str, self.rows))
-            raise KeyError(f"there is no row {place!r}: expected (predictor, data), one of {listed}")
+            raise KeyError(f"there is no row {place!r}; expected (predictor, data) to be one of {listed}")
         return self.rows[place]
 
     def to_frame(self) -> Any:
-        """Return a pandas data frame with a row for each predictor and data set, and columns for each metric and its error (`_se`)."""
+        """Return a pandas data frame with one row per predictor and data set, and columns for each metric and its error (`_se`)."""
         with importing("to_frame", "pandas", "bench"):
             import pandas
         records = [
@@ -78,7 +78,7 @@ class Evaluation:
         return pandas.DataFrame(records, index=pandas.MultiIndex.from_tuples(self.rows, names=["predictor", "data"]))
 
     def __repr__(self) -> str:
-        # Labelled data and outliers have separate tables, each with a header.
+        # Labelled data and outliers are shown in separate tables, each with its own header.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
         for place, row in self.rows.items():
             table = tables.setdefault(tuple(row), [["predictor", "data", "count", *row]])
@@ -108,26 +108,26 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
 
-    For classification, the metrics are accuracy, log loss (nll), Brier score, calibration error (ece), area under the
-    risk-coverage curve (aurc) and mean confidence. For multi-label data, they are means over all known labels. For
-    regression, the metrics are rmse, nll, crps, and the coverage of 90 % intervals. For outliers, auroc and fpr95 measure how well
-    low confidence (for regression, the predicted standard deviation) and `ood_score` distinguish them from the test data.
+    For classification, the metrics are accuracy, log loss (nll), Brier score, expected calibration error (ece), area under the
+    risk-coverage curve (aurc) and mean confidence. For multi-label data, they are means over all known labels. For regression, the
+    metrics are rmse, nll, crps and the coverage of 90 % intervals. For outliers, auroc and fpr95 measure how well low confidence (or a
+    high predicted standard deviation, in regression) and a high `ood_score` distinguish them from the test data.
 
     Args:
-        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or a dict that
-            maps names to predictors.
+        predictors: a posterior, an ensemble, an exported model, or any callable that maps inputs to probabilities of shape (n, C); or
+            a dict that maps names to predictors.
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers, keyed by name; labels are ignored.
-        shifted: loaders of labelled data, such as corrupted images, keyed by name.
-        likelihood: likelihood for callables that do not come from this library; None means "categorical".
-        positions: for dense outputs, the number of positions to draw from each input; "all" uses every position.
-        ignore_index: label of ignored positions.
-        progress: show a progress bar if stderr is a terminal.
-        team: processes that evaluate together, each on its own shard of the data.
+        shifted: loaders of labelled data that differ from the test data, such as corrupted images, keyed by name.
+        likelihood: likelihood for callables that do not come from this library; by default, "categorical".
+        positions: for dense outputs, the number of positions to draw from each input, or "all" for every position.
+        ignore_index: label of positions to ignore.
+        progress: whether to show a progress bar when stderr is a terminal.
+        team: processes that share the evaluation, each reading its own shard of the data.
     """
     if not isinstance(predictors, Mapping) and not callable(predictors):
         raise OptionError(
-            f"predictors: expected one predictor or a dict of names to predictors, such as {{'a': a, 'b': b}}, got "
+            f"predictors: expected one predictor or a dict that maps names to predictors, such as {{'a': a, 'b': b}}; got "
             f"{type(predictors).__name__}."
         )
     name = getattr(predictors, "__name__", type(predictors).__name__)
@@ -136,8 +136,8 @@ def evaluate(
     labelled = {"test": test_loader, **moved}
     if not named or "test" in moved or labelled.keys() & outliers.keys():
         raise OptionError(
-            f"expected at least one predictor, and a different name for each data set ('test' is reserved for the test data); got the "
-            f"predictors {list(named)} and the data {[*moved, *outliers]}."
+            f"expected at least one predictor, and a different name for each data set ('test' is reserved for the test "
+            f"data); got the predictors {list(named)} and the data sets {[*moved, *outliers]}."
         )
     for name, loader in {**labelled, **outliers}.items():
         check_loader(loader, f"{name} loader")
@@ -168,13 +168,13 @@ def evaluate(
 def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[Any]]:
     if loaders is not None and not isinstance(loaders, Mapping):
         raise OptionError(
-            f"{argument}: expected a dict of names to loaders, such as {{{example!r}: loader}}, got {type(loaders).__name__}."
+            f"{argument}: expected a dict that maps names to loaders, such as {{{example!r}: loader}}; got {type(loaders).__name__}."
         )
     return dict(loaders or {})
 
 
 class _Callable(Mixture):
-    # A predictor that does not come from this library. It may return outputs by name, as exported models do.
+    # A predictor that does not come from this library. It may return a mapping of named outputs, as exported models do.
 
     def predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
         with evaluating(*self.children()), torch.no_grad():
@@ -209,7 +209,9 @@ def _read(
     for index, batch in enumerate(() if empty else tqdm(batches(loader, where), **shown, leave=False)):
         place = f"batch {index} of the {where}"
         if labelled and batch.labels is None:
-            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
+            raise DataError(
+                f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
+            )
         prediction = mixture.predict_batch(batch.inputs, None, place).cpu()
         size, labels = len(prediction), batch.labels if labelled else None
         prediction, labels, inputs = rows_of(
@@ -227,7 +229,7 @@ def _read(
     found, count = found.gather(team), sum(team.collect(count))
     scored = scored.gather(team) if labelled else scored
     if labelled and not scored.count:
-        raise DataError(f"the {where}: no datum has a label. At least one label is needed.")
+        raise DataError(f"the {where} contains no known labels. At least one label is needed.")
     return scored, found, count
 
 
@@ -238,13 +240,13 @@ def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict
         probs = prediction.probs.double()
         checked = (
             likelihood.check_labels(labels, probs, place) if len(labels) else labels
-        )  # every position may be ignored
+        )  # there are no labels if every position is ignored
         if not likelihood.mutually_exclusive:
             inputs = inputs[:, None].expand_as(checked)[~checked.isnan()]
         return {INPUT: inputs, **likelihood.distribution(probs).scores(checked)}
     parts = (prediction.weights, prediction.component_mean, prediction.component_variance, prediction.component_noise)
     mixture = likelihood.mixture_type(*(part.double() for part in parts))
-    if isinstance(likelihood, Gaussian):  # the means have one column for each target
+    if isinstance(likelihood, Gaussian):  # the variances are already split off: the means have one column per target
         likelihood = replace(likelihood, heteroscedastic=False)
     targets = likelihood.check_labels(labels, mixture.means[0], place)
     below = mixture.cdf(targets)

@@ -252,7 +252,7 @@ def fit(
         checkpoints.save(identity, done, last=True)  # because tuning may also be interrupted
         totals = [sum_over_processes(one.to("cpu"), team) for one in done.sums]
         if totals[0].count == 0:
-            raise DataError("the training loader: no datum has a label. At least one label is needed.")
+            raise DataError("the training loader contains no known labels. At least one label is needed.")
         if positions == "average" and heads[0].dense_axes:
             number = int(team.sum([torch.tensor(float(done.used_inputs), dtype=torch.float64, device="cpu")])[0])
             totals = [one.scaled(number / one.count, number) for one in totals]

@@ -163,7 +163,7 @@ def test_dense_outputs_leave_out_ignored_positions():
     blank = torch.full((2, 6, 5), -100)
     padded = mola.evaluate(posterior, [*loader((images, labels), 5), (images[:2], blank)])["MoLA", "test"]
     assert padded["nll"] == pytest.approx(row["nll"])
-    with pytest.raises(DataError, match="no datum has a label"):
+    with pytest.raises(DataError, match="contains no known labels"):
         mola.evaluate(posterior, [(images[:2], blank)])
 
 

@@ -1,6 +1,7 @@
 """Export posteriors as ONNX or torch.export files that run without this library.
 
-A file contains the networks and, as constants, everything that the Bayesian head needs. Its graph is a trace of `posterior.predict`.
+An exported file contains the networks and, as constants, everything that the Bayesian head needs. Its graph is a trace of
+`posterior.predict`.
 """
 
 from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS, Pixels

@@ -1,4 +1,4 @@
-"""A posterior as one module that maps named tensors to the fields of a prediction. This module is traced for export."""
+"""A posterior in the form of a module that maps named tensors to the fields of a prediction and can be traced for export."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mola.options import did_you_mean
 from mola.posterior import MoLA
 
 OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.Prediction` that a file outputs by default; "distance" is included only if the posterior has distances."""
+"""Fields of `mola.Prediction` that are exported by default; "distance" is included only if the posterior has distances."""
 
 REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.RegressionPrediction` that a file outputs by default."""
+"""Fields of `mola.RegressionPrediction` that are exported by default."""
 
 MORE_OUTPUTS = ("logit_mean", "logit_variance")
 MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_variance", "component_noise")
-"""Fields that a file outputs only if they are listed in `outputs`."""
+"""Fields that are exported only if they are listed in `outputs`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Signature:
 
     Args:
         kind: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
-        names: names of the tensors, in order.
+        names: names of the tensors, in the order in which they are passed.
     """
 
     kind: str
@@ -84,10 +84,10 @@ class Signature:
 
 
 class Pixels(nn.Module):
-    """A module that maps bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that a file accepts raw images.
+    """A module that maps bytes (n, channels, height, width) to `(x / 255 - mean) / std`, so that an exported model accepts raw images.
 
     Args:
-        mean: means of the pixels after scaling to the range from 0 to 1, one for each channel or one for all channels.
+        mean: pixel means on a scale from 0 to 1, one per channel or one for all channels.
         std: standard deviations of the scaled pixels, one for each channel or one for all channels.
     """
 
