@@ -236,7 +236,7 @@ INPUTS, LABELS = table(20, 6)
         (OptionError, "different name", None, {"shifted": {"a": []}, "ood": {"a": []}}),
         (OptionError, "at least one predictor", None, {"predictors": {}}),
         (OptionError, "predictors: .*got list", None, {"predictors": [network()]}),
-        (OptionError, r"ood: .*\{'noise': loader\}, got Tensor", None, {"ood": INPUTS}),
+        (OptionError, r"ood: .*\{'noise': loader\}; got Tensor", None, {"ood": INPUTS}),
         (OptionError, "shifted: .*got DataLoader", None, {"shifted": torch.utils.data.DataLoader(INPUTS)}),
     ],
 )
