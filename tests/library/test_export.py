@@ -406,7 +406,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     [
         ("text", "expected one batch as a tensor"),
         ([[torch.zeros(2)]], r"list of \['list'\]"),
-        (torch.zeros(0, 1, SIDE, SIDE), "batch size of at least 1"),
+        (torch.zeros(0, 1, SIDE, SIDE), r"batch size \(at least 1\)"),
         ((torch.zeros(2, 3), torch.zeros(3, 3)), "same batch size"),
         (torch.full((2, 1, SIDE, SIDE), torch.nan), "NaN"),
         (torch.zeros(2, 1, SIDE, SIDE + 1), "failed on inputs of shape"),
@@ -458,6 +458,9 @@ def test_foreign_and_damaged_files(tmp_path, several):
     with pytest.raises(StorageError, match="not exported by mola"):
         document_of({}, "file")
     run = mola.export.load(several.path)
-    for inputs, words in ((torch.zeros(2, 1, SIDE + 1, SIDE), "of shapes"), ({"input": torch.zeros(2)}, "one tensor")):
+    for inputs, words in (
+        (torch.zeros(2, 1, SIDE + 1, SIDE), "with shapes"),
+        ({"input": torch.zeros(2)}, "one tensor"),
+    ):
         with pytest.raises(DataError, match=words):
             run(inputs)

@@ -40,7 +40,7 @@ class Signature:
 
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
-        """Return the signature of a batch, with positional arguments named as in the network's `forward`."""
+        """Return the signature of a batch, in which positional arguments are named as in the network's `forward`."""
         kind, tensors = "tensor", {"input": example}
         if isinstance(example, Mapping):
             kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
@@ -56,15 +56,15 @@ class Signature:
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         if any(not shape or shape[0] == 0 for shape in shapes.values()) or len({one[0] for one in shapes.values()}) > 1:
             raise DataError(
-                f"example: expected tensors with the same batch size of at least 1 along their first axis; got shapes {shapes}."
+                f"example: expected tensors with the same batch size (at least 1) along their first axis; got shapes {shapes}."
             )
         for name, value in tensors.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError(f"example: {name} contains NaN or infinity. Pass a batch of valid inputs.")
+                raise DataError(f"example: {name} contains NaN or infinite values. Pass a batch of valid inputs.")
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """Return, in order, the tensors of a batch with the same structure as the example; NumPy arrays are converted."""
+        """Return the tensors of a batch, which must have the structure of the example, in order; NumPy arrays are converted."""
         try:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
@@ -77,7 +77,7 @@ class Signature:
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Return the arguments of the networks."""
+        """Assemble the tensors into the argument that the networks take."""
         if self.kind == "tensor":
             return tensors[0]
         return tuple(tensors) if self.kind == "tuple" else dict(zip(self.names, tensors, strict=True))
@@ -88,31 +88,32 @@ class Pixels(nn.Module):
 
     Args:
         mean: pixel means on a scale from 0 to 1, one per channel or one for all channels.
-        std: standard deviations of the scaled pixels, one for each channel or one for all channels.
+        std: pixel standard deviations on the same scale, one per channel or one for all channels.
     """
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
             raise OptionError(
-                f"Pixels: expected equal numbers of means and positive standard deviations, got mean={mean} and std={std}."
+                f"Pixels: expected as many means as positive standard deviations, and at least one of each; got "
+                f"mean={mean} and std={std}."
             )
         self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return normalised pixels as float32."""
+        """Return the normalised pixels as float32."""
         return (pixels.to(torch.float32) / 255 - self.get_buffer("mean")) / self.get_buffer("std")
 
     def extra_repr(self) -> str:
-        """Return the mean and standard deviation."""
+        """Return the means and standard deviations as text."""
         mean, std = self.statistics
         return f"mean={mean}, std={std}"
 
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
-    """Return the outputs in the order of the fields; None selects all default outputs that the posterior has."""
+    """Check the requested outputs and return them in field order; by default, select all default outputs that the posterior has."""
     default = OUTPUTS if posterior.likelihood.classification else REGRESSION_OUTPUTS
     if outputs is None:
         return tuple(name for name in default if name != "distance" or posterior.has_distances)
@@ -130,10 +131,10 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 
 
 class PosteriorGraph(nn.Module):
-    """A module that maps the tensors of a batch to the fields of `posterior.predict`, using the posterior's own code.
+    """A module that maps the tensors of a batch to the fields that `posterior.predict` returns, using the posterior's own code.
 
-    If `float16`, floating-point inputs are converted to half precision for the networks. `preparation` is a module that is first
-    applied to the single input.
+    If `float16` is True, floating-point inputs are converted to half precision for the networks. If given, the module `preparation` is
+    applied to the single input first.
     """
 
     def __init__(
@@ -151,16 +152,16 @@ class PosteriorGraph(nn.Module):
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
-        # The posterior is not registered as a module, so that only the tensors in use become constants of the trace.
+        # The posterior is not registered as a submodule, so that only the tensors that it uses become constants of the trace.
         self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training flag of this module only; the networks keep their flags, and every pass runs them in eval mode."""
+        """Set the training flag of this module only; the networks keep their flags, and each forward pass runs them in eval mode."""
         self.training = mode
         return self
 
     def network_inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Return the arguments of the networks after preparation, in half precision if `float16`."""
+        """Return the networks' inputs after preparation, in half precision if `float16` is True."""
         if self.preparation is not None:
             tensors = [self.preparation(tensor) for tensor in tensors]
         if self.float16:
@@ -168,7 +169,7 @@ class PosteriorGraph(nn.Module):
         return self.signature.inputs(tensors)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the fields by name, with the shapes that `posterior.predict` returns."""
+        """Return the requested fields keyed by name, with the shapes that `posterior.predict` returns."""
         posterior = self.held[0]
         prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -1,7 +1,7 @@
 """Load an exported file and run it.
 
-PyTorch's reader of `.pt2` files can run code. It unpickles constants and old weight formats, evaluates size expressions, and compiles
-guards and names as Python. Therefore, a `.pt2` file is read only if the user trusts its author.
+PyTorch's reader for `.pt2` files can run code. It unpickles constants and old weight formats, evaluates size expressions, and compiles
+guards and names as Python code. A `.pt2` file is therefore read only if the user trusts its author.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mola.saving.schema import Optional, check, parse
 
 FORMAT_VERSION = 1
 PREFIX = "mola."
-"""Prefix of the names of a file's properties."""
+"""Prefix of the property names in a file."""
 
 PROPERTIES = "mola.json"
-"""Name of the entry with the properties in the archive of a `.pt2` file."""
+"""Name of the archive entry that holds the properties of a `.pt2` file."""
 
 THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
-"""Thresholds for decisions. They are not part of the graph, so they can be changed later."""
+"""Thresholds for decisions. They are not part of the graph, so they can be changed after the export."""
 
 SCHEMA: dict[str, Any] = {
     "format_version": int,
@@ -45,22 +45,22 @@ SCHEMA: dict[str, Any] = {
 }
 
 Run: TypeAlias = "Callable[[Sequence[Tensor]], Mapping[str, Tensor]]"
-"""A function that runs a file: it maps input tensors to outputs by name."""
+"""A function that runs an exported file, mapping input tensors to outputs keyed by name."""
 
 DECISIONS = (
     ("outlying", "ood_threshold", "ood_score"),
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""Name of each decision, of its threshold, and of the output that is compared with the threshold."""
+"""Names of each decision, its threshold and the output that is compared with the threshold."""
 
 
 class LoadedExport:
-    """An exported file that is ready to run, made by `mola.export.load`. Call it with a batch, like the posterior.
+    """An exported model that is ready to run, as returned by `mola.export.load`. Call it with a batch, as you would the posterior.
 
     Args:
-        run: function that maps tensors to outputs by name.
-        document: description that the file contains.
+        run: function that maps tensors to outputs keyed by name.
+        document: description stored in the file.
 
     Attributes:
         classes: names of the classes.
@@ -75,10 +75,10 @@ class LoadedExport:
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Return the outputs for a batch by name, on the CPU, with the shapes of a prediction's fields.
+        """Return the outputs for a batch, keyed by name, on the CPU and with the shapes of a prediction's fields.
 
         Args:
-            inputs: a tensor, tuple or mapping with the structure of the example that was exported; NumPy arrays are accepted.
+            inputs: a tensor, tuple or mapping with the same structure as the example passed to the export; NumPy arrays are accepted.
         """
         tensors = self.signature.tensors(inputs)
         try:
@@ -87,18 +87,19 @@ class LoadedExport:
             shapes = {name: tuple(one.shape) for name, one in zip(self.signature.names, tensors, strict=True)}
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
             raise DataError(
-                f"the exported file does not accept inputs of shapes {shapes} and types {kinds}: {reason(error)}"
+                f"the exported file does not accept inputs with shapes {shapes} and dtypes {kinds}: {reason(error)}"
             ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Apply the thresholds in `document`. You may change them there beforehand.
+        """Apply the thresholds stored in `document`, where you can change them beforehand.
 
         Args:
-            outputs: outputs of a call, including the output that each threshold needs: "ood_score", "confidence" or "probs".
+            outputs: outputs of a call, including those that the file's thresholds are compared with: "ood_score", "confidence" or
+                "probs".
 
         Returns:
-            Booleans by name for each threshold that the file has: "outlying" (n,), "answer" (n,) and "set" (n, C). "answer" is false
-            for outliers.
+            Boolean tensors, one for each threshold in the file: "outlying" and "answer" of shape (n,), and "set" of shape (n, C).
+            "answer" is false for outliers.
         """
         found: dict[str, Tensor] = {}
         for name, threshold, output in DECISIONS:
@@ -107,7 +108,8 @@ class LoadedExport:
                 continue
             if output not in outputs:
                 raise DataError(
-                    f"the file has {threshold}, which needs the output {output!r}. Export the posterior with this output."
+                    f"the file has {threshold}, which is compared with the missing output {output!r}. Include this output "
+                    f"when exporting the posterior."
                 )
             values = outputs[output].double()
             found[name] = values >= limit if name == "set" else values > limit
@@ -120,21 +122,22 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     """Read a file that `mola.export.onnx` or `mola.export.torch_export` wrote. ONNX files run in onnxruntime.
 
     Args:
-        path: file to read; its format is recognised by its content.
-        trust: True if you trust the author of the file. Only `.pt2` files need trust, because PyTorch's reader can run code from
-            such a file.
+        path: file to read; its format is recognised from its content.
+        trust: whether you trust the author of the file. This matters only for `.pt2` files, because PyTorch's reader can run code that
+            they contain.
     """
     path = Path(path)
     if not path.is_file():
         raise StorageError(
-            f"{path} does not exist. Pass a file that mola.export.onnx or mola.export.torch_export wrote."
+            f"{path} does not exist. Pass a file written by mola.export.onnx or mola.export.torch_export."
         )
     content = path.read_bytes()
-    if content[:2] == b"PK":  # a zip archive, which is the format of torch.export
+    if content[:2] == b"PK":  # a zip archive, the format that torch.export writes
         if not trust:
             raise OptionError(
-                f"{path} is a torch.export file, and PyTorch's reader can run code from such a file. If you trust its author, read it "
-                f"with mola.export.load(path, trust=True). An ONNX file needs no trust."
+                f"{path} is a torch.export file, and PyTorch's reader can run code that such a file contains. If you "
+                f"trust its author, read it "
+                f"with mola.export.load(path, trust=True). ONNX files do not require trust."
             )
         run, properties = read_program(content, path)
     else:
@@ -143,17 +146,18 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
 
 
 def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
-    """Return the description in a file's properties; raise `StorageError` unless this version of mola can read it."""
+    """Return the description stored in a file's properties; raise `StorageError` if this version of mola cannot read it."""
     document = {
         name.removeprefix(PREFIX): parse(value, f"{path}: property {name}")
         for name, value in properties.items()
         if name.startswith(PREFIX)
     }
     if "format_version" not in document:
-        raise StorageError(f"{path} was not exported by mola: it has no property {PREFIX}format_version.")
+        raise StorageError(f"{path} was not exported by mola: it lacks the property {PREFIX}format_version.")
     if document["format_version"] != FORMAT_VERSION:
         raise StorageError(
-            f"{path} has format version {document['format_version']!r}, but this version of mola reads format version "
+            f"{path} has format version {document['format_version']!r}, but this version of mola reads only format "
+            f"version "
             f"{FORMAT_VERSION}. Update mola, or run the file without mola."
         )
     check(document, SCHEMA, "")
@@ -161,13 +165,13 @@ def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
 
 
 def require(package: str) -> Any:
-    """Import a package from the `export` extra."""
+    """Import a package that belongs to the `export` extra."""
     with importing("ONNX export", package, "export"):
         return importlib.import_module(package)
 
 
 def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return a function that runs an ONNX file in onnxruntime on the CPU, and the file's properties."""
+    """Return a function that runs an ONNX file in onnxruntime on the CPU, together with the file's properties."""
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
@@ -188,13 +192,13 @@ def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
 
 
 def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return a function that runs a trusted `.pt2` file, and the file's properties. Reading the file can run code."""
+    """Return a function that runs a trusted `.pt2` file, together with the file's properties. Reading the file can run code."""
     extra = {PROPERTIES: ""}
     try:
         with quietly():
             module = torch.export.load(io.BytesIO(content), extra_files=extra).module()
         properties = json.loads(extra[PROPERTIES] or "{}")
-    except Exception as error:  # the reader raises many kinds of errors on damaged files
+    except Exception as error:  # the reader raises many kinds of errors for damaged files
         raise StorageError(
             f"{path} is not a torch.export file that this version of PyTorch can read: {reason(error)}."
         ) from error
@@ -207,7 +211,7 @@ def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the original error."""
+    """Return the type and the first line of the error that originally caused this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -216,7 +220,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the warnings and log messages of PyTorch's exporters, which do not concern users of this library."""
+    """Silence the warnings and log messages of PyTorch's exporters, which are of no use to users of this library."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

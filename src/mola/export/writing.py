@@ -1,4 +1,4 @@
-"""Export a posterior: trace it for batches of any size, compare the file's outputs with PyTorch, and write the file atomically."""
+"""Export a posterior: trace it for batches of any size, compare its outputs with PyTorch's, and write the file atomically."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ from mola.posterior import MoLA
 from mola.saving.files import write_atomically
 
 TOLERANCE = 1e-4
-"""Largest accepted difference between a file's outputs and PyTorch's. The difference is relative for values above 1 (in regression,
-above the standard deviation) and absolute below. Measured differences are below 1e-5 (tests/library/test_export.py)."""
+"""Largest accepted difference between the outputs of an exported file and those of PyTorch. It is relative for values above 1 (in
+regression, above the standard deviation) and absolute for smaller values. Differences measured in tests/library/test_export.py are
+below 1e-5."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""Largest accepted difference for networks in half precision, which has only three significant digits. Rounding also
-differs between runtimes."""
+"""Largest accepted difference for networks in half precision, which has only three significant digits and is rounded differently by
+different runtimes."""
 
 BATCHES = (1, 3, 8)
-"""Sizes of the batches on which the file's outputs are compared with PyTorch's."""
+"""Sizes of the batches on which the outputs of the file are compared with those of PyTorch."""
 
 OPSET = 18
-"""Version of the ONNX operator set: the newest that PyTorch writes without conversion."""
+"""Version of the ONNX operator set: the newest one that PyTorch writes without conversion."""
 
 LARGEST = 2**31 - 1
-"""Largest size of an ONNX file in bytes, a limit that protobuf sets."""
+"""Largest size of an ONNX file in bytes, limited by protobuf."""
 
 Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
-"""A function that turns a trace, the traced module and the file's properties into the content of the file."""
+"""A function that serialises a trace, given the traced module and the file's properties."""
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """An input or output of a file."""
+    """An input or output of an exported model."""
 
     name: str
     dtype: str
@@ -74,12 +75,12 @@ class Written:
     inputs: tuple[NamedTensor, ...]
     outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
-    """Largest difference of each output from PyTorch's, relative for values above 1; None if the file was not checked."""
+    """Largest deviation of each output from PyTorch's, relative for values above 1; None if the file was not checked."""
     document: dict[str, Any]
-    """Description that the file contains."""
+    """Description stored in the file."""
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as a JSON-serialisable dictionary."""
+        """Return all fields as a dictionary that can be serialised to JSON."""
         return asdict(self) | {"path": str(self.path)}
 
 
@@ -99,29 +100,30 @@ def onnx(
 ) -> Written:
     """Write a posterior as one ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
-    Outputs have the names and values of the fields of `posterior.predict`, based on the same random draws. Batches may have any size.
-    Inputs that contain NaN give outputs that contain NaN. The file contains classes, inputs, prior precisions, weights, link,
-    structure and rule as JSON properties, whose names begin with "mola.".
+    The outputs have the names and values of the fields that `posterior.predict` returns, and use the same random draws. Batches may
+    have any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior precisions,
+    weights, link, structure and rule as JSON properties whose names begin with "mola.".
 
     Args:
         posterior: posterior from `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
-        path: file to write. An existing file is replaced only when the new file is complete.
-        example: one batch of inputs. A single tensor becomes the input "input". The tensors of a tuple are named like the parameters
-            of the networks' `forward`, and the tensors of a mapping are named by their keys.
+        path: file to write. An existing file is replaced only once the new file is complete.
+        example: one batch of inputs. A single tensor becomes the input named "input". The tensors in a tuple are named after the
+            parameters of the networks' `forward`, and the tensors in a mapping after their keys.
         classes: class names, in the order of the networks' outputs.
-        outputs: fields of the prediction; None means `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression.
-            Other available fields are "logit_mean" and "logit_variance"; for regression, they are "within", "between",
-            "component_mean", "component_variance" and "component_noise". "epistemic" and "aleatoric" are the most expensive fields.
-        float16: run the networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
-        preparation: a module that is first applied to the single input, such as `mola.export.Pixels`.
-        ood_threshold: OOD score above which an input is an outlier.
+        outputs: fields of the prediction; by default, `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression. The
+            other available fields are "logit_mean" and "logit_variance" for classification, and "within", "between", "component_mean",
+            "component_variance" and "component_noise" for regression. "epistemic" and "aleatoric" are the most expensive to compute.
+        float16: whether to run the networks in half precision. Inputs and outputs stay in float32, and the head's computations in
+            float64.
+        preparation: a module, such as `mola.export.Pixels`, that is applied to the single input first.
+        ood_threshold: OOD score above which an input counts as an outlier.
         answer_threshold: confidence above which an input is answered, from `mola.abstain_threshold`.
-        set_threshold: lowest probability at which a class belongs to a prediction set, from `mola.prediction_sets`.
-        check: run the file and compare its outputs with the posterior before the file is written.
+        set_threshold: lowest probability at which a class is included in a prediction set, from `mola.prediction_sets`.
+        check: whether to run the exported model and compare its outputs with the posterior's before the file is written.
 
     Returns:
-        Path, size, inputs, outputs and the largest differences. Raises `ExportError` if a network cannot be traced or the file's
-        outputs differ from the posterior's predictions.
+        The path, size, inputs and outputs of the file, and the largest deviation of each output from PyTorch's. Raises `ExportError`
+        if a network cannot be traced or if the file's outputs differ from the posterior's predictions.
     """
     for package in ("onnx", "onnxscript", *(["onnxruntime"] if check else [])):
         require(package)
@@ -131,9 +133,9 @@ def onnx(
 
 
 def torch_export(posterior: MoLA, path: str | Path, example: Inputs, **options: Any) -> Written:
-    """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.export.load(path, trust=True)`.
+    """Write a posterior as one `.pt2` file, to be read with `torch.export.load` or `mola.export.load(path, trust=True)`.
 
-    Options, result and errors are the same as for `mola.export.onnx`.
+    The options, the result and the errors are the same as for `mola.export.onnx`.
     """
     return _write(posterior, path, example, _as_program, read_program, **options)
 
@@ -154,7 +156,7 @@ def _write(
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise StorageError(
-            f"{path} cannot be written. Pass the name of a file in an existing folder that you have permission to write to."
+            f"{path} cannot be written. Pass a path to a file in an existing folder to which you have write permission."
         )
     program, graph, document = trace(posterior, example, **options)
     document |= dict(zip(THRESHOLDS, (ood_threshold, answer_threshold, set_threshold), strict=True))
@@ -191,20 +193,24 @@ def trace(
     float16: bool = False,
     preparation: nn.Module | None = None,
 ) -> tuple[torch.export.ExportedProgram, PosteriorGraph, dict[str, Any]]:
-    """Trace a posterior for batches of any size; return the program, the traced module and its description.
+    """Trace a posterior for batches of any size; return the traced program, the traced module and its description.
 
     The posterior and its networks are not changed.
     """
     if not isinstance(posterior, MoLA):
         raise OptionError(
-            f"expected a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only predictions over "
-            f"last layers can be exported; other mixtures need gradients or sampled weights. Pass the networks to mola.fit, or a "
+            f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only "
+            f"last-layer predictions "
+            f"can be exported; other mixtures need gradients or sampled weights. Pass the "
+            f"networks to mola.fit, or a "
             f"trained Mimo to mola.baselines.mimo_mola."
         )
     outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])
     if preparation is not None and len(signature.names) != 1:
-        raise OptionError(f"preparation: expected networks with one input, got {', '.join(signature.names)}.")
+        raise OptionError(
+            f"preparation: expected networks with a single input, got the inputs {', '.join(signature.names)}."
+        )
     if float16:
         posterior = _in_half_precision(posterior)
     graph = PosteriorGraph(posterior, signature, outputs, float16=float16, preparation=preparation)
