@@ -1,4 +1,4 @@
-"""Functions that make a posterior: `fit`, and `ensemble` for networks without a Laplace approximation."""
+"""Functions that create a posterior: `fit`, or `ensemble` for networks without a Laplace approximation."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ Logits: TypeAlias = "Callable[[Any], Tensor]"
 def as_networks(
     networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
 ) -> list[nn.Module]:
-    """Return the networks as a list, without torch.compile wrappers, and warn if a network occurs twice.
+    """Return the networks as a list, without their torch.compile wrappers, and warn if the same network occurs twice.
 
     Args:
         networks: one or more networks.
-        logits: function that picks the logits from a network's output, or one function for each network; None if the output is the
-            logits.
+        logits: function that extracts the logits from a network's output, or one such function per network; not needed if the output
+            is the logits.
     """
     given: list[Any]
     if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
-        # A Sequential is iterable, but it is one network.
+        # A Sequential is iterable but counts as one network.
         given = (
             list(networks) if isinstance(networks, nn.ModuleList) or not isinstance(networks, nn.Module) else [networks]
         )
@@ -69,26 +69,26 @@ def as_networks(
         if wrong and isinstance(wrong[0], (str, Path)):
             got = f"a file name, {str(wrong[0])!r}"
             remedy = (
-                " Build the network and load its weights first: "
-                f"network.load_state_dict(torch.load({str(wrong[0])!r}, weights_only=True)). The command `mola fit` accepts files."
+                f" Build the network and load its weights first: network.load_state_dict(torch.load({str(wrong[0])!r}, "
+                f"weights_only=True)). The command `mola fit` accepts such files directly."
             )
         elif wrong and isinstance(wrong[0], Mapping):
             got = "a state dict"
-            remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network."
-        raise OptionError(f"networks: expected one nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}")
+            remedy = " Build the network, call network.load_state_dict(state_dict), and pass the network itself."
+        raise OptionError(f"networks: expected an nn.Module or a non-empty list of nn.Modules, got {got}.{remedy}")
     for one in given:
         check_network(one)
     models = [unwrapped(one) for one in given]
     functions = [logits] * len(models) if logits is None or callable(logits) else list(logits)
     if len(functions) != len(models) or not (logits is None or all(map(callable, functions))):
         raise OptionError(
-            f"logits: expected a function from a network's output to its logits, such as `lambda output: output[0]`, or "
+            f"logits: expected a function that maps a network's output to its logits, such as `lambda output: output[0]`, or "
             f"a list of {len(models)} such functions; got {logits!r}."
         )
     pairs = combinations(zip(models, functions, strict=True), 2)
     if any(first is second and _are_copies(one, two) for (one, first), (two, second) in pairs):
         warn(
-            "the same network is given more than once. Copies always agree, so the mixture is no better than one network."
+            "the same network was passed more than once. Copies always agree, so the mixture is no better than a single network."
         )
     if logits is None:
         return models
@@ -127,34 +127,35 @@ def fit(
 ) -> MoLA:
     """Fit a Laplace approximation to the last layer of each trained network in one pass over the training data.
 
-    The data are read once; every network processes each batch. The networks are not modified.
+    The data are read only once, and every network processes each batch. The networks are not modified.
 
     Args:
-        networks: one trained network, or K networks. Their architectures may differ, but all must have the same number of outputs.
-        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping with the labels under "labels".
-        val_loader: validation data on which the posterior is tuned, or None.
-        rule: the tuning rule, by name or as an object from `mola.rules`; None means the likelihood's default rule. Without validation
-            data, None keeps `prior_precision`.
+        networks: one or more (K) trained networks. Their architectures may differ, but they must all have the same number of outputs.
+        train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
+            "labels".
+        val_loader: optional validation data on which the posterior is tuned.
+        rule: the tuning rule, by name or as an object from `mola.rules`; by default, the likelihood's default rule. Without validation
+            data, no rule is applied by default, and `prior_precision` is kept.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object from `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
-        likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object from
+        likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label) or "gaussian" (regression), or an object from
             `mola.likelihoods`.
-        prior_precision: prior precision lambda, used if no rule chooses one: one number, or K numbers.
+        prior_precision: prior precision lambda, used unless a rule chooses one: a single number, or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        head: dotted name of the last linear layer, or one name for each network; None finds the layer.
-        logits: function that picks the logits from a network's output, such as `lambda output: output[0]`, or one function for each
-            network; None if the output is the logits. Pass the function to `mola.load` as well.
-        distances: also compute the sums needed for distances from the training classes. For each network, they are tables of C x P and
-            P x P numbers.
-        positions: how to treat dense outputs (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average" treats
-            each input as one datum. A number draws that many positions from each input.
-        ignore_index: label of positions to leave out.
-        team: processes that fit together, from `mola.distributed.join()`. Each process reads its own shard, and every process
-            returns the posterior for all data.
-        checkpoint: folder for intermediate sums. After an interruption, the same call continues from these sums. The folder is
-            removed at the end.
-        checkpoint_every: number of batches between two checkpoints.
-        progress: show a progress bar if stderr is a terminal.
+        head: dotted name of the last linear layer, or one name per network; by default, the layer is found automatically.
+        logits: function that extracts the logits from a network's output, such as `lambda output: output[0]`, or one such function per
+            network; not needed if the output is the logits. Pass the same function to `mola.load`.
+        distances: whether to compute the sums needed for distances from the training classes. For each network, these are tables of C
+            x P and P x P numbers.
+        positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
+            treats each input as a single datum. If this is a number, that many positions are drawn from each input.
+        ignore_index: label of positions to ignore.
+        team: processes that share the fit, from `mola.distributed.join()`. Each process reads its own shard, and every process returns
+            the posterior for the combined data.
+        checkpoint: folder in which intermediate sums are saved. After an interruption, the same call resumes from them. The folder is
+            removed when the fit is complete.
+        checkpoint_every: number of batches between checkpoints.
+        progress: whether to show a progress bar when stderr is a terminal.
 
     Raises:
         OptionError: if an argument is invalid. Unsuitable networks raise `HeadError`, and unsuitable batches raise `DataError`.
@@ -176,8 +177,8 @@ def fit(
         check_loader(val_loader, "validation loader")
         if val_loader is train_loader:
             warn(
-                "the validation data are the training data. Networks are more accurate and more confident on them than on new data, "
-                "so pass held-out data instead."
+                "the validation data are the same as the training data. Networks are more accurate and more confident on these than "
+                "on new data, so pass held-out data instead."
             )
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)
@@ -185,7 +186,7 @@ def fit(
         check_sampler(train_loader)
         if not chosen_structure.additive:
             raise OptionError(
-                "a running average depends on the order of the batches and cannot be shared by processes. "
+                "a running average depends on the order of the batches and cannot be computed by several processes. "
                 "Use running_average=None."
             )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
@@ -197,7 +198,7 @@ def fit(
             labels = labels.to(outputs.device)
             later = likelihood.label_sums(
                 outputs, labels
-            )  # sums that determine the log-likelihood, if it is not known yet
+            )  # sums from which the log-likelihood is computed later, if it is not known yet
             tensors |= later
             log_likelihood = 0.0 if later else float(likelihood.log_likelihood(outputs, labels).sum())
         if distances:
@@ -233,15 +234,15 @@ def fit(
             positions=positions,
             ignore_index=ignore_index,
             first_batch=done.batches,
-            first_input=done.inputs + (team.rank << 40),  # each process draws its own positions
+            first_input=done.inputs + (team.rank << 40),  # so that each process draws its own positions
             required=team.size == 1,
         ):
             parts = [Sums({}) for _ in heads]
             for rows in batch.chunks() if len(batch) else ():
                 for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
                     own = sums_of(layer, phi, outputs, rows.labels)
-                    # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because sparse entries
-                    # would accumulate.
+                    # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
+                    # would otherwise accumulate.
                     parts[k] = own if len(rows) == len(batch) else parts[k] + own
             if len(batch):
                 pairs = zip(done.sums, parts, strict=True)
@@ -249,7 +250,7 @@ def fit(
             done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
             done.used_inputs += batch.used_inputs
             checkpoints.save(identity, done)
-        checkpoints.save(identity, done, last=True)  # because tuning may also be interrupted
+        checkpoints.save(identity, done, last=True)  # save the sums, because tuning may also be interrupted
         totals = [sum_over_processes(one.to("cpu"), team) for one in done.sums]
         if totals[0].count == 0:
             raise DataError("the training loader contains no known labels. At least one label is needed.")
@@ -258,7 +259,7 @@ def fit(
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
         for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
-            fitted = likelihood.fitted(total)  # includes the noise of a regression, which follows from the sums
+            fitted = likelihood.fitted(total)  # for regression, sets the noise, which is computed from the sums
             solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
             components.append(Component(network, one, solved, precision, fitted))
     if likelihood.classification:
@@ -277,7 +278,7 @@ def _find_heads(
     likelihood: Likelihood,
     team: Team,
 ) -> tuple[list[Head], Iterator[Any]]:
-    # Return the heads, which are found by watching a forward pass on the first batch, and all batches. A rank without data copies the
+    # Return all batches and the heads, which are found by watching a forward pass on the first batch. A rank without data copies the
     # heads from another rank.
     if team.size == 1:
         first, batches = peek(loader, "training loader")
@@ -302,7 +303,7 @@ def _find_heads(
 
 
 def sum_over_processes(own: Sums, team: Team) -> Sums:
-    """Add up the sums of all processes."""
+    """Add up the sums from all processes."""
     if team.size == 1:
         return own
     # A rank without data has no sums, so it takes the shapes from the other ranks.
@@ -320,14 +321,14 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
 
 
 def _warn_of_empty_classes(sums: Sums) -> None:
-    # Without labels, the sums count predicted classes, and a class that is never predicted may still have data.
+    # Without labels, the sums count predicted classes, and even a class that is never predicted may have training data.
     counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
     if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
             f"{len(empty)} of {len(counts)} classes have no training data (class {listed}), so distances from them are "
-            "unknown. Check that the networks were trained on these data."
+            f"unknown. Check that these are the data on which the networks were trained."
         )
 
 
@@ -341,10 +342,10 @@ def ensemble(
     """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network; no data are needed.
 
     Args:
-        networks: one trained network, or K networks.
+        networks: one or more (K) trained networks.
         weights: "uniform", or K numbers that sum to 1.
         likelihood: likelihood of the outputs, as for `fit`.
-        logits: function that picks the logits from a network's output, as for `fit`.
+        logits: function that extracts the logits from a network's output, as for `fit`.
     """
     likelihood = as_likelihood(likelihood)
     models = as_networks(networks, logits)

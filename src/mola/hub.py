@@ -1,10 +1,10 @@
-"""Folders for a model hub: networks, a posterior and a model card. Nothing is uploaded or downloaded, and no code in a folder is run.
+"""Folders for a model hub, which hold networks, a posterior and a model card. Nothing is transferred, and no code in a folder is run.
 
 config.json                     class names, and the type and precision of each network; written last
-networks/0/model.safetensors    weights of each network, with the network's own config.json for transformers
+networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json
 posterior/                      as written by `posterior.save`, with a checksum of each network's weights
-tokenizer/, processor/          preprocessing of texts and images, if given
-README.md                       the model card, as `huggingface_hub` writes it
+tokenizer/, processor/          the objects that prepare texts and images, if given
+README.md                       the model card, written by `huggingface_hub`
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def save(
 
     Args:
         posterior: the posterior from `mola.fit`.
-        folder: the folder to write, created if it is missing. Its name is the model's name.
-        classes: names of the outputs; None uses the names in a transformers configuration, or numbers.
-        evaluation: results of this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists its data sets and metrics.
+        folder: the folder to write, which is created if it does not exist. Its name becomes the model's name.
+        classes: names of the outputs; by default, the names in a transformers configuration, or else numbers.
+        evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         license: identifier of the licence, such as "mit".
         tags: additional tags for the hub.
-        pipeline_tag: the hub's task name, such as "tabular-classification"; None uses the task of a transformers network.
-        tokenizer: any object with `save_pretrained` that prepares texts; it is saved in the folder.
-        processor: any object with `save_pretrained` that prepares images; it is saved in the folder.
+        pipeline_tag: the hub's task name, such as "tabular-classification"; by default, the task of a transformers network.
+        tokenizer: any object with a `save_pretrained` method that prepares texts; it is saved in the folder.
+        processor: any object with a `save_pretrained` method that prepares images; it is saved in the folder.
 
     Returns:
-        The folder. `StorageError` is raised if it contains a model from another library.
+        The path of the folder. `StorageError` is raised if the folder contains a model from another library.
     """
     if not isinstance(posterior, MoLA) or posterior.structure is None:
         got = "a plain ensemble" if isinstance(posterior, MoLA) else type(posterior).__name__
@@ -76,10 +76,10 @@ def save(
     helpers = {name: one for name, one in (("tokenizer", tokenizer), ("processor", processor)) if one is not None}
     for name, helper in helpers.items():
         if not hasattr(helper, "save_pretrained"):
-            raise OptionError(f"{name}: expected an object with save_pretrained, got {type(helper).__name__}.")
+            raise OptionError(f"{name}: expected an object with a save_pretrained method, got {type(helper).__name__}.")
     if evaluation is not None and len({predictor for predictor, _ in evaluation.rows}) > 1:
         raise OptionError(
-            "evaluation: expected the results of this posterior alone, from mola.evaluate(posterior, test_loader)."
+            "evaluation: expected results for this posterior alone, from mola.evaluate(posterior, test_loader)."
         )
     try:
         import huggingface_hub as library
@@ -134,17 +134,17 @@ def save(
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn.Module] | None = None) -> MoLA:
-    """Read a folder that `save` wrote, and check that it is complete and unchanged.
+    """Load the posterior from a folder written by `save`, and check that the folder is complete and unchanged.
 
     Args:
         folder: the downloaded folder.
-        build: a function that builds one network of the right architecture, whose weights are then replaced; a class with
-            `from_pretrained`, such as `AutoModelForImageClassification` from transformers; a list of networks that already have
-            their weights; or None for transformers networks.
+        build: a function that builds one network of the right architecture, whose weights are then replaced; a class with a
+            `from_pretrained` method, such as `AutoModelForImageClassification` from transformers; or a list of networks that already
+            have their weights. Not needed for transformers networks.
 
     Returns:
-        The posterior. `StorageError` is raised if a file is missing, damaged, newer than this library, or belongs to another network,
-        and `OptionError` if `build` is needed.
+        The posterior. `StorageError` is raised if a file is missing, is damaged, is newer than this library or belongs to a different
+        network, and `OptionError` is raised if `build` is required but not given.
     """
     place = Path(folder)
     config = _read_config(place)
@@ -159,7 +159,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
 
 
 def is_hub_folder(folder: str | Path) -> bool:
-    """Return True if `save` wrote the folder."""
+    """Return whether the folder was written by `save`."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -182,16 +182,16 @@ def _results(library: Any, evaluation: Evaluation | None, task: str | None) -> l
 
 
 def _plain(text: str) -> str:
-    # Return the text on one line, with the special characters of HTML and Markdown escaped.
+    # Return the text on a single line, with special HTML and Markdown characters escaped.
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def _clear(folder: Path) -> None:
-    # Remove the previous model in this folder. The folder cannot be loaded until the new model is complete.
+    # Remove the previous model from this folder, which then cannot be loaded until the new model is complete.
     if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder} is a file, expected a folder. Pass the path of a folder.")
+        raise StorageError(f"{folder} is a file. Pass the path of a folder.")
     if (folder / CONFIG).exists():
-        _read_config(folder)  # raises StorageError for a folder that another library wrote
+        _read_config(folder)  # raises StorageError for a folder written by another library
         (folder / CONFIG).unlink()
         for name in ("networks", "tokenizer", "processor", "posterior"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -234,11 +234,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise StorageError(
-            f"{path} was not written by mola: expected format {FORMAT!r}. Use a separate folder for mola."
+            f"{path} was not written by mola: expected the format {FORMAT!r}. Use a separate folder for mola."
         )
     if config.get("version") != VERSION:
         raise StorageError(
-            f"{path} has version {config.get('version')!r}, but this version of mola reads version {VERSION}. Update mola."
+            f"{path} has version {config.get('version')!r}, but this version of mola reads only version {VERSION}. Update mola."
         )
     check_seal(config, path)
     check(config, SCHEMA, "")
@@ -246,7 +246,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
-    # The checksums in the posterior reveal damaged weights and weights that transformers initialised at random.
+    # The checksums in the posterior reveal weights that are damaged or were initialised at random by transformers.
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if entry["dtype"] and not isinstance(dtype, torch.dtype):
         raise StorageError(
@@ -272,7 +272,7 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
 
 
 def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
-    # Look up only transformers classes by name, since any other name could run code.
+    # Look up only transformers classes by name, since importing anything else could run code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
         raise OptionError(
@@ -285,7 +285,7 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise StorageError(
-            f"{place} holds a {kind[-1]}, which this version of transformers does not provide. Pass a function that builds it as "
-            f"build=."
+            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. Pass build, a function "
+            f"that builds the network."
         )
     return found

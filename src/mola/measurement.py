@@ -1,13 +1,14 @@
-r"""Metrics with standard errors, and differences between predictors on the same data.
+r"""Metrics with standard errors, and differences between the metrics of predictors on the same data.
 
-To first order, every metric is a sum of means over samples. The samples are the test data and, for outlier scores, the outliers.
-Datum i contributes :math:`m_i` to the mean of its sample, and
+To first order, every metric is a sum of sample means. The samples are the test data and, for outlier scores, the outliers. Datum i
+contributes :math:`m_i` to the mean of its sample, and
 
 .. math:: \mathrm{error}^2 = \sum_{\text{samples}} \frac{G}{(G - 1)\, n^2} \sum_g \Big(\sum_{i \in g} (m_i - \bar m)\Big)^2
 
 where g runs over the G groups of dependent data, such as the labels of one input or the pixels of one image. The error of a difference
-is computed from the differences of the contributions. Predictors are correlated on the same data, so their difference usually has a
-smaller error than either metric. The error of an ECE does not include its bias: chance alone raises every ECE above 0.
+between two metrics is computed from the differences between their contributions. Predictors are correlated on the same data, so the
+difference usually has a smaller error than either metric. The error of an ECE does not account for its bias: chance alone raises every
+ECE above 0.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from torch import Tensor
 from mola import metrics
 
 TPR = 0.95
-"""Share of the inliers that pass the threshold of FPR95."""
+"""Share of the inliers that pass the threshold at which FPR95 is measured."""
 
 WIDTH = 0.025
-"""Half-width, as a share of the inliers, of the finite difference that estimates the slope of the ROC curve at `TPR`."""
+"""Half-width of the finite difference that estimates the slope of the ROC curve at `TPR`, as a share of the inliers."""
 
 Groups = tuple[Tensor | None, Tensor | None]
-"""Group indices of the inliers and of the outliers."""
+"""Group indices of the inliers and the outliers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """A metric, and the contribution of each datum to its value."""
+    """The value of a metric, and the contribution of each datum to it."""
 
     value: float
     contributions: tuple[Tensor, ...]
-    """Contributions (n,) of the data in each sample, in float64, up to a constant."""
+    """Contributions of the data in each sample, of shape (n,) and in float64, up to an additive constant."""
     groups: tuple[Tensor | None, ...] = ()
-    """Group indices (n,) of the data in each sample, or None if the data are independent."""
+    """Group indices of the data in each sample, of shape (n,), or None if the data are independent."""
 
     @property
     def error(self) -> float | None:
@@ -48,13 +49,13 @@ class Measurement:
         return None if any(math.isnan(one) for one in parts) else math.hypot(*parts)
 
     def minus(self, other: Measurement) -> Measurement:
-        """Return the difference from another measurement of the same metric on the same data."""
+        """Subtract another measurement of the same metric on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
         return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
-    """Return the standard error of the mean of values (n,) that are dependent within groups (n,), or NaN for a single group."""
+    """Return the standard error of the mean of values that are dependent within groups, or NaN if there is only one group."""
     totals, count = values - values.mean(), len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
@@ -63,18 +64,18 @@ def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
 
 
 def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the mean of values (n,) as a measurement."""
+    """Return the mean of the values as a measurement."""
     return Measurement(float(values.mean()), (values,), (groups,))
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the square root of the mean of squares (n,) as a measurement."""
+    """Return the root of the mean of the squares as a measurement."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
-    """Return the expected calibration error from confidences (n,) in float64 and correctness (n,), which is 1 or 0."""
+    """Return the expected calibration error of float64 confidences; `correct` is 1 for a correct prediction and 0 otherwise."""
     sums = metrics.bin_sums(confidence, correct, bins)
     # Each datum gets the sign of its bin's gap, so that the mean contribution is the calibration error.
     signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
@@ -82,17 +83,17 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, group
 
 
 def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None) -> Measurement:
-    r"""Return the AURC; see `mola.metrics.area_under_risk_coverage`.
+    r"""Return the area under the risk-coverage curve; see `mola.metrics.area_under_risk_coverage`.
 
     The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u is the uncertainty, F is the
-    distribution function of u, and t has the same distribution as u. A datum contributes through the thresholds, the errors and F:
+    distribution function of u, and t has the same distribution as u. A datum contributes to the thresholds, the errors and F:
     :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
     """
     _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
-    def from_here(values: Tensor) -> Tensor:  # the sum of each value and all later values
+    def from_here(values: Tensor) -> Tensor:  # for each value, the sum of it and all later values
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
@@ -105,8 +106,8 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
 def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """Return the AUROC of scores that are higher for outliers; see `mola.metrics.auroc`.
 
-    An inlier contributes the share of outliers above it, and an outlier contributes the share of inliers below it. A tie contributes
-    one half. The variances of the two means are added (DeLong et al., 1988; Obuchowski, 1997, for groups).
+    An inlier contributes the share of outliers with higher scores, and an outlier contributes the share of inliers with lower scores.
+    A tie counts as one half. The variances of the two means are added (DeLong et al., 1988; for groups, Obuchowski, 1997).
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     placed = metrics.share_below(outliers, inliers)
@@ -114,7 +115,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass a threshold passed by 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers that pass the threshold that 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
 
     Inliers contribute to the error because they determine the threshold.
     """
@@ -127,13 +128,13 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean AUROC over labels, or None if every label is always yes or always no.
+    """Return the mean AUROC over labels, or None if no label has both answers, yes and no.
 
     Args:
-        yes: probabilities (n,) of yes in float64, one row for each label of each input.
-        truth: true answers (n,), 1 for yes and 0 for no.
-        labels: index (n,) of the label in each row.
-        groups: index (n,) of the input in each row.
+        yes: float64 probabilities of yes, of shape (n,), one for each label of each input.
+        truth: true answers, of shape (n,): 1 for yes and 0 for no.
+        labels: index of the label in each row, of shape (n,).
+        groups: index of the input in each row, of shape (n,).
     """
     areas, contributions = [], torch.zeros_like(yes)
     for label in torch.unique(labels).tolist():

@@ -56,7 +56,7 @@ def test_a_name_that_is_almost_right_is_answered_with_the_right_one(taker):
 
 
 def test_a_tuple_that_the_network_does_not_take_is_explained():
-    with pytest.raises(mola.errors.DataError, match=r"A tuple contains .*pass only the inputs"):
+    with pytest.raises(mola.errors.DataError, match=r"elements of a tuple .*pass only the inputs"):
         mola.ensemble(nn.Linear(3, 2)).predict((torch.randn(4, 3), torch.arange(4)))
 
 

@@ -197,7 +197,7 @@ def empty(tensor):
 
 FIT = {
     "empty loader": (lambda: [], r"training loader is empty: it yielded no batch"),
-    "used-up generator": (used_up, r"training loader is empty.*read only once.*Pass the loader"),
+    "used-up generator": (used_up, r"training loader is empty.*read only once.*pass the loader"),
     "no loader": (lambda: None, r"training loader: expected an iterable of batches, got NoneType"),
     "a tensor for a loader": (lambda: X, r"training loader: expected an iterable of batches.*Tensor.*\[\(x, y\)\]"),
     "a batch for a loader": (lambda: (X, Y), r"training loader: expected an iterable of batches.*\[\(x, y\)\]"),

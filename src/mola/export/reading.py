@@ -135,9 +135,8 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     if content[:2] == b"PK":  # a zip archive, the format that torch.export writes
         if not trust:
             raise OptionError(
-                f"{path} is a torch.export file, and PyTorch's reader can run code that such a file contains. If you "
-                f"trust its author, read it "
-                f"with mola.export.load(path, trust=True). ONNX files do not require trust."
+                f"{path} is a torch.export file, and PyTorch's reader can run code that such a file contains. If you trust its "
+                f"author, read it with mola.export.load(path, trust=True). ONNX files do not require trust."
             )
         run, properties = read_program(content, path)
     else:
@@ -156,8 +155,7 @@ def document_of(properties: Mapping[str, str], path: object) -> dict[str, Any]:
         raise StorageError(f"{path} was not exported by mola: it lacks the property {PREFIX}format_version.")
     if document["format_version"] != FORMAT_VERSION:
         raise StorageError(
-            f"{path} has format version {document['format_version']!r}, but this version of mola reads only format "
-            f"version "
+            f"{path} has format version {document['format_version']!r}, but this version of mola reads only format version "
             f"{FORMAT_VERSION}. Update mola, or run the file without mola."
         )
     check(document, SCHEMA, "")

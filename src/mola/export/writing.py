@@ -199,10 +199,8 @@ def trace(
     """
     if not isinstance(posterior, MoLA):
         raise OptionError(
-            f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only "
-            f"last-layer predictions "
-            f"can be exported; other mixtures need gradients or sampled weights. Pass the "
-            f"networks to mola.fit, or a "
+            f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
+            f"predictions can be exported; other mixtures need gradients or sampled weights. Pass the networks to mola.fit, or a "
             f"trained Mimo to mola.baselines.mimo_mola."
         )
     outputs = check_outputs(outputs, posterior)
@@ -228,12 +226,12 @@ def trace(
         program = _program(
             graph, tuple(one[torch.arange(2, device="cpu") % len(one)].detach().clone() for one in tensors)
         )
-    # Return the description as it will be read from the file, with tuples as lists.
+    # Return the description as it will be read from the file, with tuples converted to lists.
     return program, graph, json.loads(json.dumps({"classes": names, **_describe(graph)}))
 
 
 def _in_half_precision(posterior: MoLA) -> MoLA:
-    # Convert only the networks. The head computes in float64 whatever the precision of the networks.
+    # Convert only the networks. The head always computes in float64, regardless of the networks' precision.
     components = []
     for one in posterior.components:
         network, head = copy.deepcopy(one.network).half(), one.head
@@ -245,19 +243,19 @@ def _in_half_precision(posterior: MoLA) -> MoLA:
 
 def _program(graph: PosteriorGraph, tensors: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1)
-    graph(*tensors)  # this call caches the random draws, and a trace stores cached draws as constants
+    graph(*tensors)  # this call caches the random draws, so that the trace stores them as constants
     try:
         with quietly(), torch.autocast("cpu", enabled=False):
             shapes = {"tensors": tuple({0: batch} for _ in tensors)}
             program = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # the same code has just run without tracing, so any error comes from tracing
+    except Exception as error:  # the same code has just run without tracing, so the error must come from tracing
         names = ", ".join(sorted({type(network).__name__ for network in graph.networks}))
         raise ExportError(
-            f"torch.export cannot trace {names}: {reason(error)}. A network can be exported if its forward does not branch on "
+            f"torch.export cannot trace {names}: {reason(error)}. A network can be exported if its forward method does not branch on "
             f"tensor values and accepts batches of any size. Use torch.where instead of `if`, and x.shape[0] or -1 instead of a "
             f"fixed batch size."
         ) from error
-    program.example_inputs = None  # an exported file must not contain the user's data
+    program.example_inputs = None  # the exported file must not contain the user's data
     return program
 
 
@@ -313,7 +311,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def erf(values: Any) -> Any:
         return op.CastLike(op.Erf(op.Cast(values, to=FLOAT.dtype)), values)
 
-    # PyTorch converts scalars through float32, which rounds the smallest float64 to 0. onnxruntime has no erf in float64.
+    # PyTorch converts scalars via float32, which rounds the smallest float64 numbers to 0. onnxruntime has no float64 version of erf.
     return {torch.ops.aten.scalar_tensor.default: scalar_tensor, torch.ops.aten.erf.default: erf}
 
 
@@ -333,19 +331,19 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
             )
     except Exception as error:
         raise ExportError(
-            f"a network uses an operation that ONNX does not support: {reason(error)}. Replace that operation, or use "
+            f"a network uses an operation that ONNX does not support: {reason(error)}. Replace the operation, or use "
             f"mola.export.torch_export, which supports all PyTorch operations."
         ) from error
     model = written.model
     model.metadata_props.update(properties)
     model.producer_name, model.producer_version = "mola", json.loads(properties[f"{PREFIX}version"])
     model.doc_string = (
-        "Probabilities and uncertainty of a mixture of Laplace approximations. The mola.* properties describe the file."
+        "A mixture of Laplace approximations with predictive uncertainty. The mola.* properties describe the file."
     )
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # remove source lines and paths that refer to the machine on which the file was exported
+        node.metadata_props.clear()  # remove source lines and paths from the machine on which the file was exported
         node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:
@@ -376,17 +374,20 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
             worst[name] = max(worst[name], _difference(prediction, found[name], name, limit))
     wrong = ", ".join(f"{name} by {value:.2g}" for name, value in worst.items() if value > limit)
     if wrong:
-        remedy = "Check that the networks depend only on their inputs, not on random numbers or on earlier calls."
+        remedy = (
+            "Check that the networks' outputs depend only on their inputs, not on random numbers or on earlier calls."
+        )
         if graph.float16:
-            remedy = "Half precision is not enough for these networks. Export without float16."
+            remedy = "Half precision is not accurate enough for these networks. Export without float16."
         raise ExportError(
-            f"the file's outputs differ from PyTorch: {wrong}; at most {limit:g} is accepted. The file was not written. {remedy}"
+            f"the file's outputs differ from PyTorch's: {wrong}; differences of at most {limit:g} are accepted. The file "
+            f"was not written. {remedy}"
         )
     return worst
 
 
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
-    # Return rows of the example plus noise of the same scale. Bytes are replaced by random bytes.
+    # Return rows of the example with added noise of the same scale; bytes are replaced by random bytes instead.
     generator = torch.Generator("cpu").manual_seed(seed)
     picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
     if picked.is_floating_point():

@@ -1,4 +1,4 @@
-"""Call any network on a batch, find its last linear layer, and stream its features and outputs."""
+"""Call any network on a batch, find its last linear layer, and stream the layer's features and outputs."""
 
 from mola.network.calling import (
     Batch,

@@ -1,9 +1,9 @@
 """Call any network on any batch.
 
-A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A loader yields batches. A batch
-is `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional arguments,
-or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels, so a tuple always contains
-positional arguments.
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping that contains `logits`. A loader yields
+batches. A batch is `(inputs, labels)`, inputs alone, or a mapping that holds the labels under the key "labels". Inputs are a tensor, a
+tuple of positional arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include
+labels, so every element of a tuple is a positional argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast during the posterior's computations, because autocast is meant only for the networks."""
+    """Disable autocast during the posterior's computations, because it is meant only for the networks."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -47,22 +47,24 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def as_batch(raw: Any, where: str) -> Batch:
-    """Split a loader's batch into inputs and labels; `where` names the batch in messages, such as "batch 3 of the loader"."""
+    """Split a loader's batch into inputs and labels; `where` identifies the batch in messages, such as "batch 3 of the loader"."""
     inputs, labels = raw, None
     if isinstance(raw, Mapping):
         inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
         if not inputs:
             raise DataError(
-                f"{where}: expected a mapping with network inputs besides {LABELS!r}, got only {sorted(raw)}."
+                f"{where}: expected a mapping that contains network inputs in addition to {LABELS!r}, got only {sorted(raw)}."
             )
     elif isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         inputs, labels = raw[0], raw[1] if len(raw) == 2 else None
     elif not isinstance(raw, Tensor):
         size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
         numbers = isinstance(raw, list) and not any(map(torch.is_tensor, raw))
-        remedy = "Pass torch.tensor(...)." if numbers else "Put several inputs in a tuple: ((first, second), labels)."
+        remedy = (
+            "Pass torch.tensor(...)." if numbers else "Combine several inputs in a tuple: ((first, second), labels)."
+        )
         raise DataError(
-            f"{where}: expected (inputs, labels), only inputs, or a mapping with {LABELS!r}; got "
+            f"{where}: expected (inputs, labels), inputs alone, or a mapping with the key {LABELS!r}; got "
             f"{type(raw).__name__}{size}. {remedy}"
         )
     if any(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 0 for one in tree_leaves(inputs)):
@@ -78,19 +80,19 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs that were passed without a loader; raise `DataError` for a list, which is an iterable of batches."""
+    """Return inputs passed without a loader unchanged; raise `DataError` for a list, which is an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
-            "expected one batch, got a list, which is an iterable of batches. Pass it to predict. One batch is a tensor, a tuple of "
-            "positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
+            "expected one batch, got a list, which counts as an iterable of batches. Pass the list to predict. One batch is a "
+            "tensor, a tuple of positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
         )
     return inputs
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Raise `DataError` for an object that cannot be a loader, without reading from it; `where` names it in messages."""
+    """Raise `DataError` if the object cannot be a loader, without reading from it; `where` identifies it in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
-    # A list of tensors is accepted only if all tensors have the same dtype and number of dimensions, unlike [x, y].
+    # A list of tensors is accepted only if all of them have the same dtype and number of dimensions, which rules out most [x, y].
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
@@ -108,20 +110,20 @@ def batch_count(loader: Any) -> int | None:
 
 
 def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
-    """Return the first batch unchanged, and an iterator over all batches, including the first."""
+    """Return the first batch unchanged, together with an iterator over all batches, including the first."""
     check_loader(loader, where)
     remaining = iter(loader)
     for first in remaining:
         return first, chain([first], remaining)
     raise DataError(
-        f"the {where} is empty: it yielded no batch. An iterator can be read only once. Pass the loader instead."
+        f"the {where} is empty: it yielded no batches. An iterator can be read only once, so pass the loader itself."
     )
 
 
 def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required: bool = True) -> Iterator[Batch]:
-    """Iterate over the batches of a loader; error messages name the batch, as in "batch 3 of the {where}".
+    """Iterate over the batches of a loader; error messages identify the batch, as in "batch 3 of the {where}".
 
-    Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required`.
+    Batch numbers start at `first_batch`. An empty loader raises `DataError` if `required` is True.
     """
     for index, raw in enumerate(peek(loader, where)[1] if required else iter(loader), first_batch):
         yield as_batch(raw, f"batch {index} of the {where}")
@@ -131,7 +133,7 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required
 
 
 class LogitsOf(nn.Module):
-    """A network and a function that selects the logits from its output, such as `lambda output: output[0]`."""
+    """A network followed by a function that extracts the logits from its output, such as `lambda output: output[0]`."""
 
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -152,25 +154,25 @@ def unwrapped(network: nn.Module) -> nn.Module:
 
 
 def signature_of(network: nn.Module) -> inspect.Signature:
-    """Return the signature of the network's `forward`."""
+    """Return the signature of the network's `forward` method."""
     inner = unwrapped(network)
     return inspect.signature((unwrapped(inner._orig_mod) if isinstance(inner, LogitsOf) else inner).forward)
 
 
 def check_network(network: nn.Module) -> None:
-    """Raise an error if the network is not a module, or if any of its weights is lazy or on the meta device."""
+    """Raise an error if the network is not a module, or if any of its parameters is lazy or on the meta device."""
     if not isinstance(network, nn.Module):
-        raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
+        raise HeadError(f"expected a network that is an nn.Module, got {type(network).__name__}.")
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
-                f"{type(unwrapped(network)).__name__} has lazy parameters without a shape, such as {name!r}, so the network was "
-                "never trained. Run it on one batch and load its trained weights first."
+                f"{type(unwrapped(network)).__name__} has lazy parameters that have no shape yet, such as {name!r}, so "
+                f"the network was never trained. Run it on one batch and load its trained weights first."
             )
         if parameter.device.type == "meta":
             raise DataError(
                 f"{type(unwrapped(network)).__name__} is on the meta device: its weights, such as {name!r}, have no values. "
-                "Create them with network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
+                "Allocate them with network.to_empty(device='cpu') and load them with network.load_state_dict(...)."
             )
 
 
@@ -190,10 +192,10 @@ def state_checksum(network: nn.Module) -> str:
 
 @contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode; restore the training flag of every module at the end, even after an exception."""
+    """Put networks in eval mode, and restore the training flag of every module on exit, even after an exception."""
     for network in networks:
         check_network(network)
-    # Read all flags before setting any: setting the flag of a compiled module also sets the flag of the module that it wraps.
+    # Read all flags before setting any, because setting the flag of a compiled module also sets that of the module it wraps.
     flags = [(module, module.training) for network in networks for module in network.modules()]
     try:
         for module, training in flags:
@@ -207,7 +209,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network on its device and return its logits without copying them."""
+    """Run a network on its own device and return its logits, which are not copied."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
@@ -223,8 +225,8 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         raise DataError(
-            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. Pass inputs of the shape and type "
-            f"that the network was trained on.{_hint(network, inputs)}"
+            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. Pass inputs of the shape and "
+            f"type on which the network was trained.{_hint(network, inputs)}"
         ) from error
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
@@ -235,19 +237,19 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
         key = next((repr(one) for one in output), "0") if isinstance(output, Mapping) else "0"
         remedy = f"Pass logits=lambda output: output[{key}] to mola.fit or mola.ensemble, or pass" if output else "Pass"
         raise HeadError(
-            f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
+            f"expected the network to return a tensor of logits, or an object or mapping that contains 'logits'; got "
             f"{type(output).__name__}{keys}. {remedy} a network that returns the logits."
         )
     return output
 
 
-# inference_mode is not used, because a network that caches a tensor during the pass must remain trainable.
+# inference_mode is not used, because a network that caches a tensor during the forward pass must remain trainable.
 call = torch.no_grad()(run)
-"""Runs a network like `run`, but without gradients."""
+"""Run a network as `run` does, but without gradients."""
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    # The keys may be arguments of `forward`, as in transformers, or `forward` may take the whole mapping.
+    # The keys may be arguments of `forward`, as in transformers; otherwise, `forward` takes the whole mapping.
     try:
         signature_of(network).bind(**inputs)
     except TypeError:
@@ -265,7 +267,10 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
     if double and any(one.dtype == torch.float32 for one in network.parameters()):
         return " The weights are float32, but the inputs are float64. Pass inputs.float()."
     if isinstance(inputs, tuple) and len(inputs) > 1:
-        return " A tuple contains the arguments, as in network(x, ids). If its last element is the labels, pass only the inputs."
+        return (
+            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element is "
+        )
+        "the labels, pass only the inputs."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = list(signature_of(network).parameters)
