@@ -86,14 +86,14 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     r"""Return the area under the risk-coverage curve; see `mola.metrics.area_under_risk_coverage`.
 
     The area is :math:`E_t[R(t)]` with :math:`R(t) = E[e 1(u \le t)] / F(t)`, where e is the error, u is the uncertainty, F is the
-    distribution function of u, and t has the same distribution as u. A datum contributes to the thresholds, the errors and F:
-    :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
+    distribution function of u, and t has the same distribution as u. A datum affects the area through the thresholds, the errors and
+    F, so its contribution is :math:`R(u_i) + e_i E_t[1(u_i \le t) / F(t)] - E_t[1(u_i \le t) R(t) / F(t)]`.
     """
     _, place, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
-    def from_here(values: Tensor) -> Tensor:  # for each value, the sum of it and all later values
+    def from_here(values: Tensor) -> Tensor:  # the sum of the values from each place onwards
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])

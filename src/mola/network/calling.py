@@ -92,7 +92,7 @@ def one_batch(inputs: Inputs) -> Inputs:
 def check_loader(loader: Any, where: str) -> None:
     """Raise `DataError` if the object cannot be a loader, without reading from it; `where` identifies it in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
-    # A list of tensors is accepted only if all of them have the same dtype and number of dimensions, which rules out most [x, y].
+    # A list of tensors is accepted only if all of them have the same dtype and number of dimensions, which a batch [x, y] rarely has.
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
@@ -268,9 +268,9 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
         return " The weights are float32, but the inputs are float64. Pass inputs.float()."
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return (
-            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element is "
+            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element is the "
+            "labels, pass only the inputs."
         )
-        "the labels, pass only the inputs."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = list(signature_of(network).parameters)

@@ -1,4 +1,4 @@
-"""Capture features and outputs, either from one pass of one network or from one pass of all networks over a loader."""
+"""Capture features and outputs, either from one forward pass of a single network or from one pass of all networks over a loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Features phi (m, P), including the constant 1, and outputs (m, C) of every network in float64, and any labels, for m rows."""
+    """For m rows, every network's float64 features phi (m, P), including the constant 1, and outputs (m, C), and any labels."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -33,13 +33,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Captured:
-    """Input and output of the head in one pass of a network, as views of the network's tensors.
+    """The head's input and output in one forward pass, as views of the network's tensors.
 
     Args:
-        features: features (n, positions, P') without the constant 1. P' is 0 if there is no head.
-        outputs: outputs (n, positions, C); there is one position unless outputs are dense.
+        features: features of shape (n, positions, P'), without the constant 1. P' is 0 if there is no head.
+        outputs: outputs of shape (n, positions, C); there is only one position unless the outputs are dense.
         layout: layout of the network's output.
-        head: the network's head; None if only outputs are needed.
+        head: the network's head, or None if only the outputs are needed.
     """
 
     features: Tensor
@@ -56,9 +56,9 @@ class Captured:
         return Captured(known, rows, layout, head)
 
     def rows(self, index: slice | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return phi (m, P), including the constant 1, and outputs (m, C) of the selected rows in float64; None selects all rows.
+        """Return the float64 features phi (m, P), including the constant 1, and outputs (m, C) of the selected rows.
 
-        Rows are numbered by input, then by position.
+        By default, all rows are selected. Rows are numbered by input, then by position.
         """
         if index is None:
             features, outputs = self.features.flatten(0, 1), self.outputs.flatten(0, 1)
@@ -72,9 +72,9 @@ class Captured:
         return to_float64(features) if self.head is None else self.head.lift(features), to_float64(outputs)
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield phi (m, P) and outputs (m, C) of all rows, at most `size` rows at a time.
+        """Yield the features phi (m, P) and outputs (m, C) of all rows, at most `size` rows at a time.
 
-        In a trace with a dynamic batch size, which is not an `int`, all rows are in one chunk.
+        If the batch size is not an `int`, as in a trace with a dynamic batch size, all rows form a single chunk.
         """
         total = self.outputs.shape[0] * self.layout.count
         if not isinstance(total, int) or total <= size:
@@ -85,13 +85,13 @@ class Captured:
 
 
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
-    """Run one pass of a network and capture the input and output of its head. Call this function inside `evaluating(network)`.
+    """Run one forward pass and capture the input and output of the network's head. Call this function inside `evaluating(network)`.
 
-    The code does not depend on tensor values, so that `torch.export` can trace it.
+    The code does not branch on tensor values, so that `torch.export` can trace it.
 
     Args:
         network: a trained network.
-        head: head from `find_head`; None to capture only outputs. In this case, check the outputs with `check_logits`.
+        head: head from `find_head`, or None to capture only the outputs. In that case, check the outputs with `check_logits`.
         inputs: one batch of inputs.
         likelihood: likelihood of the outputs.
     """
@@ -109,12 +109,12 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         if same_tensor(output, outputs):
             return Captured.of(features, outputs, head, head.axis)
     raise HeadError(
-        f"the network's output is not the output of its head {head.name!r} in this pass. If the network was changed, fit again."
+        f"in this pass, the network's output is not the output of its head {head.name!r}. If the network has changed, fit again."
     )
 
 
 def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> tuple[Tensor, int]:
-    # Return the outputs and their class axis. For dense outputs, it is the class axis of the last layer that ran.
+    # Return the outputs and their class axis. For dense outputs, this is usually the class axis of the last layer to run.
     ran: list[Head] = []
     with hooked(
         [one for one in network.modules() if isinstance(one, Layer)], lambda one, *_: ran.append(Head("", one))
@@ -138,16 +138,16 @@ def capture_all(
     shapes = [(one.layout.inputs, *one.layout.sizes, one.outputs.shape[-1]) for one in seen]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(
-            f"expected networks with outputs of the same shape, because a mixture averages them; got {shapes} (positions, then "
-            f"classes)."
+            f"expected networks with outputs of the same shape, because a mixture averages them; got the shapes "
+            f"{shapes} (inputs, positions, classes)."
         )
     return seen
 
 
 def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood: Likelihood) -> None:
-    """Raise `HeadError` if outputs (m, C) of a network without a known head are probabilities.
+    """Raise `HeadError` if the outputs (m, C) of a network without a known head are probabilities.
 
-    The outputs of a linear layer are always accepted, because logits may also happen to lie between 0 and 1.
+    The outputs of a linear layer are always accepted, because logits may happen to lie between 0 and 1.
     """
     try:
         likelihood.check_outputs(outputs)
@@ -161,7 +161,7 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
 def find_heads(
     networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Head]:
-    """Find the head of every network, or check a named head; all networks must have outputs of the same kind.
+    """Find the head of every network, or check the named head; all outputs must have the same width and number of position axes.
 
     Call this function inside `evaluating(*networks)`.
     """
@@ -176,7 +176,8 @@ def find_heads(
         )
     if len(set(axes)) > 1:
         raise HeadError(
-            f"expected networks with the same number of position axes, got {axes}. Dense and plain outputs cannot be mixed."
+            f"expected networks whose outputs have the same number of position axes, got {axes}. Dense and plain "
+            f"outputs cannot be mixed."
         )
     return heads
 
@@ -186,13 +187,13 @@ def find_heads(
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """One batch of a loader as captured from every network, with the indices of the rows in use.
+    """One batch from a loader, captured from every network, with the indices of the rows in use.
 
     Args:
         networks: one `Captured` for each network.
         in_use: indices of the rows in use, on the CPU.
         labels: labels of the rows in use, as converted by the likelihood; None if the loader yields no labels.
-        place: name of the batch, used in messages.
+        place: description of the batch, used in messages.
     """
 
     networks: Sequence[Captured]
@@ -214,7 +215,7 @@ class CapturedBatch:
         return len(torch.unique_consecutive(self.in_use // self.networks[0].layout.count))
 
     def chunks(self, size: int = 4096) -> Iterator[Rows]:
-        """Yield the rows in use, at most `size` at a time, or one empty `Rows` if no row is in use."""
+        """Yield the rows in use, at most `size` at a time, or a single empty `Rows` if no row is in use."""
         for part in range(0, max(len(self), 1), size):
             index = self.in_use[part : part + size]
             pairs = [one.rows(index.to(one.outputs.device)) for one in self.networks]
@@ -241,26 +242,28 @@ def stream(
     first_input: int = 0,
     required: bool = True,
 ) -> Iterator[CapturedBatch]:
-    """Read a loader once and yield each batch as captured from every network. Call this function inside `evaluating(*networks)`.
+    """Read a loader once and yield each batch, captured from every network. Call this function inside `evaluating(*networks)`.
 
-    Every network processes a batch before the next batch is read. The data are therefore loaded only once for K networks, and an
-    iterator is enough.
+    Every network processes a batch before the next batch is read. The data are therefore loaded only once for all networks, and the
+    loader may be an iterator.
 
     Args:
         networks: the trained networks.
-        heads: heads of the networks; None if only outputs are needed.
+        heads: head of each network, or None where only the outputs are needed.
         loader: any iterable of batches.
-        where: name of the loader in messages and on the progress bar, such as "training loader".
+        where: name of the loader, such as "training loader", shown in messages and on the progress bar.
         likelihood: likelihood of the labels given the outputs.
-        labelled: True requires labels in every batch, and False ignores labels. None accepts labels either in all batches or in none.
-        progress: show a progress bar if stderr is a terminal.
-        total: number of batches, for the progress bar.
-        positions: for dense outputs, the number of positions to draw from each input; "all" and "average" use every position.
-        ignore_index: label that marks positions to ignore.
-        first_batch: index of the first batch that the loader yields; above 0 if a resumed fit skips the earlier batches.
-        first_input: number of inputs in the earlier batches, so that positions are drawn as in an uninterrupted fit.
-        required: raise `DataError` if no batch has a row in use. Pass False if several processes read shards, because a shard may be
-            empty.
+        labelled: if True, every batch must have labels; if False, labels are ignored. By default, either all batches or none must have
+            labels.
+        progress: whether to show a progress bar when stderr is a terminal.
+        total: number of batches, shown on the progress bar.
+        positions: for dense outputs, the number of positions to draw from each input, or "all" or "average", which both use every
+            position.
+        ignore_index: label of positions to ignore.
+        first_batch: index of the first batch that the loader yields; above 0 if a resumed fit skips earlier batches.
+        first_input: number of inputs in the skipped batches, needed to draw the same positions as an uninterrupted fit.
+        required: whether to raise `DataError` if no batch has a row in use. Pass False when several processes read shards, because a
+            shard may be empty.
     """
     had_labels, any_rows = labelled, first_batch > 0
     shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
@@ -270,7 +273,7 @@ def stream(
             labels = None if labelled is False else given
             if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
-                    f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
+                    f"{place} has no labels. Make the loader yield (inputs, labels), or a mapping with the key 'labels'."
                     if labelled
                     else f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
@@ -291,7 +294,9 @@ def stream(
             yield batch
             del inputs, given, seen, labels, in_use, batch  # free the memory before the next batch is loaded
     if required and not any_rows:
-        raise DataError(f"the {where}: no batch has a row in use. Check that the labels do not ignore every position.")
+        raise DataError(
+            f"no batch of the {where} has a row in use. Check that the labels do not mark every position as ignored."
+        )
 
 
 def _rows_in_use(
@@ -306,16 +311,16 @@ def _rows_in_use(
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
-                # Individual Bernoulli labels may be missing. A Gaussian likelihood rejects NaN.
+                # NaN marks individual labels as missing. A Bernoulli likelihood allows this; a Gaussian likelihood rejects NaN.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
         labels, in_use = labels[used], in_use[used]
     else:
         labels = labels.clone()  # a loader may reuse the memory for the next batch
     device = float64_device(seen.outputs.device)
-    if len(in_use) == len(labels) == 0:  # a likelihood cannot check the range of empty labels
+    if len(in_use) == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
         return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use
-    # A likelihood uses only the device and shape of the outputs.
+    # The likelihood uses only the device and shape of the outputs.
     outputs = torch.zeros((), dtype=torch.float64, device=device).expand(len(in_use), width)
     labels = likelihood.check_labels(labels, outputs, place)
     known = likelihood.known(labels)
@@ -323,7 +328,7 @@ def _rows_in_use(
 
 
 def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tensor:
-    # Return indices into the rows in use.
+    # Return the drawn positions as indices into the rows in use.
     counts = torch.bincount(in_use // layout.count, minlength=layout.inputs)
     starts = counts.cumsum(0) - counts
     parts = zip(starts.tolist(), counts.tolist(), strict=True)
@@ -333,8 +338,8 @@ def _drawn(layout: Layout, in_use: Tensor, most: int, first_input: int) -> Tenso
 
 
 def check_finite(phi: Tensor, outputs: Tensor, rows: Tensor | range | None = None) -> None:
-    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` are the row numbers in the batch, if known."""
-    # NaN and infinity propagate to a sum, and from the features to the outputs.
+    """Raise `DataError` if features (m, P) or outputs (m, C) are not finite; `rows` holds their row numbers in the batch, if known."""
+    # NaN and infinity propagate from the features to the outputs, and from the outputs to their sum.
     if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):

@@ -1,14 +1,14 @@
 """Convert dense outputs, such as one output for each pixel of an image or each token of a text, to rows and back.
 
-A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence is applied to every token. Each position is
-therefore a datum, and all other packages work only with rows of features, outputs and labels. Outputs (n, C) have one position. Dense
-outputs have one of two layouts:
+A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence is applied to every token. Each position
+therefore counts as a datum, and all other packages work only with rows of features, outputs and labels. Outputs of shape (n, C) have
+only one position. Dense outputs have one of two layouts:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
 
-If each output has its own label, the labels have the shape of the outputs. Rows are ordered by input and then by position; the last
-axis varies fastest.
+If each output has its own label, the labels have the same shape as the outputs. Rows are ordered by input and then by position; the
+last axis varies fastest.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mola.errors import DataError, OptionError
 from mola.options import is_real
 
 IGNORE_INDEX = -100
-"""Label of positions that are ignored. The value is the default in PyTorch's losses."""
+"""Label of positions to ignore, the same as the default in PyTorch's losses."""
 
 Positions = str | int
-"""Positions of each input that a fit uses: "all", "average" (each input is one datum), or a number drawn at random."""
+"""Positions of each input that a fit uses: "all", "average" (all, with each input counted once), or a number to draw at random."""
 
 
 def check_positions(positions: Positions) -> Positions:
-    """Return the option `positions`; raise `OptionError` unless it is "all", "average" or an integer of at least 1."""
+    """Return `positions` unchanged; raise `OptionError` unless it is "all", "average" or an integer of at least 1."""
     if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
         return positions
     raise OptionError(
@@ -40,7 +40,7 @@ def check_positions(positions: Positions) -> Positions:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
+    """Order and sizes of the axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
 
     inputs: int
     sizes: tuple[int, ...]
@@ -48,12 +48,12 @@ class Layout:
 
     @staticmethod
     def of(outputs: Tensor, axis: int) -> Layout:
-        """Return the layout of outputs (n, C), or of dense outputs with class axis 1 or -1."""
+        """Return the layout of outputs (n, C), or of dense outputs whose class axis is 1 or -1."""
         return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
 
     @property
     def count(self) -> int:
-        """Number of positions in each input; 1 for outputs (n, C)."""
+        """Number of positions in each input; 1 for outputs of shape (n, C)."""
         return math.prod(self.sizes)
 
     def shape(self, width: int) -> tuple[int, ...]:
@@ -74,17 +74,17 @@ class Layout:
     def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
         """Reshape labels of dense outputs to (m,), or to (m, width) if each output has its own label.
 
-        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are used in error messages.
+        `outputs` (the number of outputs at each position) and `where` (the name of the batch) are used only in error messages.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
             return labels.flatten()
-        # The likelihood checks the width, because a Gaussian with variances has fewer targets than outputs.
+        # The likelihood checks the width, because a heteroscedastic Gaussian has fewer targets than outputs.
         if labels.dim() == len(plain) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
             return self.by_position(labels).flatten(0, 1)
         remedy = ""
         if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
-            remedy = " Resize the labels to the size of the outputs with nearest-neighbour interpolation."
+            remedy = " Use nearest-neighbour interpolation to resize the labels to the size of the outputs."
         raise DataError(
             f"{where}: expected labels of shape {plain} (one for each position) or {self.shape(outputs)} (one for each output); got "
             f"labels of shape {tuple(labels.shape)}.{remedy}"
@@ -92,9 +92,9 @@ class Layout:
 
 
 def drawn_positions(count: int, most: int, index: int) -> Tensor:
-    """Draw `most` of `count` positions without replacement, in ascending order; return all of them if `count` is at most `most`.
+    """Draw up to `most` of `count` positions without replacement, and return them in ascending order.
 
-    The seed is `index`, the input's index in the data, so the draw does not depend on the batch size.
+    The seed is `index`, the index of the input in the data, so the draw does not depend on the batch size.
     """
     if count <= most:
         return torch.arange(count, device="cpu")

@@ -1,17 +1,17 @@
 """Find and check the last linear layer of any network by observing one forward pass.
 
-The head is the linear layer whose output *is* the network's output. It need not be the last layer defined, nor the last layer to run.
-If a network changes the logits after its last linear layer, the error message names the layer and the change.
+The head is the linear layer whose output *is* the network's output. It need not be the last layer to be defined, nor the last to run.
+If a network changes the logits after its last linear layer, the error message identifies the layer and the change.
 
-One kind of change is allowed: the layer runs at every position, and the network then selects, averages or interpolates positions. For
-example, the last layer of a language model computes scores (n, T, C), and the network returns only the scores at the last token of
-each text. Segmentation networks resize the output of a 1x1 convolution to the size of the image. To find the head's input at the
-returned positions, the input is appended to the layer's output as additional columns or channels during the pass. Any averaging of
-positions then applies to both. Averages with weights that sum to 1 commute with the layer, so the logits at the resized features, and
-their variances, are exact.
+One kind of change is allowed: the layer may run at every position if the network then only selects, averages or interpolates
+positions. For example, the last layer of a language model computes scores of shape (n, T, C), and the network returns only the scores
+at the last token of each text. Similarly, segmentation networks resize the output of a 1x1 convolution to the size of the image. To
+obtain the head's input at the returned positions, that input is appended to the head's output as additional columns or channels during
+the forward pass. Any averaging of positions then applies to both. Averages whose weights sum to 1 commute with the layer, so the
+logits at the resized features are exact, as are their variances.
 
 A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
-linear layer. In this case, each position is a datum (`dense.py`).
+linear layer. In that case, each position is a datum (`dense.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Layer = nn.Linear | Convolution
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer of a network, as a matrix over features that include the constant 1.
+    """The last linear layer of a network, represented as a matrix that acts on features including the constant 1.
 
     Args:
         name: dotted name of the layer in the network.
