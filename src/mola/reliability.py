@@ -1,4 +1,4 @@
-"""The reliability diagram, a plot of accuracy against confidence on any matplotlib axes."""
+"""The reliability diagram, a plot of accuracy against confidence that can be drawn on any matplotlib axes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""Minimum number of predictions in a bin that is drawn, and their minimum share of all predictions. The accuracy of smaller bins is
-mostly noise. The calibration error includes all bins."""
+"""Minimum number of predictions that a bin must contain to be drawn, and their minimum share of all predictions. The accuracy in
+smaller bins is mostly noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Sums (bins, 3) of predictions, confidences and correct predictions in each bin, and matplotlib's options for the line."""
+"""Predictions, confidences and correct predictions summed in each bin, of shape (bins, 3), and matplotlib options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:
@@ -24,9 +24,9 @@ def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3",
 
     Args:
         panel: axes to draw on.
-        curves: curves, keyed by label; a curve without any bin to draw is left out.
+        curves: curves to draw, keyed by label; a curve is omitted if none of its bins can be drawn.
         ink: colour of the diagonal, which marks perfect calibration.
-        min_count: minimum number of predictions a bin must contain to be drawn.
+        min_count: minimum number of predictions that a bin must contain to be drawn.
     """
     panel.plot([0, 1], [0, 1], color=ink, linewidth=0.8, linestyle=(0, (4, 3)))
     for label, (given, stroke) in curves.items():
@@ -37,4 +37,4 @@ def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3",
             panel.plot(x, y, linewidth=1.2, label=label, **stroke)
             panel.scatter(x, y, s=area, color=stroke["color"], alpha=0.75, linewidths=0, zorder=3)
     panel.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03))
-    panel.set_aspect("equal", anchor="N")  # anchored at the top to leave space for a legend below
+    panel.set_aspect("equal", anchor="N")  # anchored at the top, to leave space for a legend below

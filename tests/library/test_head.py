@@ -151,8 +151,8 @@ BAD = {
     "softmax": (lambda b, h: nn.Sequential(b, h, nn.Softmax(1)), rf"{LAYER}.*applies a softmax.*returns the output of"),
     "log-softmax": (lambda b, h: nn.Sequential(b, h, nn.LogSoftmax(1)), rf"{LAYER}.*log-softmax.*returns the output of"),
     "temperature": (wrapped(lambda s, x: s.head(s.body(x)) / 2.5), r"'head'.*temperature.*returns the output of"),
-    "scaled in place": (wrapped(lambda s, x: s.head(s.body(x)).mul_(2)), r"'head'.*in place.*plain output of 'head'"),
-    "scaled by a hook": (scaled_by_a_hook, rf"{LAYER}.*weight times its input.*plain output of {LAYER}"),
+    "scaled in place": (wrapped(lambda s, x: s.head(s.body(x)).mul_(2)), r"'head'.*in place.*unmodified output of 'head'"),
+    "scaled by a hook": (scaled_by_a_hook, rf"{LAYER}.*weight times its input.*unmodified output of {LAYER}"),
     "activation": (lambda b, h: nn.Sequential(b, h, nn.ReLU()), rf"{LAYER}.*returns the output of {LAYER}"),
     "copied": (wrapped(lambda s, x: s.head(s.body(x)).clone()), r"'head'.*copies.*returns the output of 'head'"),
     "two of three classes": (wrapped(lambda s, x: s.head(s.body(x))[:, :2]), r"'head'.*\(12, 3\).*\(12, 2\).*returns the output of"),
@@ -160,9 +160,9 @@ BAD = {
     "two heads": (two_heads, r"'auxiliary'.*\(12, 6\), perhaps .*several heads.*returns the output of 'auxiliary'"),
     "made 3-d": (wrapped(lambda s, x: s.head(s.body(x)).view(4, 3, 3)), r"\(batch, classes\).*\(4, 3, 3\).*'head'.*without reshaping"),
     "one logit": (wrapped(lambda s, x: s.one(s.body(x)), one=lambda: nn.Linear(4, 1)), r"at least 2 classes.*bernoulli"),
-    "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network in an nn.Linear"),
-    "head by function": (wrapped(functional_head), r"no nn.Linear.*End the network in an nn.Linear"),
-    "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus bias"),
+    "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network with an nn.Linear"),
+    "head by function": (wrapped(functional_head), r"no nn.Linear.*End the network with an nn.Linear"),
+    "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus its bias"),
     "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*logits=lambda"),
     "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of 'body\.0'"),
 }  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
 def test_scripted_and_quantised_networks_are_refused_with_the_reason():
     network = nn.Sequential(make_body(), nn.Linear(4, 3)).float().eval()
-    with pytest.raises(HeadError, match=r"TorchScript module.*Pass the Python module"):
+    with pytest.raises(HeadError, match=r"TorchScript module.*Pass the original Python module"):
         find_head(torch.jit.trace(network, X.float()), X.float())
     quantised = torch.ao.quantization.quantize_dynamic(network, {nn.Linear})
     with pytest.raises(HeadError, match=r"layers are quantised.*Keep the last layer in floating point"):

@@ -43,9 +43,9 @@ class Head:
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: True if the layer runs at every position and the network then selects, averages or resizes positions.
-        dense_axes: number of position axes in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
-        ignore_index: label of positions that are ignored in dense training and validation data.
+        every_position: whether the layer runs at every position, after which the network selects, averages or resizes positions.
+        dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
+        ignore_index: label of the positions to ignore in dense training and validation data.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Head:
 
     @property
     def inputs(self) -> int:
-        """Number of features without the constant 1."""
+        """Number of features, excluding the constant 1."""
         return self.layer.in_features if isinstance(self.layer, nn.Linear) else self.layer.in_channels
 
     @property
     def axis(self) -> int:
-        """Class axis of the layer's output and feature axis of its input: 1 for a convolution, otherwise -1."""
+        """Class axis of the layer's output and feature axis of its input: 1 for a convolution and -1 for a linear layer."""
         return -1 if isinstance(self.layer, nn.Linear) else 1
 
     @property
     def has_bias(self) -> bool:
-        """True if the layer has a bias, so that the features include the constant 1."""
+        """Whether the layer has a bias, in which case the features include the constant 1."""
         return self.layer.bias is not None
 
     @property
@@ -80,9 +80,9 @@ class Head:
         return self.inputs + self.has_bias
 
     def weights(self) -> Tensor:
-        """Return the trained weights (C, P) in float64 on the CPU, with the bias as the last column.
+        """Return the trained weights as float64 on the CPU, of shape (C, P), with the bias in the last column.
 
-        Call this method inside `evaluating`. In train mode, reading a weight with spectral normalisation changes the layer.
+        Call this method inside `evaluating`. In train mode, merely reading a spectrally normalised weight changes the layer.
         """
         with torch.no_grad():
             weight = self.layer.weight.detach().flatten(1).cpu().double()
@@ -90,13 +90,13 @@ class Head:
             return torch.cat([weight, *bias], dim=1)
 
     def lift(self, features: Tensor) -> Tensor:
-        """Convert inputs (n, P') of the layer to float64 features (n, P), with the constant 1 last if the layer has a bias."""
+        """Convert the layer's inputs (n, P') to float64 features (n, P), which end with the constant 1 if the layer has a bias."""
         features = to_float64(features)
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors are the same view of one storage. Traced tensors have no addresses to compare."""
+    """Return whether two tensors are the same view of one storage. Addresses are not compared, because traced tensors have none."""
     return first is second or (
         first.shape == second.shape
         and first.dtype == second.dtype
@@ -111,10 +111,10 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
-    """Call `hook(layer, input, output)` after each call to these layers inside the block, including calls from other threads."""
+    """Inside the block, run `hook(layer, input, output)` after each call to these layers, including calls from other threads."""
 
     def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
-        # Keywords are optional, because torch may call a hook without keywords while another thread is registering it.
+        # Keywords are optional, because torch may call the hook without them while another thread is registering it.
         *keywords, output = rest
         return hook(layer, arguments[0] if arguments else keywords[0]["input"], output)
 
@@ -127,22 +127,22 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a head that runs at every position, restricted to the positions that the network returns."""
+    """Return the input and output of a head that runs at every position, but only at the positions that the network returns."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
         if threading.get_ident() != thread:
             return None
         dtypes.append(output.dtype)
-        with without_autocast(output.device):  # autocast cannot concatenate two half-precision dtypes
+        with without_autocast(output.device):  # autocast cannot concatenate tensors of two half-precision dtypes
             return torch.cat([output, features], dim=head.axis)
 
     with hooked([head.layer], join):
         joined = call(network, inputs)
     if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
-            f"the network must only select, average or resize positions in the output of its head {head.name!r}, but it makes other "
-            f"changes: expected {head.outputs + head.inputs} columns, got shape {tuple(joined.shape)}."
+            f"the network may only select, average or resize positions in the output of its head {head.name!r}, "
+            f"but it makes other changes: expected {head.outputs + head.inputs} columns, got an output of shape {tuple(joined.shape)}."
         )
     outputs, features = torch.split(joined, [head.outputs, head.inputs], dim=head.axis)
     return features, outputs.to(dtypes[-1])
@@ -157,18 +157,18 @@ class _Call:
     layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     shape: torch.Size
     tensors: tuple[Tensor, Tensor] | None
-    """Input and output; None for dense layers before the last, because storing all feature maps would exhaust the memory."""
+    """Input and output; None for dense layers before the last, because storing all feature maps would take too much memory."""
 
 
 def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
-    # Return all modules by name, without the prefix of torch.compile and LogitsOf.
+    # Return all modules keyed by name, without the prefix that torch.compile and LogitsOf add.
     modules = unwrapped(network).named_modules(remove_duplicate=False)
     return {f"{name}.".replace("_orig_mod.", "").strip("."): module for name, module in modules}
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
-    # Run one forward pass; return its output and all calls to linear and convolutional layers. Tensors of dense layers are kept only
-    # for the layers in `keep` and for the last layer.
+    # Run one forward pass; return its output and all calls to linear and convolutional layers. Among dense layers, only those in
+    # `keep` and the last one keep their tensors.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
     names = {id(module): name for name, module in reversed(layers.items())}  # a shared module keeps its first name
@@ -197,20 +197,20 @@ def _returned(calls: Sequence[_Call], outputs: Tensor) -> _Call | None:
 def find_head(
     network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
 ) -> Head:
-    """Run one pass and find the layer whose output is the network's output. Call this function inside `evaluating(network)`.
+    """Run one forward pass and find the layer whose output is the network's output. Call this function inside `evaluating(network)`.
 
     Args:
         network: a trained network.
         inputs: one batch of inputs.
-        name: dotted name of the layer that must be the head; None finds the head automatically.
-        likelihood: likelihood that checks the outputs.
+        name: dotted name of the layer that must be the head; by default, the head is found automatically.
+        likelihood: likelihood with which the outputs are checked.
     """
     check_network(network)
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):
         raise HeadError(
-            f"{type(network).__name__} is a TorchScript module, which runs outside Python, so the input of its last "
-            "layer cannot be read. Pass the Python module that was scripted or traced."
+            f"{type(network).__name__} is a TorchScript module, which runs outside Python, so the input of its "
+            f"last layer cannot be read. Pass the original Python module that was scripted or traced."
         )
     expected = None if name is None else head_by_name(network, name).layer
     outputs, calls = _watch(network, inputs)
@@ -219,8 +219,8 @@ def find_head(
             outputs, [(one.name, one.shape) for one in calls if isinstance(one.layer, nn.Linear)]
         )
     elif _returned(calls, outputs) is None:
-        # Another layer may run after the head, such as a layer for an auxiliary loss. Keep the tensors of all layers with this output
-        # shape.
+        # Another layer, such as one for an auxiliary loss, may run after the head. Keep the tensors of all layers whose outputs have
+        # this shape.
         outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
     found = _returned(calls, outputs)
     if found is not None:
@@ -231,8 +231,8 @@ def find_head(
         if not _is_linear(found.layer, features, output):
             raise HeadError(
                 f"the network's output shares memory with the output of layer {found.name!r} but does not equal its weight times its "
-                "input plus bias. Either the logits are overwritten in place after the layer, or the layer computes something "
-                f"else. Pass a network that returns the plain output of {found.name!r}."
+                f"input plus its bias. Either the logits are overwritten in place after the layer, or the layer computes something "
+                f"else. Pass a network that returns the unmodified output of {found.name!r}."
             )
         head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
     else:
@@ -245,7 +245,7 @@ def find_head(
         likelihood.check_outputs(some, [(head.name, outputs.shape)])
     if expected is not None and head.layer is not expected:
         raise HeadError(
-            f"head={name!r} was given, but the network's output is the output of layer {head.name!r}. "
+            f"head={name!r} was passed, but the network's output is the output of layer {head.name!r}. "
             f"Pass head={head.name!r}, or pass None to find the head automatically."
         )
     return head
@@ -256,13 +256,14 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     if output.numel() == 0:
         return True
     axis = -1 if isinstance(layer, nn.Linear) else 1
-    some = slice(None) if output.dim() == 2 else slice(1)  # one input provides enough positions
+    some = slice(None) if output.dim() == 2 else slice(1)  # a single input provides enough positions
     features, outputs = (to_float64(values[some].movedim(axis, -1)) for values in (features, output))
     weight, bias = layer.weight.flatten(1), layer.bias
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
-        return True  # accept for now; the pass over the loader will raise an error that names the batch
-    # The tolerance allows for rounding. Overwritten logits, or a layer that is not W x + b, differ by more.
+        return True  # accept for now; the pass over the loader will raise an error that identifies the batch
+    # The tolerance allows for rounding. Larger differences mean that the logits were overwritten or that the layer does not compute W
+    # x + b.
     tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
     return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
 
@@ -272,14 +273,16 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
     dense_axes, tried = outputs.dim() - 2, set()
     for one in reversed(calls):
         head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)
-        # The head is a linear layer for outputs (n, C), and a convolution for dense outputs.
+        # The head must be a linear layer if the outputs have shape (n, C), and a convolution if they are dense.
         kind, axes = (Convolution, outputs.dim()) if dense_axes else (nn.Linear, len(one.shape))
         fits = isinstance(one.layer, kind) and 2 < len(one.shape) == axes and one.shape != outputs.shape
         alike = one.shape[0] == outputs.shape[0] and one.shape[head.axis] == outputs.shape[head.axis]
         if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
             continue
         tried.add(one.name)
-        with suppress(DataError, HeadError):  # another layer may be the head; otherwise _explain reports the change
+        with suppress(
+            DataError, HeadError
+        ):  # on failure, try the other layers; if none fits, _explain describes the change
             features, again = carried_pass(network, head, inputs)
             same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
             if same and _is_linear(one.layer, features, again):
@@ -291,9 +294,9 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
 
 
 def head_by_name(network: nn.Module, name: str) -> Head:
-    """Return the head that consists of the named linear layer or 1x1 convolution.
+    """Return the named linear layer or 1x1 convolution as a head.
 
-    The name is dotted, as in `named_modules`. The empty name refers to the network itself.
+    The name is dotted, as in `named_modules`. An empty name refers to the network itself.
     """
     if not isinstance(name, str):
         raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
@@ -319,7 +322,7 @@ def _why_not_linear(layer: Layer) -> str | None:
     if isinstance(layer, nn.Linear):
         return None
     plain = {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}
-    # Padding may also be "same" or "valid"; neither pads anything for a kernel of size 1.
+    # Padding may also be "same" or "valid", both of which add nothing for a kernel of size 1.
     odd = [
         f"{name}={getattr(layer, name)}"
         for name, one in plain.items()
@@ -328,9 +331,9 @@ def _why_not_linear(layer: Layer) -> str | None:
     if not odd:
         return None
     return (
-        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each "
-        "position: a 1x1 convolution with stride 1, no padding and groups=1. End the network in such a layer, for example "
-        "nn.Conv2d(features, classes, 1), and train it."
+        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each position: a 1x1 "
+        f"convolution with stride 1, no padding and groups=1. End the network with such a layer, for example nn.Conv2d(features, "
+        f"classes, 1), and train it."
     )
 
 
@@ -346,16 +349,15 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
         name = near[-1].name
         axis = 1 if isinstance(near[-1].layer, Convolution) else -1
         return (
-            f"the network's output is not the output of its last linear layer. Layer {name!r} returns shape "
-            f"{tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
+            f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
+            f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
             f"{_hidden_layers(network)} Pass a network whose forward returns the output of {name!r} unchanged."
         )
-    last = f" Its last layer, {calls[-1].name!r}, returns shape {tuple(calls[-1].shape)}." if calls else ""
+    last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
     if len(shape) <= 2:
         return (
             f"no nn.Linear layer with a 2-d output ran in the forward pass of {kind}, so there is no last linear layer "
-            f"for a posterior.{last}{_hidden_layers(network)} End the network in an nn.Linear that maps features "
-            "to logits."
+            f"for a posterior.{last}{_hidden_layers(network)} End the network with an nn.Linear that maps features to logits."
         )
     return (
         "expected outputs of shape (batch, classes), or dense outputs of shape (batch, classes, height, width) from a 1x1 "
@@ -376,7 +378,7 @@ def _hidden_layers(network: nn.Module) -> str:
 def _change(before: Tensor, after: Tensor, axis: int) -> str:
     if before.shape != after.shape:
         several = after.dim() == 2 and after.shape[0] == before.shape[0] and after.shape[1] > before.shape[1]
-        return f"returns shape {tuple(after.shape)}{', perhaps the joined outputs of several heads' if several else ''}"
+        return f"returns shape {tuple(after.shape)}{', perhaps the concatenated outputs of several heads' if several else ''}"
     before, after = to_float64(before), to_float64(after)
     changes = {
         "copies or converts it": before,

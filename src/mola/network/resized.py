@@ -13,16 +13,16 @@ from mola.options import one_of
 
 
 class Resized(nn.Module):
-    """A network that accepts square images of any size. Images are centre-cropped, resized and normalised per channel.
+    """A wrapper that lets a network accept square images of any size, by centre-cropping, resizing and normalising them.
 
     Shrinking averages over all source pixels that a target pixel covers, as in Pillow. Enlarging uses PyTorch's interpolation.
 
     Args:
-        network: network for images (n, channels, size, size).
-        size: side length of the network's images, in pixels.
+        network: network that takes images of shape (n, channels, size, size).
+        size: side length, in pixels, of the images that the network takes.
         crop: fraction of the side length to keep, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
-        mean: means to subtract, one for each channel or one for all channels, in the units of the incoming images.
-        std: standard deviations to divide by, one for each channel or one for all channels.
+        mean: means to subtract, one per channel or one for all channels, in the units of the incoming images.
+        std: standard deviations to divide by, one per channel or one for all channels, in the same units.
         interpolation: "bilinear" or "bicubic".
     """
 
@@ -62,15 +62,17 @@ class Resized(nn.Module):
         return logits
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Crop, resize and normalise images (n, channels, side, side) as the network expects them."""
+        """Crop, resize and normalise images (n, channels, side, side) for the network."""
         if images.dim() != 4 or images.shape[2] != images.shape[3]:
-            raise DataError(f"expected square images (n, channels, side, side), got shape {tuple(images.shape)}.")
+            raise DataError(
+                f"expected square images of shape (n, channels, side, side), got shape {tuple(images.shape)}."
+            )
         side = images.shape[2]
         kept = max(1, round(side * self.crop))
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Use antialiasing only for shrinking, because not every export runtime supports it.
+            # Use antialiasing only to shrink images, because not every export runtime supports it.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )

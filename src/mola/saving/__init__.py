@@ -1,1 +1,1 @@
-"""Posteriors, checkpoints and weights on disk, written atomically as safetensors and JSON. Nothing is unpickled."""
+"""Storage of posteriors, checkpoints and weights, which are written atomically as safetensors and JSON. Nothing is unpickled."""

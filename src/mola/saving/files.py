@@ -1,7 +1,7 @@
-"""Folders with one JSON document and one safetensors file. A reader gets either the old state or the new state, never a mixture.
+"""Folders that contain a JSON document and a safetensors file. A reader sees either the old or the new state, never a mixture.
 
-First, the tensors are written to a file named by their checksum. Then the document that names this file replaces the old document
-atomically. Finally, the old tensors are removed. A crash at any point leaves a folder that can still be loaded.
+First, the tensors are written to a file named after their checksum. Then a document that refers to this file atomically replaces the
+old one. Finally, the old tensors are removed. After a crash at any point, the folder can still be loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOCUMENT = "posterior.json"
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`. The file written there replaces `path` atomically, or is removed after an error."""
+    """Yield a temporary path next to `path`. A file written there atomically replaces `path`, or is removed after an error."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
@@ -42,16 +42,16 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers get the complete old content or the complete new content."""
+    """Replace a file atomically, so that readers see either the old content or the new content in full."""
     with partial_file(path) as partial:
         partial.write_bytes(content)
 
 
 def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Save a document and its tensors in a folder, and return the folder.
+    """Save a document and its tensors to a folder, and return the folder's path.
 
-    The folder is created if it does not exist. Its previous content stays readable until everything is written. The document has an
-    entry "kind", such as "swag"; a folder of a different kind is not overwritten.
+    The folder is created if it does not exist. Its previous content stays readable until everything has been written. The document
+    must have an entry "kind", such as "swag"; a folder of a different kind is not overwritten.
     """
     folder, kind = Path(directory), document["kind"]
     try:
@@ -65,8 +65,8 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
         old = read_document(folder)
     if old is not None and old["kind"] != kind:
         raise StorageError(
-            f"{folder} contains a saved {old['kind']}, which cannot be replaced by a {kind}. "
-            f"Choose another folder, or remove this folder."
+            f"{folder} contains a saved {old['kind']}, which cannot be replaced by a {kind}. Choose another folder, or remove this "
+            f"one."
         )
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     checksum = hashlib.sha256(content).hexdigest()
@@ -88,16 +88,16 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
 def read_folder(
     directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the document and the tensors of a folder.
+    """Read the document and the tensors in a folder.
 
-    Raises `StorageError` if a file is missing, damaged, not written by mola, or of another kind.
+    Raises `StorageError` if a file is missing, is damaged, was not written by mola or is of a different kind.
     """
     folder = Path(directory)
     document = read_document(folder)
     if document["kind"] != kind:
         raise StorageError(
-            f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with mola.load, and "
-            "baselines with the class of mola.baselines that saved them."
+            f"expected a saved {kind}, but {folder} contains a saved {document['kind']}. Load posteriors with "
+            f"mola.load, and baselines with the class in mola.baselines that saved them."
         )
     check(document, dict(schema or {}), "")
     try:
@@ -110,14 +110,14 @@ def read_folder(
 
 
 def kind_of(directory: str | Path) -> str | None:
-    """Return the kind of a saved folder, such as "posterior" or "swag", or None if there is no document."""
+    """Return the kind of object saved in a folder, such as "posterior" or "swag", or None if there is no document."""
     return str(read_document(directory)["kind"]) if (Path(directory) / DOCUMENT).exists() else None
 
 
 def read_document(directory: str | Path) -> dict[str, Any]:
-    """Read the document of a folder without its tensors.
+    """Read the document in a folder, without the tensors.
 
-    Raises `StorageError` if the document is missing, damaged, not written by mola, or written by a newer version.
+    Raises `StorageError` if the document is missing, is damaged, was not written by mola or was written by a newer version.
     """
     path = Path(directory) / DOCUMENT
     try:
@@ -132,10 +132,10 @@ def read_document(directory: str | Path) -> dict[str, Any]:
         ) from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StorageError(f"{path} was not written by mola: expected an entry 'format' with the value {FORMAT!r}.")
+        raise StorageError(f"{path} was not written by mola: expected the entry 'format' to be {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise StorageError(
-            f"{path} has format version {document.get('version')!r}, but this version of mola reads format version {VERSION}. "
+            f"{path} has format version {document.get('version')!r}, but this version of mola reads only format version {VERSION}. "
             f"Update mola, or save the posterior again with the installed version."
         )
     check_seal(document, path)
