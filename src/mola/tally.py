@@ -1,7 +1,7 @@
-"""Tables of predictions, collected over batches and processes, with a row for each input, label or position.
+"""Tables of scores, collected from all batches and processes, with one row for each input, label or position.
 
-Memory grows with the number of rows, but not with the number of features or classes. The rows of one input are not independent, so
-each row of multi-label data and of dense outputs has the index of its input.
+Memory grows with the number of rows, but not with the number of features or classes. Rows that belong to the same input are not
+independent, so each row for multi-label data or dense outputs holds the index of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Name of the column that holds the index of each row's input, used if an input can have several rows."""
+"""Name of the column that holds the index of each row's input, which is used if an input can have several rows."""
 
 
 @dataclass
@@ -29,20 +29,20 @@ class Tally:
 
     columns: tuple[str, ...] = ()
     parts: list[Tensor] = field(default_factory=list)
-    """Rows (n, columns) of each batch, in float64."""
+    """Rows of each batch, of shape (n, columns) and in float64."""
     inputs: int = 0
-    """Number of inputs, counted only if each row has the index of its input."""
+    """Number of inputs, counted only if the table has the column `INPUT`."""
 
     @classmethod
     def of(cls, batches: Iterable[Mapping[str, Tensor]]) -> Tally:
-        """Return a table with the rows of all batches."""
+        """Return a table that contains the rows of all batches."""
         tally = cls()
         for columns in batches:
             tally.add(columns)
         return tally
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
-        """Add the columns (n,) of a batch, whose column `INPUT` starts at 0."""
+        """Append the columns of a batch, each of shape (n,). Input indices in the column `INPUT` start at 0 in each batch."""
         row = dict(columns)
         if (own := row.get(INPUT)) is not None and len(own):
             row[INPUT] = own + self.inputs
@@ -51,22 +51,22 @@ class Tally:
         self.parts.append(torch.stack([column.detach().double().cpu() for column in row.values()], dim=1))
 
     def gather(self, team: Team) -> Tally:
-        """Return the rows of all processes, in every process."""
+        """Return, in every process, a table that contains the rows of all processes."""
         if team.size == 1:
             return self
         # A process without data has no columns, so it takes the column names from another process.
         columns = next((one for one in team.collect(list(self.columns)) if one), None)
         if columns is None:
-            raise DataError("the data are empty in every process. Pass at least one batch.")
+            raise DataError("there are no data in any process. Pass at least one batch.")
         own = torch.cat(self.parts) if self.parts else None
-        if own is not None and INPUT in columns:  # make the indices unique over processes
+        if own is not None and INPUT in columns:  # make the indices unique across processes
             place = columns.index(INPUT)
             own[:, place] = own[:, place] * team.size + team.rank
         return Tally(tuple(columns), [team.gather(own)], sum(team.collect(self.inputs)))
 
     @property
     def groups(self) -> Tensor | None:
-        """Index (n,) of each row's input, or None if each row is an input."""
+        """Index of each row's input, of shape (n,), or None if each row is a separate input."""
         return self[INPUT].long() if INPUT in self.columns else None
 
     @property
@@ -83,7 +83,7 @@ class Tally:
         return mean_of(self[column], self.groups)
 
     def classified(self) -> dict[str, Measurement]:
-        """Return the classification metrics for labelled data, from the scores of a `Predictive`."""
+        """Return the classification metrics for labelled data, computed from the scores of a `Predictive`."""
         return {
             "accuracy": self.mean("correct"),
             "nll": self.mean("nll"),
@@ -102,17 +102,17 @@ def rows_of(
     positions: str | int = "all",
     first: int = 0,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Return dense predictions and labels with one row for each position that is not ignored, and the index (m,) of each row's input.
+    """Flatten dense predictions and labels to one row per position that is not ignored, and return the index of each row's input.
 
-    Predictions that are not dense are returned unchanged, with None for the inputs.
+    Predictions that are not dense are returned unchanged, with None in place of the indices.
 
     Args:
         prediction: predictions for a batch.
         labels: labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
-        where: name of the batch in error messages.
-        ignore_index: label of ignored positions.
-        positions: number of positions to draw from each input; "all" uses every position.
-        first: number of inputs before this batch; the draw depends only on the index of an input.
+        where: name of the batch, used in error messages.
+        ignore_index: label of positions to ignore.
+        positions: number of positions to draw from each input, or "all" for every position.
+        first: number of inputs before this batch, so that the draw depends only on the index of each input in the data.
     """
     regression = isinstance(prediction, RegressionPrediction)
     outputs = prediction.component_mean[0] if regression else prediction.probs
@@ -123,7 +123,7 @@ def rows_of(
     if labels is not None:
         labels = layout.labels(labels.cpu(), outputs.shape[prediction.axis], where)
         known = (labels != ignore_index) & ~labels.isnan()
-        if labels.dim() == 2:  # some labels of a position may be missing
+        if labels.dim() == 2:  # some of a position's labels may be missing
             labels, known = torch.where(known, labels.double(), torch.nan), known.any(1)
     kept = [own.nonzero().flatten() for own in known.view(layout.inputs, layout.count)]
     if isinstance(positions, int):
@@ -134,7 +134,7 @@ def rows_of(
         if values is None:
             return None
         further = values.dim() - len(layout.sizes) - 1
-        if further == 2:  # a field with an axis of K networks
+        if further == 2:  # the field has an axis for the K networks
             return torch.stack([layout.by_position(one).flatten(0, 1)[rows.to(one.device)] for one in values])
         return (layout.by_position(values).flatten(0, 1) if further else values.flatten())[rows.to(values.device)]
 

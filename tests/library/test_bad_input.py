@@ -284,7 +284,7 @@ def test_what_is_worth_knowing_warns(scene):
 # --- predicting -------------------------------------------------------------------------------------------------------
 
 PREDICT = {
-    "wrong width": (lambda: X[:, :4], r"Sequential failed on inputs of shape \(20, 4\) and type float64.*trained on"),
+    "wrong width": (lambda: X[:, :4], r"Sequential failed on inputs of shape \(20, 4\) and type float64.*was trained"),
     "too many dimensions": (lambda: X[:, :, None], r"Sequential failed on inputs of shape \(20, 5, 1\)"),
     "one input without a batch": (lambda: X[0], r"Sequential failed on inputs of shape \(5,\)"),
     "wrong type": (lambda: X.float(), r"Sequential failed on inputs of .*type float32"),

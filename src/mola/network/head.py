@@ -262,8 +262,7 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
     expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
     if not bool(expected.isfinite().all() & outputs.isfinite().all()):
         return True  # accept for now; the pass over the loader will raise an error that identifies the batch
-    # The tolerance allows for rounding. Larger differences mean that the logits were overwritten or that the layer does not compute W
-    # x + b.
+    # The tolerance allows for rounding. Overwritten logits, or a layer that does not compute W x + b, cause larger differences.
     tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
     return float((expected - outputs).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
 
@@ -280,9 +279,7 @@ def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Se
         if one.name in tried or not fits or not alike or _why_not_linear(one.layer) is not None:
             continue
         tried.add(one.name)
-        with suppress(
-            DataError, HeadError
-        ):  # on failure, try the other layers; if none fits, _explain describes the change
+        with suppress(DataError, HeadError):  # on failure, try the next layer; if all fail, _explain reports why
             features, again = carried_pass(network, head, inputs)
             same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
             if same and _is_linear(one.layer, features, again):

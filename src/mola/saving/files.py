@@ -76,7 +76,7 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
         text = json.dumps(sealed(entries), indent=2, allow_nan=False)
     except ValueError as error:
         raise StorageError(
-            f"{folder}: nothing was saved, because the document contains values that JSON cannot represent ({error})."
+            f"nothing was saved to {folder}, because the document contains values that JSON cannot represent ({error})."
         ) from error
     write_atomically(folder / name, content)
     write_atomically(folder / DOCUMENT, text.encode())
@@ -124,11 +124,11 @@ def read_document(directory: str | Path) -> dict[str, Any]:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise StorageError(
-            f"{directory} contains no saved posterior: {DOCUMENT} is missing. Pass the folder that posterior.save(...) wrote."
+            f"{directory} contains no saved posterior: {DOCUMENT} is missing. Pass a folder written by posterior.save(...)."
         ) from error
-    except OSError as error:  # the path is a file, or access is not permitted
+    except OSError as error:  # the path is a file, or access is denied
         raise StorageError(
-            f"{path} cannot be read: {error.strerror}. Pass the folder that posterior.save(...) wrote."
+            f"{path} cannot be read: {error.strerror}. Pass a folder written by posterior.save(...)."
         ) from error
     document = parse(content, path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -136,7 +136,7 @@ def read_document(directory: str | Path) -> dict[str, Any]:
     if document.get("version") != VERSION:
         raise StorageError(
             f"{path} has format version {document.get('version')!r}, but this version of mola reads only format version {VERSION}. "
-            f"Update mola, or save the posterior again with the installed version."
+            f"Update mola, or save the posterior again with the version that is installed."
         )
     check_seal(document, path)
     check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")
@@ -146,7 +146,7 @@ def read_document(directory: str | Path) -> dict[str, Any]:
 def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
     path = (
         folder / Path(entry["file"].replace("\\", "/")).name
-    )  # the base name only, so that the path stays inside the folder
+    )  # use only the base name, so that the path stays inside the folder
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -154,8 +154,8 @@ def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != entry["sha256"]:
         raise StorageError(
-            f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., expected {entry['sha256'][:16]}... Copy the "
-            f"folder again, or save the posterior again."
+            f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., but {entry['sha256'][:16]}... "
+            f"was expected. Copy the folder again, or save the posterior again."
         )
     try:
         return load_tensors(content)

@@ -1,8 +1,8 @@
-"""Checkpoints of a running fit: its sums so far, its identity and a checksum of its data.
+"""Checkpoints of a fit in progress: the sums so far, the fit's identity and a checksum of its data.
 
-Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bit-for-bit identical result. The identity
-of the fit (networks, heads, structure, likelihood) distinguishes the sums of different fits. A running checksum of the batches detects
-changed data.
+Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bitwise identical result. The fit's
+identity (networks, heads, structure, likelihood) prevents it from resuming with the sums of a different fit. A running checksum of the
+batches reveals whether the data have changed.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ INTEGERS = {
     4: torch.int32,
     8: torch.int64,
     16: torch.int64,
-}  # dtypes by bytes per element
+}  # integer dtypes, keyed by the number of bytes per element
 
 
 @dataclass
 class FitProgress:
-    """Sums, counts and checksum of the batches that a fit has processed."""
+    """Sums, counts and checksum of the batches that a fit has processed so far."""
 
     sums: Sequence[Sums]
-    """Sums for each network, accumulated over the processed batches."""
+    """Sums over the processed batches, one `Sums` for each network."""
     batches: int = 0
     inputs: int = 0
     """Number of inputs in the processed batches."""
     used_inputs: int = 0
-    """Number of inputs that contribute rows to the sums. An input whose labels are all missing has no rows."""
+    """Number of inputs that contribute rows to the sums. An input whose labels are all missing contributes none."""
     checksum: str = ""
     """Checksum of the processed batches, from `batch_checksum`."""
 
 
 class FitCheckpoint:
-    """A store of a fit's progress in a folder. If the folder is None, nothing is stored.
+    """Storage for a fit's progress. If the folder is None, nothing is stored.
 
     Args:
-        folder: folder shared by all processes of the fit, or None.
-        every: number of batches between two checkpoints.
-        rank: rank of this process, which stores the sums of its own shard.
+        folder: folder shared by all processes of the fit, or None to store nothing.
+        every: number of batches between checkpoints.
+        rank: rank of this process, which stores the sums over its own shard.
         size: number of processes.
     """
 
@@ -71,10 +71,10 @@ class FitCheckpoint:
         self.place: Path = Path(folder or "") / f"rank-{rank}-of-{size}"
 
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
-        """Read the progress of an interrupted fit, with sums on the CPU; return None if there is no checkpoint.
+        """Return the progress of an interrupted fit, with the sums on the CPU, or None if there is no checkpoint.
 
-        Raises `StorageError` if the checkpoint belongs to another fit. The identity is a JSON-serialisable mapping. Its entry
-        "networks" contains a checksum of each network.
+        Raises `StorageError` if the checkpoint belongs to a different fit. The identity is a mapping that can be serialised to JSON.
+        Its entry "networks" contains a checksum of each network.
         """
         if self.folder is None:
             return None
@@ -82,8 +82,8 @@ class FitCheckpoint:
             size = found.name.rpartition("-")[2]
             if size.isdigit() and int(size) != self.size:
                 raise StorageError(
-                    f"{self.folder} is the checkpoint of a fit by {size} processes, but this fit has {self.size}, so the data are "
-                    f"split differently. Start {size} processes, or delete the folder to start again."
+                    f"{self.folder} is the checkpoint of a fit with {size} processes, but this fit has "
+                    f"{self.size}, so the data are split differently. Use {size} processes, or delete the folder to start again."
                 )
         if not (self.place / DOCUMENT).exists():
             return None
@@ -99,13 +99,13 @@ class FitCheckpoint:
         foreign = [name for name, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
         if foreign or len(document["sums"]) != len(identity["networks"]):
             raise StorageError(
-                f"{self.place} is damaged: expected finite float64 sums of {len(identity['networks'])} networks. Delete the folder "
-                f"to start again."
+                f"{self.place} is damaged: expected finite float64 sums for {len(identity['networks'])} networks. "
+                f"Delete the folder to start again."
             )
         return FitProgress(unpack_sums(document["sums"], tensors), **{name: document[name] for name in PROGRESS})
 
     def resume(self, batches: Iterator[Any], progress: FitProgress) -> Iterator[Any]:
-        """Yield the batches that are not yet in the sums; raise `StorageError` if the earlier batches have changed."""
+        """Yield the batches that are not yet included in the sums; raise `StorageError` if the earlier batches have changed."""
         if self.folder is None:
             yield from batches
             return
@@ -115,15 +115,15 @@ class FitCheckpoint:
         if checksum != progress.checksum:
             raise StorageError(
                 f"the training loader does not begin with the {progress.batches} batches in the checkpoint: the data, their order "
-                f"or the batch size has changed. If the fit continued, some data would be counted twice and some data never. Pass the "
-                f"same data unshuffled, or delete the checkpoint to start again."
+                f"or the batch size has changed. If the fit continued, some data would be counted twice and others "
+                f"not at all. Pass the same data, unshuffled, or delete the checkpoint to start again."
             )
         for batch in batches:
             progress.checksum = batch_checksum(progress.checksum, batch)
             yield batch
 
     def save(self, identity: Mapping[str, Any], progress: FitProgress, *, last: bool = False) -> None:
-        """Replace the checkpoint atomically if a new one is due, or if `last`."""
+        """Replace the checkpoint atomically if a new one is due or if `last` is True."""
         if self.folder is None or not (last or progress.batches % self.every == 0):
             return
         entries, tensors = pack_sums(progress.sums)
@@ -131,7 +131,7 @@ class FitCheckpoint:
         write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
 
     def remove(self) -> None:
-        """Remove the checkpoint of a finished fit, and its folder if the folder is then empty."""
+        """Remove the checkpoint of a finished fit, and the folder too if it is then empty."""
         if self.folder is not None:
             shutil.rmtree(self.place, ignore_errors=True)
             with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
@@ -139,13 +139,13 @@ class FitCheckpoint:
 
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return counts and log-likelihoods as JSON, and all tensors by name, each prefixed with its component's index."""
+    """Return counts and log-likelihoods as JSON, and all tensors keyed by name with the component's index as a prefix."""
     entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
     return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Return the sums of each component. This function is the inverse of `pack_sums`."""
+    """Return the sums of each component; the inverse of `pack_sums`."""
     return [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},
@@ -157,7 +157,7 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """Update the checksum with one more batch, using the shape and dtype of each tensor, and the sum of its bits for each datum.
+    """Update the checksum with another batch, using each tensor's shape and dtype, and the sum of its bits for each datum.
 
     The bits are summed as integers, so that the checksum is the same on every machine.
     """

@@ -1,4 +1,4 @@
-"""Save a posterior as a JSON document and tensors, and load it onto the networks it was fitted on."""
+"""Save a posterior as a JSON document and tensors, and restore it with the networks to which it was fitted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCHEMA = {
 
 
 def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
-    """Write a posterior, without its networks, to a folder and return the folder."""
+    """Write a posterior, without its networks, to a folder and return the folder's path."""
     return write_folder(directory, *pack(posterior))
 
 
@@ -75,7 +75,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def pack_components(
     posterior: MoLA, part: Callable[[int, Component, LastLayer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a posterior, without its structure, as JSON and tensors. `part` returns additional entries for each component."""
+    """Return a posterior, without its structure, as JSON and tensors. `part` provides additional entries for each component."""
     layers = [component.require_layer("saving a posterior") for component in posterior.components]
     entries, tensors = pack_sums([layer.sums for layer in layers])
     scaling = posterior.scaling
@@ -98,7 +98,7 @@ def pack_components(
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; raise `StorageError` unless it was fitted on `networks`, in this order."""
+    """Read a posterior from a folder; raise `StorageError` unless it was fitted to `networks`, in the same order."""
     document, tensors = read_folder(directory, KIND, SCHEMA)
     parts = document["components"]
     try:
@@ -123,14 +123,14 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
 
 
 def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
-    # Return the shape of each sum, found by summing over one datum on the meta device, which uses no memory.
+    # Return the shape of each sum, which is found by summing over one datum on the meta device, without using memory.
     outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
     phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
     groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
     expected = dict(structure.sums(phi, likelihood.curvature(outputs)))
     labelled = likelihood.label_sums(outputs, outputs[:, : likelihood.num_uncertain(head.outputs)])
     distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
-    for optional in (labelled, distances):  # a posterior has either all sums of a group or none
+    for optional in (labelled, distances):  # a posterior has either all or none of the sums in a group
         expected |= optional if any(name in saved for name in optional) else {}
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
@@ -138,7 +138,7 @@ def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Col
 def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
     if sums.count < 1:
         raise StorageError(
-            f"component {index}: expected a count of at least 1, got {sums.count}. Save the posterior again."
+            f"component {index}: expected a data count of at least 1, got {sums.count}. Save the posterior again."
         )
     if shapes.keys() != sums.tensors.keys():
         raise StorageError(
@@ -147,13 +147,13 @@ def _check_sums(index: int, sums: Sums, shapes: Mapping[str, Any]) -> None:
     for name, tensor in sums.tensors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
             raise StorageError(
-                f"tensor {index}.{name}: expected finite values of shape {shapes[name]} in float64, got shape "
-                f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
+                f"tensor {index}.{name}: expected finite float64 values of shape {shapes[name]}, got shape "
+                f"{tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
             )
 
 
 def unpack_mixture(document: Mapping[str, Any], components: Sequence[Component]) -> tuple[Any, ...]:
-    """Return the arguments with which to construct a `MoLA` from rebuilt components."""
+    """Return the arguments needed to construct a `MoLA` from rebuilt components."""
     count, scaling = len(components), dict(document["scaling"])
     weights = check_weights(document["weights"], count)
     if scaling["reference"] is not None:
@@ -180,34 +180,35 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
     """
     if known.get(thing.name) is not type(thing):
         raise StorageError(
-            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load could not rebuild it."
+            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load would be unable to rebuild it."
         )
     return {"name": thing.name, **thing.settings()}
 
 
 def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
-    """Rebuild an object from its name and settings. This function is the inverse of `describe`."""
+    """Rebuild an object from its name and settings; the inverse of `describe`."""
     settings = {name: value for name, value in entry.items() if name != "name"}
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this version of mola supports {', '.join(known)}.")
     kind = known[entry["name"]]
-    # The constructor would accept a value of the wrong type, and the error would appear only much later.
+    # The constructor would accept a value of the wrong type, and the error would surface only much later.
     types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
     check(settings, {name: types[name] for name in settings if name in types}, what)
     return kind(**settings)
 
 
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
-    """Raise `StorageError` unless the networks have the saved checksums, in this order."""
+    """Raise `StorageError` unless the checksums of the networks match the saved ones, in the same order."""
     remedy = f"Pass the same {counted(len(checksums), 'network')}, in the order and precision in which they were saved."
     if len(networks) != len(checksums):
         raise StorageError(
-            f"the posterior was saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
+            f"the posterior was saved with {counted(len(checksums), 'network')}, but got {counted(len(networks), 'network')}. {remedy}"
         )
     own = [state_checksum(network) for network in networks]
     for index, (found, expected) in enumerate(zip(own, checksums, strict=True)):
         if found != expected:
             hint = f" networks[{own.index(expected)}] has the saved weights." if expected in own else ""
             raise StorageError(
-                f"networks[{index}]: the weights differ from the saved weights in names, shapes, precision or values.{hint} {remedy}"
+                f"networks[{index}]: the weights differ from the saved weights in their names, shapes, precision "
+                f"or values.{hint} {remedy}"
             )

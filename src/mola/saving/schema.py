@@ -1,8 +1,8 @@
-"""Parse JSON documents of limited size and depth, protect their content with a checksum, and validate them against a schema.
+"""Parse JSON documents of limited size and depth, protect their content with checksums, and validate them against schemas.
 
-A schema is built from types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` is a list,
-`{"key": kind}` an object with at least these keys, `{str: kind}` an object with any keys, and `Optional(kind)` a value that may be
-null.
+A schema is built from the types `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number). `[kind]` stands for a
+list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, and `Optional(kind)` for a
+value that may be null.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from mola.errors import StorageError
 
-SEAL = "sha256"  # name of the entry that contains the checksum of all other entries
-MAX_DEPTH = 50  # largest depth of nested lists and objects; deeper nesting could exceed Python's recursion limit later
-MAX_BYTES = 2**26  # largest size of one document; documents with tuning curves take about 100 kB
+SEAL = "sha256"  # name of the entry that holds the checksum of all the others
+MAX_DEPTH = 50  # largest nesting depth of lists and objects; deeper nesting could exceed Python's recursion limit later
+MAX_BYTES = 2**26  # largest size of a document; one with tuning curves takes about 100 kB
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Optional:
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """Parse a JSON text; raise `StorageError` with the file's name if it is invalid, too large or nested too deeply."""
+    """Parse JSON text; raise a `StorageError` that gives the file's name if the text is invalid, too large or too deeply nested."""
     try:
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
@@ -64,8 +64,10 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with a checksum of its content that does not depend on the formatting of the file."""
-    plain = json.loads(json.dumps(document))  # as read from a file, with tuples as lists and keys as strings
+    """Return the document with a checksum of its content, which does not depend on how the file is formatted."""
+    plain = json.loads(
+        json.dumps(document)
+    )  # as it would be read from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 
 
@@ -79,7 +81,7 @@ def check_seal(document: Mapping[str, Any], name: object) -> None:
 
 
 def check(value: Any, schema: Any, path: str) -> None:
-    """Raise `StorageError` with the path, the expected value and the actual value unless a value matches its schema."""
+    """Raise a `StorageError` that states the path, the expected value and the actual value if a value does not match its schema."""
     if isinstance(schema, Optional):
         if value is not None:
             check(value, schema.kind, path)

@@ -1,7 +1,7 @@
 """Save network weights as safetensors, and load them from safetensors or PyTorch files without running code.
 
-Training scripts often save weights in a dictionary together with optimisers and epochs. Wrappers (`DataParallel`, `torch.compile`, a
-Lightning module) add a prefix to each name. This module handles both cases.
+Training scripts often save weights in a dictionary that also holds the state of the optimiser and the epoch. Wrappers (`DataParallel`,
+`torch.compile`, a Lightning module) add a prefix to each name. This module handles both cases.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ENTRIES = (
     "net",
     "network",
     "weights",
-)  # keys under which scripts save the weights
-WRAPPERS = frozenset({"module", "_orig_mod"})  # name parts inserted by DataParallel and torch.compile, at any level
+)  # keys under which training scripts save the weights
+WRAPPERS = frozenset({"module", "_orig_mod"})  # name parts that DataParallel and torch.compile insert at any level
 PREFIXES = ("model", "net", "network")  # attributes in which Lightning modules and other wrappers store the network
 MAX_COMPRESSION = (
     20  # largest ratio of unpacked to packed size; torch.save does not compress, and TorchScript hardly does
 )
-MAGIC = b"l\xfc\x9cF\xf9"  # start of the magic number with which files from PyTorch before 1.6 begin
+MAGIC = b"l\xfc\x9cF\xf9"  # first bytes of the magic number at the start of files written by PyTorch before 1.6
 SHOWN = 3  # number of names listed for each kind of mismatch
 
 
@@ -52,7 +52,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
     if foreign:
         raise OptionError(
-            f"the entries {_some(foreign)} of the network cannot be saved as weights. Expected tensors with a shape."
+            f"the network's entries {_some(foreign)} cannot be saved as weights, because they are not tensors with a known shape."
         )
     # Clone the tensors, because safetensors rejects tensors that share memory, such as tied weights.
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
@@ -74,9 +74,9 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """Read a weights file onto the CPU: tensors by name, or a training script's dictionary that contains them.
+    """Read a weights file onto the CPU, and return the named tensors, or the training script's dictionary that contains them.
 
-    The format, safetensors or `torch.save`, is recognised by the file's content.
+    The format, safetensors or `torch.save`, is recognised from the file's content.
     """
     source = Path(path)
     try:
@@ -84,29 +84,29 @@ def read_state(path: str | Path) -> dict[str, Any]:
             return dict(load_file(source))
         _refuse_bomb(source)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about pickles that it did not write; they are rejected below
-            # weights_only=True runs no code from the file
+            warnings.simplefilter("ignore")  # torch warns about pickles that it did not write, which are rejected below
+            # weights_only=True prevents code in the file from running
             content = torch.load(source, map_location="cpu", weights_only=True)
     except StorageError:
         raise
-    except Exception as error:  # both readers raise many kinds of errors on damaged files
+    except Exception as error:  # both readers raise many kinds of errors for damaged files
         raise StorageError(_unreadable(path, error)) from error
     if not isinstance(content, Mapping):
         raise StorageError(
-            f"expected a file with weights by name, but {path} contains a {type(content).__name__}. Save the network's state_dict(), "
-            f"not the network or a tensor."
+            f"expected a file of named weights, but {path} contains a {type(content).__name__}. Save the network's "
+            f"state_dict(), not the network itself or a single tensor."
         )
     return dict(content)
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Load the weights from a file into a network. After an error, the network is unchanged.
+    """Load the weights from a file into a network. If an error occurs, the network is left unchanged.
 
-    Names must match exactly, either as they are or after the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) are
-    removed. Values are converted to the network's precision and device.
+    Names must match exactly, either as they are or without the prefixes that wrappers add (`module.`, `_orig_mod.`, a leading
+    `model.`). Values are converted to the network's precision and device.
 
     Args:
-        network: network with the architecture that the weights belong to; it is changed in place.
+        network: network whose architecture matches the weights; it is changed in place.
         path: safetensors file or `torch.save` file, which is read without running code.
     """
     content = read_state(path)
@@ -115,7 +115,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     lazy = [name for name, value in own.items() if is_lazy(value)]
     if lazy:
         raise StorageError(
-            f"the parameters {_some(lazy)} of the network have no shape yet. Call the network on one batch, then load {path}."
+            f"the network's parameters {_some(lazy)} have no shape yet. Call the network on one batch before loading {path}."
         )
     problems = ""
     for state in _states(content):
@@ -130,24 +130,24 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
             f"{', '.join(ENTRIES)}."
         )
     raise StorageError(
-        f"the weights in {path} do not match this network. {problems}. Check that the architecture, depth, width and number of "
-        "classes are the same. The network is unchanged."
+        f"the weights in {path} do not match this network. {problems}. Check that the architecture, depth, width "
+        f"and number of classes are the same. The network has not been changed."
     )
 
 
 def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
-        raise StorageError(f"{path} {problem}; expected a file with weights, written by safetensors or torch.save.")
+        raise StorageError(f"{path} {problem}; expected a file of weights written by safetensors or torch.save.")
     with open(path, "rb") as file:
         start = file.read(9)
     if len(start) < 9:
-        raise StorageError(f"{path} is truncated: it has only {len(start)} bytes. Copy or download it again.")
-    if start[8:9] == b"{":  # eight bytes with the length of the header, then JSON
+        raise StorageError(f"{path} is truncated: it contains only {len(start)} bytes. Copy or download it again.")
+    if start[8:9] == b"{":  # the first eight bytes hold the length of the header, which is JSON
         return True
-    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or the pickle records of PyTorch before 1.6
+    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or the pickles that PyTorch wrote before 1.6
         raise StorageError(
-            f"{path} is neither a safetensors file nor a torch.save file. Pass a file of either kind with a state_dict()."
+            f"{path} is neither a safetensors file nor a torch.save file. Pass a file of either kind that contains a state_dict()."
         )
     return False
 
@@ -158,8 +158,8 @@ def _refuse_bomb(path: Path) -> None:
             unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
         if unpacked > MAX_COMPRESSION * size:
             raise StorageError(
-                f"{path} has {size:,} bytes but declares {unpacked:,} unpacked bytes. Weights do not compress this well, so the file "
-                f"is damaged. Copy or download it again."
+                f"{path} has {size:,} bytes but declares an unpacked size of {unpacked:,} bytes. Weights do not compress this well, "
+                f"so the file is damaged. Copy or download it again."
             )
 
 
@@ -170,12 +170,15 @@ def _unreadable(path: str | Path, error: Exception) -> str:
         found = re.search(r"(?:GLOBAL|class) ([\w.]+)", refused)
         return (
             f"{path} contains a pickled model or other objects that could run code when read: "
-            f"{found[1] if found else 'TorchScript'}. If you trust the file, load it and save model.state_dict() instead."
+            f"{found[1] if found else 'TorchScript'}. If you trust the file, load it yourself and save only model.state_dict()."
         )
     with open(path, "rb") as file:
         start = file.read(64)
     if start.startswith(b"\x80") and start[8:9] != b"{" and MAGIC not in start:
-        return f"{path} is a pickle that torch.save did not write. Save the weights with torch.save(network.state_dict(), file)."
+        return (
+            f"{path} is a pickle file that was not written by torch.save. Save the weights with "
+            f"torch.save(network.state_dict(), file)."
+        )
     reason = text.splitlines()[0][:200] if text and "weights_only" not in text else "no reason given"
     return f"{path} is truncated or corrupt ({type(error).__name__}: {reason}). Copy or download it again."
 
@@ -191,7 +194,7 @@ def _states(content: Mapping[Any, Any]) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _plain_names(names: Collection[str]) -> dict[str, str]:
-    # Map names without the prefixes of wrappers to full names. If two names become equal, keep the prefixes.
+    # Map names without wrappers' prefixes to full names. If two names become equal, keep the prefixes.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for prefix in PREFIXES:
         if all(name.startswith(f"{prefix}.") for name in plain):
@@ -200,15 +203,15 @@ def _plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    # Return the values under the network's names, and a description of all mismatches.
+    # Return the values keyed by the network's own names, and a description of all mismatches.
     theirs, ours = {name: name for name in state}, {name: name for name in own}
     if state.keys() != own.keys():
         theirs, ours = _plain_names(state), _plain_names(own)
-    # torch.optim.swa_utils.AveragedModel saves the number of averaged models together with the weights.
+    # torch.optim.swa_utils.AveragedModel saves the number of averaged models along with the weights.
     theirs = {name: full for name, full in theirs.items() if name in ours or name != "n_averaged"}
     values = {ours[name]: state[full] for name, full in theirs.items() if name in ours}
     shapes = [
-        f"{name} is {tuple(value.shape)} of {value.dtype}, expected {tuple(own[name].shape)} of {own[name].dtype}"
+        f"{name} has shape {tuple(value.shape)} and type {value.dtype}, expected {tuple(own[name].shape)} and {own[name].dtype}"
         for name, value in sorted(values.items())
         if value.shape != own[name].shape or value.is_floating_point() != own[name].is_floating_point()
     ]
