@@ -65,9 +65,7 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document with a checksum of its content, which does not depend on how the file is formatted."""
-    plain = json.loads(
-        json.dumps(document)
-    )  # as it would be read from a file, with tuples as lists and keys as strings
+    plain = json.loads(json.dumps(document))  # as read back from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 
 
