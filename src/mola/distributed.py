@@ -20,9 +20,9 @@ from torch.utils.data import DistributedSampler, Subset
 from mola.errors import OptionError, warn
 
 if dist.is_available():
-    # The functions in torch.distributed.nn have a default argument that holds the process group that exists when the module is
-    # imported. The threads of such a group would outlive destroy_process_group and could abort Python at exit. The module is therefore
-    # imported here, before any group exists; otherwise it could be imported later, for example by torch.optim.
+    # Functions in torch.distributed.nn keep, as a default argument, the process group that existed when the module was imported. The
+    # threads of that group would outlive destroy_process_group and could abort Python at exit. The module is therefore imported here,
+    # before any group exists; otherwise it could be imported later, for example by torch.optim.
     import torch.distributed.nn.functional
 
 
@@ -108,7 +108,10 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Return all ranks' rows in rank order, in main memory. Their numbers may differ, and a rank without rows passes None."""
+        """Return the rows (n, ...) of all ranks in rank order, in main memory.
+
+        The number of rows may differ between ranks. A rank without rows passes None.
+        """
         own = None if rows is None else rows.detach().cpu().contiguous()
         forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
         kinds = {(form[0], form[1][1:]) for form in forms if form is not None}

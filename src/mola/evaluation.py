@@ -57,7 +57,7 @@ class Evaluation:
     counts: Mapping[tuple[str, str], int]
     """Number of inputs behind each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """Sums in each of 15 confidence bins for labelled classes, of shape (15, 3): predictions, confidences, correct predictions."""
+    """For labelled classes, sums in 15 confidence bins, of shape (15, 3): predictions, confidences and correct predictions."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
@@ -246,7 +246,9 @@ def _scores(prediction: Any, labels: Tensor, inputs: Tensor, place: str) -> dict
         return {INPUT: inputs, **likelihood.distribution(probs).scores(checked)}
     parts = (prediction.weights, prediction.component_mean, prediction.component_variance, prediction.component_noise)
     mixture = likelihood.mixture_type(*(part.double() for part in parts))
-    if isinstance(likelihood, Gaussian):  # the variances are already split off: the means have one column per target
+    if isinstance(
+        likelihood, Gaussian
+    ):  # predicted variances are separate here, so the means have one column per target
         likelihood = replace(likelihood, heteroscedastic=False)
     targets = likelihood.check_labels(labels, mixture.means[0], place)
     below = mixture.cdf(targets)

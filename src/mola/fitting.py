@@ -278,8 +278,8 @@ def _find_heads(
     likelihood: Likelihood,
     team: Team,
 ) -> tuple[list[Head], Iterator[Any]]:
-    # Return all batches and the heads, which are found by watching a forward pass on the first batch. A rank without data copies the
-    # heads from another rank.
+    # Return the heads and all batches. The heads are found by watching a forward pass on the first batch; a rank without data copies
+    # them from another rank.
     if team.size == 1:
         first, batches = peek(loader, "training loader")
     else:

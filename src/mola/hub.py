@@ -1,4 +1,6 @@
-"""Folders for a model hub, which hold networks, a posterior and a model card. Nothing is transferred, and no code in a folder is run.
+"""Folders for a model hub, which contain networks, a posterior and a model card.
+
+This module uploads and downloads nothing, and runs no code from a folder. A folder contains:
 
 config.json                     class names, and the type and precision of each network; written last
 networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json

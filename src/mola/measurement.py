@@ -55,7 +55,7 @@ class Measurement:
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
-    """Return the standard error of the mean of values that are dependent within groups, or NaN if there is only one group."""
+    """Return the standard error of the mean of values (n,) that are dependent within groups, or NaN if there is only one group."""
     totals, count = values - values.mean(), len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
@@ -64,20 +64,20 @@ def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
 
 
 def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the mean of the values as a measurement."""
+    """Return the mean of values of shape (n,) as a measurement."""
     return Measurement(float(values.mean()), (values,), (groups,))
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the root of the mean of the squares as a measurement."""
+    """Return the root of the mean of squares of shape (n,) as a measurement."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
-    """Return the expected calibration error of float64 confidences; `correct` is 1 for a correct prediction and 0 otherwise."""
+    """Return the expected calibration error of float64 confidences (n,); `correct` (n,) is 1 for correct predictions, else 0."""
     sums = metrics.bin_sums(confidence, correct, bins)
-    # Each datum gets the sign of its bin's gap, so that the mean contribution is the calibration error.
+    # Each datum's contribution takes the sign of its bin's gap, so that the mean contribution is the calibration error.
     signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
     return Measurement(metrics.calibration_gap(sums), ((confidence - correct) * signs,), (groups,))
 
@@ -128,7 +128,7 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean AUROC over labels, or None if no label has both answers, yes and no.
+    """Return the mean AUROC over labels, or None if no label has both yes and no among its true answers.
 
     Args:
         yes: float64 probabilities of yes, of shape (n,), one for each label of each input.

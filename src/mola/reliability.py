@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""Minimum number of predictions that a bin must contain to be drawn, and their minimum share of all predictions. The accuracy in
-smaller bins is mostly noise. The calibration error includes all bins."""
+"""A bin is drawn only if it contains at least this number and this share of all predictions. The accuracy in smaller bins is mostly
+noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Predictions, confidences and correct predictions summed in each bin, of shape (bins, 3), and matplotlib options for the line."""
+"""Sums of predictions, confidences and correct predictions in each bin, of shape (bins, 3), and matplotlib options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:

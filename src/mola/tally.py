@@ -102,7 +102,7 @@ def rows_of(
     positions: str | int = "all",
     first: int = 0,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Flatten dense predictions and labels to one row per position that is not ignored, and return the index of each row's input.
+    """Flatten dense predictions and labels to m rows, one per position that is not ignored, and return each row's input index (m,).
 
     Predictions that are not dense are returned unchanged, with None in place of the indices.
 

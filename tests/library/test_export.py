@@ -311,7 +311,7 @@ def test_regression(kind, heteroscedastic, tmp_path):
     outputs = REGRESSION_OUTPUTS + MORE_REGRESSION_OUTPUTS
     getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], outputs=outputs)
     compare_file(tmp_path / "file", posterior)
-    with pytest.raises(OptionError, match="expected some of mean"):
+    with pytest.raises(OptionError, match="expected one or more of mean"):
         check_outputs(["probs"], posterior)
     assert check_outputs(None, posterior) == REGRESSION_OUTPUTS
 

@@ -28,10 +28,10 @@ MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_var
 
 @dataclass(frozen=True)
 class Signature:
-    """Names of the tensors in a batch.
+    """Structure of a batch, and the names of its tensors.
 
     Args:
-        kind: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
+        kind: structure of the batch: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
         names: names of the tensors, in the order in which they are passed.
     """
 
@@ -64,7 +64,7 @@ class Signature:
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """Return the tensors of a batch, which must have the structure of the example, in order; NumPy arrays are converted."""
+        """Return a batch's tensors in order; the batch must have the structure of the example, and NumPy arrays are converted."""
         try:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
@@ -77,7 +77,7 @@ class Signature:
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Assemble the tensors into the argument that the networks take."""
+        """Assemble tensors into the inputs of the networks."""
         if self.kind == "tensor":
             return tensors[0]
         return tuple(tensors) if self.kind == "tuple" else dict(zip(self.names, tensors, strict=True))
@@ -122,7 +122,7 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
         raise OptionError(
-            f"outputs: expected some of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
+            f"outputs: expected one or more of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'no names'}."
             f"{did_you_mean(unknown[0], known) if unknown else ''}"
         )
     if "distance" in wanted and not posterior.has_distances:

@@ -119,7 +119,7 @@ class LoadedExport:
 
 
 def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
-    """Read a file that `mola.export.onnx` or `mola.export.torch_export` wrote. ONNX files run in onnxruntime.
+    """Load a file written by `mola.export.onnx` or `mola.export.torch_export`. ONNX files are run with onnxruntime.
 
     Args:
         path: file to read; its format is recognised from its content.

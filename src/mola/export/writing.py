@@ -50,7 +50,7 @@ OPSET = 18
 """Version of the ONNX operator set: the newest one that PyTorch writes without conversion."""
 
 LARGEST = 2**31 - 1
-"""Largest size of an ONNX file in bytes, limited by protobuf."""
+"""Largest size of an ONNX file in bytes, a limit imposed by protobuf."""
 
 Serialise: TypeAlias = "Callable[[torch.export.ExportedProgram, PosteriorGraph, dict[str, str]], bytes]"
 """A function that serialises a trace, given the traced module and the file's properties."""
@@ -98,7 +98,7 @@ def onnx(
     set_threshold: float | None = None,
     check: bool = True,
 ) -> Written:
-    """Write a posterior as one ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
+    """Export a posterior to a single ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
     The outputs have the names and values of the fields that `posterior.predict` returns, and use the same random draws. Batches may
     have any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior precisions,
@@ -117,7 +117,7 @@ def onnx(
             float64.
         preparation: a module, such as `mola.export.Pixels`, that is applied to the single input first.
         ood_threshold: OOD score above which an input counts as an outlier.
-        answer_threshold: confidence above which an input is answered, from `mola.abstain_threshold`.
+        answer_threshold: confidence above which an answer is given, from `mola.abstain_threshold`; the alternative is to abstain.
         set_threshold: lowest probability at which a class is included in a prediction set, from `mola.prediction_sets`.
         check: whether to run the exported model and compare its outputs with the posterior's before the file is written.
 
@@ -133,7 +133,7 @@ def onnx(
 
 
 def torch_export(posterior: MoLA, path: str | Path, example: Inputs, **options: Any) -> Written:
-    """Write a posterior as one `.pt2` file, to be read with `torch.export.load` or `mola.export.load(path, trust=True)`.
+    """Export a posterior to a single `.pt2` file, to be read with `torch.export.load` or `mola.export.load(path, trust=True)`.
 
     The options, the result and the errors are the same as for `mola.export.onnx`.
     """

@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """For m rows, every network's float64 features phi (m, P), including the constant 1, and outputs (m, C), and any labels."""
+    """Every network's float64 features phi (m, P), including the constant 1, and outputs (m, C) for m rows, with any labels."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]

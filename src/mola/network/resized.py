@@ -57,7 +57,7 @@ class Resized(nn.Module):
         self.register_buffer("std", stds, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the network's output for images (n, channels, side, side)."""
+        """Return the network's output for images of shape (n, channels, side, side)."""
         logits: Tensor = self.network(self.inputs(images))
         return logits
 

@@ -55,7 +55,7 @@ class FitProgress:
 
 
 class FitCheckpoint:
-    """Storage for a fit's progress. If the folder is None, nothing is stored.
+    """Storage for the progress of a fit, in a folder.
 
     Args:
         folder: folder shared by all processes of the fit, or None to store nothing.

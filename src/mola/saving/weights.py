@@ -46,7 +46,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
     Args:
         network: any module whose `state_dict` contains only tensors.
         path: the file to write.
-        metadata: short texts to store with the weights, such as the network's name.
+        metadata: short strings to store with the weights, such as the network's name.
     """
     state = network.state_dict()
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
@@ -63,7 +63,7 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the texts stored with the weights in a safetensors file."""
+    """Read the metadata stored with the weights in a safetensors file."""
     if not _is_safetensors(Path(path)):
         raise StorageError(f"{path} is not a safetensors file. Only safetensors files contain metadata.")
     try:
@@ -107,7 +107,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
 
     Args:
         network: network whose architecture matches the weights; it is changed in place.
-        path: safetensors file or `torch.save` file, which is read without running code.
+        path: file written by safetensors or `torch.save`; it is read without running code.
     """
     content = read_state(path)
     full = network.state_dict()
