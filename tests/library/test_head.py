@@ -199,7 +199,7 @@ NAMED = {
     "classifier": r"'classifier'.*no module with this name.*'head', 'auxiliary'",
     "body.1": r"'body\.1' is a Tanh, not an nn\.Linear.*'head', 'auxiliary'",
     "": r"'' is a Wrap, not an nn\.Linear",
-    "auxiliary": r"'auxiliary' was given.*output of layer 'head'.*head='head'.*None",
+    "auxiliary": r"'auxiliary' was passed.*output of layer 'head'.*head='head'.*None",
 }
 
 

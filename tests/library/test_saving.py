@@ -175,7 +175,7 @@ def refused(network, path, words):
 def test_weights_that_do_not_match_are_named(tmp_path):
     path, state = tmp_path / "w.safetensors", dict(small(1).state_dict())
     save_file({name: value for name, value in state.items() if name != "3.bias"}, path)
-    refused(small(2), path, r"1 missing: 3\.bias\. Check that the architecture.*unchanged")
+    refused(small(2), path, r"1 missing: 3\.bias\. Check that the architecture.*not been changed")
     save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
     refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
     save_weights(small(1, classes=5), path)
@@ -208,7 +208,7 @@ def test_files_without_weights(tmp_path):
     torch.save(nn.Sequential(nn.Linear(2, 3)).state_dict(), path)
     with pytest.raises(StorageError, match="no shape yet"):
         load_weights(lazy, path)
-    with pytest.raises(OptionError, match="Expected tensors with a shape"):
+    with pytest.raises(OptionError, match="not tensors with a known shape"):
         save_weights(lazy, path)
     with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
         torch.jit.save(torch.jit.script(small()), path)
@@ -271,7 +271,7 @@ def test_the_checkpoint_of_another_fit_is_refused(name, tmp_path):
     with pytest.raises(StorageError, match=f"a fit with different {words}.*delete"):
         checkpoint.load({**IDENTITY, name: value})
     FitCheckpoint(tmp_path, 1, 0, 2).save(IDENTITY, FitProgress(one_batch(0)))
-    with pytest.raises(StorageError, match=r"by 2 processes, but this fit has 3"):
+    with pytest.raises(StorageError, match=r"with 2 processes, but this fit has 3"):
         FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
     with pytest.raises(OptionError, match="checkpoint_every"):
         FitCheckpoint(tmp_path, 0)
