@@ -55,7 +55,7 @@ class Evaluation:
 
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
-    """Number of inputs behind each row."""
+    """Number of inputs on which each row is based."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     """For labelled classes, sums in 15 confidence bins, of shape (15, 3): predictions, confidences and correct predictions."""
 

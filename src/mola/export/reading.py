@@ -1,7 +1,7 @@
 """Load an exported file and run it.
 
-PyTorch's reader for `.pt2` files can run code. It unpickles constants and old weight formats, evaluates size expressions, and compiles
-guards and names as Python code. A `.pt2` file is therefore read only if the user trusts its author.
+PyTorch's reader for `.pt2` files can run code that they contain. It unpickles constants and old weight formats, evaluates size
+expressions, and compiles guards and names as Python code. A `.pt2` file is therefore read only if the user trusts its author.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mola.saving.schema import Optional, check, parse
 
 FORMAT_VERSION = 1
 PREFIX = "mola."
-"""Prefix of the property names in a file."""
+"""Prefix of the property names in an exported file."""
 
 PROPERTIES = "mola.json"
 """Name of the archive entry that holds the properties of a `.pt2` file."""
@@ -52,7 +52,7 @@ DECISIONS = (
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""Names of each decision, its threshold and the output that is compared with the threshold."""
+"""The name of each decision, with the names of its threshold and of the output that is compared with that threshold."""
 
 
 class LoadedExport:
@@ -169,7 +169,7 @@ def require(package: str) -> Any:
 
 
 def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return a function that runs an ONNX file in onnxruntime on the CPU, together with the file's properties."""
+    """Return two values: a function that runs an ONNX file in onnxruntime on the CPU, and the file's properties."""
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
@@ -190,7 +190,7 @@ def read_onnx(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
 
 
 def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
-    """Return a function that runs a trusted `.pt2` file, together with the file's properties. Reading the file can run code."""
+    """Return two values: a function that runs a trusted `.pt2` file, and the file's properties. Reading the file can run code."""
     extra = {PROPERTIES: ""}
     try:
         with quietly():

@@ -55,7 +55,7 @@ class FitProgress:
 
 
 class FitCheckpoint:
-    """Storage for the progress of a fit, in a folder.
+    """A folder that stores the progress of a fit.
 
     Args:
         folder: folder shared by all processes of the fit, or None to store nothing.

@@ -16,7 +16,7 @@ from typing import Any
 
 from mola.errors import StorageError
 
-SEAL = "sha256"  # name of the entry that holds the checksum of all the others
+SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
 MAX_DEPTH = 50  # largest nesting depth of lists and objects; deeper nesting could exceed Python's recursion limit later
 MAX_BYTES = 2**26  # largest size of a document; one with tuning curves takes about 100 kB
 
