@@ -117,7 +117,7 @@ def onnx(
             float64.
         preparation: a module, such as `mola.export.Pixels`, that is applied to the single input first.
         ood_threshold: OOD score above which an input counts as an outlier.
-        answer_threshold: confidence above which an answer is given, from `mola.abstain_threshold`; the alternative is to abstain.
+        answer_threshold: confidence above which the model answers rather than abstains, from `mola.abstain_threshold`.
         set_threshold: lowest probability at which a class is included in a prediction set, from `mola.prediction_sets`.
         check: whether to run the exported model and compare its outputs with the posterior's before the file is written.
 

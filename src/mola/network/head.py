@@ -80,7 +80,7 @@ class Head:
         return self.inputs + self.has_bias
 
     def weights(self) -> Tensor:
-        """Return the trained weights as float64 on the CPU, of shape (C, P), with the bias in the last column.
+        """Return the trained weights (C, P) in float64 on the CPU, with the bias in the last column.
 
         Call this method inside `evaluating`. In train mode, merely reading a spectrally normalised weight changes the layer.
         """
@@ -127,7 +127,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a head that runs at every position, but only at the positions that the network returns."""
+    """Return a head's input and output at the positions that the network returns; the head itself runs at every position."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
