@@ -179,13 +179,17 @@ def test_weights_that_do_not_match_are_named(tmp_path):
     save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
     refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
     save_weights(small(1, classes=5), path)
-    refused(small(2), path, r"2 with a different shape or type: 3\.bias is \(5,\).*expected \(3,\).*number of classes")
+    refused(
+        small(2),
+        path,
+        r"2 with a different shape or type: 3\.bias has shape \(5,\).*expected \(3,\).*number of classes",
+    )
     save_weights(small(1, width=6), path)
     refused(small(2), path, r"7 with a different shape or type: 0\.bias .*and 4 more")
     save_file({"conv.weight": torch.ones(1)}, path)
     refused(small(2), path, "8 missing")
     save_file({**state, "0.weight": state["0.weight"].long()}, path)
-    refused(small(2), path, r"0\.weight is \(4, 5\) of torch\.int64")
+    refused(small(2), path, r"0\.weight has shape \(4, 5\) and type torch\.int64")
 
 
 def test_files_without_weights(tmp_path):
