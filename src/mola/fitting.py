@@ -19,6 +19,7 @@ from mola.likelihoods import Likelihood, as_likelihood
 from mola.links import Link, as_link
 from mola.network import (
     IGNORE_INDEX,
+    CapturedBatch,
     Head,
     LogitsOf,
     Positions,
@@ -206,6 +207,16 @@ def fit(
             tensors |= distance_sums(phi[:, : layer.inputs], groups, number, predicted=labels is None)
         return Sums(tensors, len(phi), log_likelihood)
 
+    def batch_sums(batch: CapturedBatch) -> list[Sums]:
+        parts = [Sums({}) for _ in heads]
+        for rows in batch.chunks():
+            for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
+                own = sums_of(layer, phi, outputs, rows.labels)
+                # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
+                # would otherwise accumulate.
+                parts[k] = own if len(rows) == len(batch) else parts[k] + own
+        return parts
+
     # Sums computed in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
         heads, batches = _find_heads(models, names, train_loader, likelihood, team)
@@ -237,16 +248,11 @@ def fit(
             first_input=done.inputs + (team.rank << 40),  # so that each process draws its own positions
             required=team.size == 1,
         ):
-            parts = [Sums({}) for _ in heads]
-            for rows in batch.chunks() if len(batch) else ():
-                for k, (layer, phi, outputs) in enumerate(zip(heads, rows.phi, rows.outputs, strict=True)):
-                    own = sums_of(layer, phi, outputs, rows.labels)
-                    # The sums of a single chunk may stay sparse. Sums over several chunks are made dense, because their sparse entries
-                    # would otherwise accumulate.
-                    parts[k] = own if len(rows) == len(batch) else parts[k] + own
             if len(batch):
-                pairs = zip(done.sums, parts, strict=True)
-                done.sums = [chosen_structure.accumulate(total, part) for total, part in pairs]
+                # A variable would keep the sums of the last batch, which are as large as the totals, while the curvature is computed.
+                done.sums = [
+                    chosen_structure.accumulate(*pair) for pair in zip(done.sums, batch_sums(batch), strict=True)
+                ]
             done.batches, done.inputs = done.batches + 1, done.inputs + batch.inputs
             done.used_inputs += batch.used_inputs
             checkpoints.save(identity, done)
