@@ -1,17 +1,17 @@
-"""Check that tasks killed at random moments lose no file, and that a second attempt gives the same results as a full run.
+"""Kill tasks at random moments; check that no file is lost and that a rerun gives the same results as an uninterrupted run.
 
     python benchmarks/crash.py [save fit bench predict] [--kills 100] [--quick] [--case predict:17]
 
-Each of four tasks is killed many times: `save` (saving a posterior over an older one), `fit` (with a checkpoint after every
-batch), `bench` (`mola bench digits` on a small subset of the data) and `predict` (`mola predict`, overwriting an older file).
-In half of the cases, SIGKILL is sent at a random time. In a quarter of the cases, the process is killed just before a file
-operation, and in the remaining quarter, in the middle of a write, once a file has reached a random size.
+Each of four tasks is killed many times: `save` (overwrites an older posterior), `fit` (writes a checkpoint after every batch),
+`bench` (runs `mola bench digits` on a small subset of the data) and `predict` (runs `mola predict` and overwrites an older
+file). In half of the cases, SIGKILL is sent at a random time. In a quarter, the process is killed just before a file operation;
+in the remaining quarter, it is killed during a write, when the file reaches a random size.
 
 After a kill, either the old or the new result must be complete (if not, the outcome is `half-written`). The second attempt must
 succeed (if not, the outcome is `lost`) and produce the same bytes as an uninterrupted run (if not, the outcome is `differs`).
 Hidden `.partial` files may remain.
 
-If a case fails, the command that repeats it is printed and the exit status is 1. Writes benchmarks/results/crash.json.
+If a case fails, the command to reproduce it is printed and the exit status is 1. Writes benchmarks/results/crash.json.
 """
 
 import argparse
@@ -131,7 +131,7 @@ KINDS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: {"csv": digest(Path("predictions.csv").read_bytes())},
     ),
 }
-"""The tasks. Each consists of three functions, which write the initial files, do the work, and return digests of the results."""
+"""The tasks. Each has three functions: one writes the initial files, one does the work, and one returns digests of the results."""
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Arena:
         return queue.get()
 
     def kill(self, rng: np.random.Generator) -> str | None:
-        """Start the work and kill it; return when it was killed, in words, or None if it finished first."""
+        """Start the work and kill it; return a description of the kill, or None if the work finished first."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
         moment, size, left = rng.uniform(0, self.seconds), int(2 ** rng.uniform(4, 18)), int(rng.geometric(0.1))
 
@@ -187,7 +187,7 @@ class Arena:
             opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             left -= bool(event in EVENTS or opened)
             if left == 0:
-                left = -1  # os.kill raises an audit event too
+                left = -1  # os.kill also raises an audit event
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def act() -> None:
@@ -210,7 +210,7 @@ class Arena:
         return how[way] if process.exitcode else None
 
     def case(self, seed: int) -> tuple[str, str]:
-        """Kill the work once; return the outcome and, in words, when the work was killed."""
+        """Kill the work once; return the outcome and a description of the kill."""
         rng, how, failed = np.random.default_rng(seed), None, "half-written"
         while how is None:
             shutil.rmtree(self.folder)
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # otherwise, tqdm would start a thread, which makes forking unsafe
+    tqdm.monitor_interval = 0  # keep tqdm from starting a thread, which would make forking unsafe
     kinds, cases = options.kinds, range(1 if options.quick else options.kills)
     if options.case:
         kind, _, index = options.case.partition(":")

@@ -5,21 +5,24 @@
 
 For MNIST and CIFAR-10, a posterior for the first five networks is fitted to the activations that `mola bench` stored (--cache)
 and tuned on the suite's validation set. The predictions for the test set are then split at random many times. In each split,
-one part is used for calibration, and the guarantees are measured on the other part. In CLINC150, each request is represented by
-the mean of its token vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes no file.
+one part is used for calibration, and the guarantees are measured on the other part. For CLINC150, small networks are trained on
+the mean of each request's token vectors. With --quick, the benchmark uses scikit-learn's digits and small networks and writes
+no file.
 
-- `answers`: the error rate of answers with a confidence above `mola.abstain_threshold`. The guarantee concerns the true error
-    rate above the threshold, so calibration data are also drawn with replacement from the test data. The true rate is then
-    known: it is the error rate on all test data with a confidence above the threshold. `violations` is the share of draws whose
-    true rate is too high; it must not exceed one minus the certainty. `realised` is the error rate on the other part of plain
-    splits, and `above` is the share of splits in which this rate is too high, partly by chance.
+- `answers`: the error rate of answers whose confidence exceeds the threshold from `mola.abstain_threshold`. The guarantee
+    concerns the true error rate above the threshold, so calibration data are also drawn with replacement from the test data.
+    The true rate is then known: it is the error rate of all test predictions whose confidence exceeds the threshold.
+    `violations` is the share of draws in which the true rate is too high; this share must not exceed one minus the certainty.
+    `realised` is the error rate on the other part of plain splits, and `above` is the share of splits in which this rate is too
+    high, partly by chance.
 - `sets`: coverage and size of `mola.prediction_sets`.
-- `alarms`: the rate of alarms at `mola.alarm_threshold`.
+- `alarms`: the alarm rate at the threshold from `mola.alarm_threshold`.
 - `tuned_on_same`: the same guarantees if the posterior is tuned again on each calibration part, as in `mola fit`.
-- `shift`: thresholds from test data, applied to shifted data and outliers, with and without alarms that prevent answers.
+- `shift`: thresholds set on test data and applied to shifted data and outliers, once to all inputs and once only to those
+    without an alarm.
 
-The exit status is 1 if MoLA's `violations` exceed one minus the certainty by more than chance can explain, or if coverage or
-alarm rates differ from their nominal values by more than 4 standard errors.
+The exit status is 1 if MoLA's `violations` exceed one minus the certainty by more than chance can explain, or if coverage is
+too low or an alarm rate too high by more than 4 standard errors.
 """
 
 import argparse
@@ -54,7 +57,7 @@ SIZED = 20
 BESIDE = 100
 """Number of splits used for MAP and DE."""
 RETUNED = 10
-"""Number of splits in which the posterior is tuned again, on the calibration part."""
+"""Number of splits in which the posterior is retuned on the calibration part."""
 SHIFTED = 10
 """Number of splits whose thresholds are tested on shifted data."""
 
@@ -92,7 +95,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A loader that yields batches of a set: the features from K networks, of shape (n, K, P), and the labels if there are any."""
+    """A loader that yields batches of a data set: the features from K networks, of shape (n, K, P), and any labels."""
 
     features: Tensor
     labels: Tensor | None
@@ -116,7 +119,7 @@ Ready = tuple[mola.MoLA, Rows, dict[str, Rows]]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Probabilities and OOD scores of one method on a set, and the labels of the set."""
+    """One method's probabilities and OOD scores on a data set, and the labels of that set."""
 
     probs: Tensor
     labels: Tensor | None
@@ -238,7 +241,7 @@ class Splits:
 
 
 def answer_threshold(known: Calibration, rate: float, **options: Any) -> float | None:
-    """Return the abstention threshold, or None if no threshold gives the guarantee."""
+    """Return the abstention threshold, or None if no threshold meets the guarantee."""
     try:
         return float(abstain_threshold(known, None, rate, CERTAINTY, **options))
     except DataError:
@@ -276,7 +279,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
 
 
 def sets(known: Calibration, probs: Tensor, splits: Splits, coverage: float) -> dict[str, Any]:
-    """Compare realised with nominal coverage, and measure the size of the sets."""
+    """Compare the realised coverage with the nominal coverage, and measure the mean set size."""
     held, sizes = [], []
     for place, (rows, rest) in enumerate(splits.plain()):
         made = prediction_sets(known.rows(rows), None, coverage)

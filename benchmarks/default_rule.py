@@ -1,10 +1,10 @@
 """Confirm the default rule on networks that were not used to choose it: `python benchmarks/default_rule.py --data DIR --cifar10 DIR`.
 
-The constants of the rule were chosen on the first two groups of five networks from each of the MNIST and CIFAR-10 suites, with
-the suites' own split of the test images into validation and test data. This script compares the rule with temperature-scaled
-ensembles, both on these groups and, with a different split, on the other groups. It uses 1, 2, 3 or 5 networks, and 200, 500 or
-2000 validation images. Activations are read from the cache of `mola bench` (`--cache`), or computed if they are missing. Writes
-`benchmarks/results/default_rule.json`.
+The constants of the rule were chosen on the first two groups of five networks in the MNIST and CIFAR-10 suites, with each
+suite's own split of the test images into validation and test data. This script compares the rule with temperature-scaled
+ensembles, both on these groups and, with a different split, on the other groups. It varies the number of networks (1, 2, 3 or
+5) and of validation images (200, 500 or 2000). Activations are read from the cache of `mola bench` (`--cache`); missing ones
+are computed. Writes `benchmarks/results/default_rule.json`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mola.metrics import auroc, expected_calibration_error, negative_log_likelih
 from mola.tuning import HeldOut
 
 GROUP, HALF, SEED = 5, 2, 7
-"""Number of networks in a group, number of groups on which the rule was chosen, and the seed of the split for the other groups."""
+"""Number of networks in a group, number of groups used to choose the rule, and seed of the split for the other groups."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
-"""Pairs to compare: a number of networks and a number of validation images."""
+"""Settings to compare: pairs of a number of networks and a number of validation images."""
 
 
 def rows_of(data: HeldOut, places: Tensor) -> HeldOut:
-    """Return the rows of the held-out data with the given indices."""
+    """Select rows of the held-out data by index."""
     assert data.labels is not None
     return replace(
         data,

@@ -1,4 +1,4 @@
-"""Compare the results of random calls with an independent implementation of the closed form.
+"""Check the results of random calls against an independent implementation of the closed form.
 
     python benchmarks/fuzz.py [--calls 10000] [--seed 0] [--quick] [--case 1234]
 
@@ -6,15 +6,15 @@ For each call, networks, data and options are drawn at random. The results are c
 which uses NumPy in float64 and shares no code with the library.
 
 A call that fails has one of these outcomes:
-  wrong     A result differs from the closed form by more than rounding can explain. The closed form is computed again with all
-            numbers perturbed by a few rounding errors, and the result may deviate by at most a small multiple of the resulting
-            change.
+  wrong     A result differs from the closed form by more than rounding can explain. To measure the effect of rounding, the
+            closed form is recomputed with all numbers perturbed by a few rounding errors. The result may be off by at most a
+            small multiple of the change.
   foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
   refused   The call raised a MolaError.
   changed   The call changed a network, the data or the posterior.
 
-If a call fails, the command that repeats it is printed and the exit status is 1. `--case` runs a single call and shows its
-traceback if it fails. Writes results/fuzz.json.
+If a call fails, the command to reproduce it is printed and the exit status is 1. `--case` runs a single call and, if it fails,
+shows the traceback. Writes results/fuzz.json.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(d
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of pairs of perturbed closed forms (one up, one down), and the factor by which an error may exceed their largest change."""
+"""Number of pairs of perturbed closed forms (one up, one down), and the largest allowed ratio of an error to their largest change."""
 
 
 class WrongError(Exception):
@@ -87,7 +87,7 @@ class Problem:
         return choices[int(self.rng.integers(len(choices)))]
 
     def features(self, inputs: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return every network's features, with a constant 1 appended if the head has a bias, and its logits."""
+        """Return each network's features (with a constant 1 appended if the head has a bias) and its logits."""
         found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for network in self.networks:
             with torch.no_grad():
@@ -108,7 +108,7 @@ class Problem:
         return dense.Mixture(components, changes.get("weights", self.weights), changes.get("link", self.link))
 
     def loader(self, inputs: Tensor, labels: Tensor) -> Any:
-        """Return the data in a random form that the library accepts as a loader."""
+        """Return the data as a loader, in a randomly chosen form that the library accepts."""
         size = int(self.pick([1, 2, 3, 7, len(inputs)]))
         self.notes.append(f"batches of {size}")
         batches = list(zip(inputs.split(size), labels.split(size), strict=True))
@@ -134,7 +134,7 @@ def draw(seed: int) -> Problem:
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
     inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
-    bias = bool(rng.random() < 0.7) and kind != "huge"  # next to features of 1e22, the constant 1 is lost
+    bias = bool(rng.random() < 0.7) and kind != "huge"  # beside features of 1e22, the constant 1 is lost to rounding
     deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
@@ -167,7 +167,7 @@ def compare(
     *,
     relative: bool = False,
 ) -> bool:
-    """Compare a result with the closed form; return False if the latter does not converge, overflows or is ill-conditioned.
+    """Compare a result with the closed form; return False if the closed form fails to converge, overflows or is ill-conditioned.
 
     Raises:
         WrongError: the result differs from the closed form by more than rounding can explain.
@@ -229,7 +229,7 @@ def call_predict(problem: Problem) -> bool:
 
 def call_evidence(problem: Problem) -> bool:
     found, exact = problem.fit().log_evidence(), problem.reference()
-    # The evidence is a sum of hundreds of logarithms, which may cancel.
+    # The evidence is a sum of hundreds of logarithms, which may cancel each other.
     return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 

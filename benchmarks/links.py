@@ -4,15 +4,15 @@
     python benchmarks/links.py --data DIR --networks DIR [--cache DIR] [--network 0]
 
 Without --data and --networks, last-layer weights are drawn from the posterior of a mixture of three small networks. Every
-closed-form quantity in a prediction is then estimated from the draws. For regression, these are the mean, the parts of the
-variance, the distribution function, quantiles, the log density and the CRPS. For binary labels, they are the parts of the
-entropy and the probability, which is computed both by quadrature and with the links. Exact quantities must be within 5 standard
-errors of the Monte Carlo estimates. Links are approximations, so their errors are only reported. Writes closed_forms.json.
+closed-form quantity in a prediction is then estimated from the draws. For regression, the quantities are the mean, the parts of
+the variance, the distribution function, quantiles, the log density and the CRPS. For binary labels, they are the probability
+(by quadrature and with the links) and the parts of the entropy. Exact quantities must be within 5 standard errors of the Monte
+Carlo estimates. Links are approximations, so their errors are only reported. Writes closed_forms.json.
 
 With --data (the data sets) and --networks (ResNet-20s), the benchmark measures the error of each link against 100,000 Monte
 Carlo samples, on the logits of 1000 CIFAR-10 test images and 1000 SVHN images. It also measures how well each link predicts
-when the prior precision is tuned for it, and splits the variance of the logits into a part common to all classes and a part in
-the contrasts between classes. Writes links_against_monte_carlo.json.
+with a prior precision tuned for that link. Finally, it splits the variance of the logits into a part common to all classes and
+a part in the contrasts between classes. Writes links_against_monte_carlo.json.
 """
 
 import argparse
@@ -40,10 +40,11 @@ STRUCTURES = ("full", "diag", "kron", "kron-exact", "kron-diag")
 WEIGHTS, PRECISION = (0.5, 0.3, 0.2), 0.5
 INPUTS, OUTPUTS, HIDDEN = 6, 2, 10
 CHUNK = 5000
-"""Number of draws processed at once. Larger chunks would not fit into the processor's cache and would be several times slower."""
+"""Number of draws processed at once. Larger chunks would not fit in the processor's cache and would be several times slower."""
 LEVELS = (0.05, 0.5, 0.95)
 JUDGED = 5.0
-"""Largest allowed difference, in standard errors. With thousands of comparisons, about one run in a thousand exceeds it by chance."""
+"""Largest allowed difference, in standard errors. With thousands of comparisons in each run, about one run in a thousand exceeds
+this limit by chance."""
 
 Found = tuple[str, Tensor, Tensor, Tensor, bool]
 """Name, closed form, Monte Carlo estimate, its standard error, and whether the closed form is exact."""
