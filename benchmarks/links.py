@@ -54,7 +54,7 @@ Found = tuple[str, Tensor, Tensor, Tensor, bool]
 class Average:
     """Mean over draws, with its standard error.
 
-    A first estimate of the mean is subtracted from the draws, so that no digits are lost if the mean is large.
+    A first estimate of the mean is subtracted from the draws to avoid losing digits if the mean is large.
     """
 
     count: int = 0
@@ -98,7 +98,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of S draws: the outputs with the drawn weights, of shape (S, n, D), and the index of each draw's network."""
+    """Yield chunks of S draws: the outputs under the drawn weights, of shape (S, n, D), and the network index of each draw."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         features = torch.stack([network[:-1](x) for network in posterior.networks])
@@ -133,7 +133,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
             "between": (centre - prediction.mean).square(),
             "aleatoric": shaken.square(),
             "cdf": (draws <= y).double(),
-            # Integrate the noise out, since the density of the targets given the weights is known.
+            # Integrate out the noise: the density of the targets given the weights is known.
             "density": torch.distributions.Normal(outputs, noise).log_prob(y).sum(2).exp(),
             "distance": (draws - y).abs(),
             "spread": (draws[:half] - draws[half : 2 * half]).abs(),
@@ -208,7 +208,7 @@ def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iter
                     "exact": exact,
                     "error": float(apart.max()),
                     "standard_error": float(error.flatten()[int(apart.argmax())]),
-                    # Quantities that are the same in every draw differ only by rounding.
+                    # If a quantity is the same in every draw, its standard error is 0 and only rounding errors remain.
                     "standard_errors": float((apart / error.clamp_min(1e-13 * (1 + closed.abs()))).max()),
                     "size": float(closed.abs().max()),
                     "compared": closed.numel(),
@@ -300,7 +300,7 @@ def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> It
 
 
 def scores(experiment: Experiment, structure: str, name: str, posterior: mola.MoLA) -> dict[str, Any]:
-    """Measure log loss and ECE on all test images, and how well the confidence separates them from SVHN images."""
+    """Measure log loss and ECE on all test images, and how well the confidence separates test images from SVHN images."""
     inside, outside = posterior(experiment.test), posterior(experiment.svhn)
     return {
         "structure": structure,

@@ -3,13 +3,12 @@
     python benchmarks/memory.py [--quick]
 
 Each case runs in a separate process. The result is the peak resident memory during the call minus the resident memory before
-it, measured with Linux's peak-memory counter, which is reset before each call. The memory that fitting needs must not grow with
-the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
+it. The peak comes from Linux's peak-memory counter, which is reset before each call. The memory needed for fitting must not
+grow with the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
 
-Scale-out: the same networks are fitted to the same images alternately by two processes with one thread each and by one process
-alone. The ratio of CPU times (that of one process alone divided by that of the busier of the two) is the speed-up if each
-process has its own core; wall time depends on the load of the machine. The scale-out record also contains the constants that
-docs/scale.md uses.
+To measure scale-out, the same networks are fitted to the same images, alternately by two single-threaded processes and by one.
+The CPU time of the single process divided by that of the busier of the two is the speed-up if each process has its own core.
+Wall time also depends on the load of the machine. The scale-out record also contains the constants used in docs/scale.md.
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.
 """
@@ -49,7 +48,7 @@ CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("predict", "kron", 512, 100, 2048, False),
     ("predict", "kron", 512, 100, 16_384, False),
 )
-"""Work, structure, P, C, N, and whether the limit applies: a peak of at most 3 times the size of the result, for every N."""
+"""Work, structure, P, C, N, and whether the limit applies (a peak of at most 3 times the size of the result, for every N)."""
 BAR = 3.0
 QUICK = (0, 5, 7)
 
@@ -72,7 +71,7 @@ def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
 
 
 class Stream:
-    """Batches that are generated when they are read, so that the data occupy no memory."""
+    """Batches generated as they are read, so that the data set is never held in memory."""
 
     def __init__(self, count: int, classes: int) -> None:
         self.count, self.classes = count, classes
@@ -89,7 +88,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
     network = nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
     tiny = nn.Sequential(nn.Linear(INPUTS, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     few = [(torch.randn(8, INPUTS), torch.randint(3, (8,)))]
-    # Run the code once beforehand, so that loading it is not measured.
+    # Run the code once first, so that the memory used to load it is not counted.
     mola.fit(tiny, few, few, rule="nll", structure=structure, progress=False).predict(few)
     data = Stream(count, classes)
     with torch.no_grad():
@@ -104,7 +103,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
 
 
 def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
-    """Return the bytes that must be stored: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
+    """Return the bytes to be stored: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
     if work == "fit":
         return as_structure(structure).bytes(features + 1, classes)
     return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
@@ -205,7 +204,7 @@ def main() -> int:
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # expected, because the labels are random
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings are expected, because the labels are random
     if options.case is not None:
         print(measure(*options.case))
         return 0

@@ -2,7 +2,7 @@
 
 laplace-torch requires torchvision and several curvature libraries, and TorchCP requires graph libraries. Each environment is
 created in the user's cache folder on first use. It contains the library without its declared dependencies, plus the packages
-that are needed to import it. mola is imported from this repository, so that both libraries run in one process.
+needed to import the library. mola is imported from this repository, so that both libraries run in one process.
 """
 
 import json
@@ -24,10 +24,10 @@ class Packages:
 
     name: str
     peer: tuple[str, ...]
-    """The libraries to compare with, which are installed without their dependencies."""
+    """Libraries to compare with mola, installed without their dependencies."""
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
-    """Packages that are installed without their dependencies, which are never imported."""
+    """Packages installed without their dependencies, because those dependencies are never imported."""
 
 
 LAPLACE_TORCH = Packages(
@@ -48,7 +48,7 @@ def cache_folder(packages: Packages = LAPLACE_TORCH) -> Path:
 
 
 def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
-    """Return the environment's interpreter; create the environment if it is missing or contains other packages."""
+    """Return the environment's interpreter; create the environment if it is missing or has different packages."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     wanted = json.dumps([packages.peer, packages.needs, packages.alone, sys.version_info[:2]])
     marker = folder / "ready.json"

@@ -1,19 +1,19 @@
-"""Check that mola agrees with laplace-torch, MAPIE and TorchCP in float64 on all quantities that they define in the same way.
+"""Check that mola agrees in float64 with laplace-torch, MAPIE and TorchCP on all quantities with the same definition.
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-laplace-torch runs in one environment and MAPIE and TorchCP in another (peer_environment.py), in the same process as mola.
+laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_environment.py). In both, mola runs in the same process.
 
-For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, its `kron` is mola's
-`kron-exact`; if there is a bias, laplace-torch uses a separate block for it. The Laplace bridge is the same for all structures
-except `diag`, for which it matters that laplace-torch conditions the logits on a sum of 0, whereas mola projects them. Here,
-laplace-torch uses its BackPACK backend. Its default backend, curvlinops, is listed separately, because it computes the `full`
-Hessian in float32, even for float64 networks.
+For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, laplace-torch's `kron`
+equals mola's `kron-exact`; laplace-torch puts a bias in a separate block. The Laplace bridge agrees for all structures except
+`diag`, for which conditioning the logits on a sum of 0 (laplace-torch) differs from projecting them (mola). The comparison uses
+laplace-torch's BackPACK backend. The default backend, curvlinops, is reported separately, because it computes the `full`
+Hessian in float32 even for float64 networks.
 
 Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and
-class-conditional lac) must contain the same classes as mola's, except in at most one set in a hundred, because MAPIE adds
-classes whose scores exceed the threshold only by rounding. MAPIE defines the other forms of aps differently; these are reported
-but not tested.
+class-conditional lac) must contain the same classes as mola's. One set in a hundred may differ, because MAPIE adds classes
+whose scores exceed the threshold only by rounding. The other forms of aps, which MAPIE defines differently, are reported but
+not tested.
 
 The exit status is 1 if a difference exceeds its tolerance. Writes compare_laplace_torch.json,
 compare_laplace_torch_regression.json and conformal_against_mapie.json to benchmarks/results. With `--frozen`, the script
@@ -47,8 +47,8 @@ import mola
 TOLERANCE = 1e-8
 """Relative tolerance. At a prior precision of 1e-3, condition numbers of 1e6 leave about 10 correct digits in float64."""
 SETTLED = 1e-6
-"""Largest allowed slope where the search for the maximum of the evidence ends. The search ends when the evidence
-no longer grows in float64."""
+"""Largest allowed slope of the evidence at its maximum. The search for the maximum stops when the evidence no longer grows in
+float64."""
 PRIOR_PRECISIONS = (1e-3, 1e-1, 1.0, 30.0, 1e3)
 PEER_NAME = {"full": "full", "diag": "diag", "kron-exact": "kron"}
 NOISE, STEP = 0.3, 2e-3
@@ -70,7 +70,7 @@ def lenet_with(outputs: int, bias: bool) -> nn.Sequential:
 
 
 def observed(inputs: Tensor, outputs: int) -> Tensor:
-    """Return targets of shape (n, D): sine waves in the first value of each input, plus noise."""
+    """Return targets of shape (n, D): sines of the first value of each input, plus noise."""
     waves = torch.sin(inputs.flatten(1)[:, :1] + torch.arange(outputs, dtype=torch.float64))
     return waves + NOISE * torch.randn(len(inputs), outputs, dtype=torch.float64)
 
@@ -156,9 +156,9 @@ def quantities(
 def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterator[tuple[str, float, float]]:
     """Measure the slopes of laplace-torch's evidence at the optimum that mola's evidence rule finds.
 
-    Yields a name, the optimal prior precision, and the slope in the logarithm of the prior precision or of the noise. The
-    slopes are fourth-order finite differences, since automatic differentiation does not reach the noise in laplace-torch's
-    determinant for `kron`.
+    Yields a name, the optimal prior precision, and the slope with respect to the log prior precision or the log noise. The
+    slopes are fourth-order finite differences, since automatic differentiation does not reach the noise through laplace-torch's
+    `kron` determinant.
     """
     if regression:
         free = [one.with_likelihood(replace(one.likelihood, estimated=True)) for one in posterior.components]
@@ -179,7 +179,7 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
 def compare(
     name: str, network: nn.Sequential, structure: str, data: TensorDataset, unseen: tuple[Tensor, Tensor], backend: Any
 ) -> list[dict[str, Any]]:
-    """Return the difference between the libraries in every quantity at every prior precision."""
+    """Return the differences between the libraries for every quantity and prior precision."""
     from laplace import Laplace
 
     regression = data.tensors[1].is_floating_point()
@@ -333,7 +333,7 @@ def mapie_sets(kind: str, probs: Any, labels: Any, new: Any, coverage: float, **
 
 
 def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw labels, and probabilities that are overconfident for them."""
+    """Draw labels and overconfident probabilities for them."""
     draw = np.random.default_rng(seed)
     logits = draw.normal(0, 2, (count, classes))
     true = np.exp(logits / 1.5)
@@ -343,9 +343,9 @@ def predictions(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray:
-    """Compute mola's sets with one minus MAPIE's random numbers.
+    """Compute mola's randomised sets, using one minus MAPIE's random numbers.
 
-    MAPIE subtracts its random numbers, and draws them from the same seed in calibration and in prediction.
+    MAPIE subtracts its random numbers and uses the same seed for calibration and prediction.
     """
 
     def drawn(*shape: int, **_: Any) -> Tensor:
@@ -356,7 +356,7 @@ def randomised(probs: Any, labels: Any, new: Any, coverage: float) -> np.ndarray
 
 
 class Ends:
-    """Predicted low, high and middle quantiles, the columns of an (n, 3) array, in the form that `mola.prediction_intervals` reads."""
+    """Low, high and middle quantiles, from the columns of an (n, 3) array, in the form that `mola.prediction_intervals` expects."""
 
     def __init__(self, columns: np.ndarray) -> None:
         self.columns = torch.from_numpy(columns)
@@ -473,7 +473,7 @@ def conformal() -> dict[str, Any]:
 
 
 def frozen() -> dict[str, Any]:
-    """Return a small case and the sets that MAPIE and TorchCP predict for it, for tests/library/conformal_reference.json."""
+    """Return the contents of tests/library/conformal_reference.json: a small case, and MAPIE's and TorchCP's sets for it."""
     peer = torchcp()
     (probs, labels), (new, _) = predictions(60, 4, 1), predictions(25, 4, 2)
     given = probs, labels, new, 0.8

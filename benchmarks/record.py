@@ -1,4 +1,4 @@
-"""Write a measurement as JSON, together with its environment: the software versions and the type of machine, but no paths."""
+"""Write measurements as JSON, together with the software versions and the type of machine, but without paths."""
 
 import json
 import os

@@ -1,16 +1,16 @@
-"""Measure the time that mola adds to the necessary forward passes.
+"""Measure the time that mola adds to the forward passes it needs.
 
     python benchmarks/speed.py [--quick] [--data DIR --networks DIR] [--only LeNet]
     python benchmarks/speed.py --peer [--venv DIR]
 
 `fit` and `tune` (with every rule) are compared with bare forward passes over the same batches, and `posterior(x)` is compared
-with `mola.ensemble`. The two run alternately in one single-threaded process, and their CPU time is measured. `ratio` is the
-median, over turns, of the tested time divided by the plain time. `added` is 1 + (time outside the networks) / (time inside),
-measured in the tested calls alone; for predictions, it is divided by the ensemble's value. Limits apply to `added`, because the
-times of two bare passes through one network may differ by more than the overhead.
+with `mola.ensemble`. The two sides of a comparison run alternately in one single-threaded process, and their CPU times are
+measured. `ratio` is the median, over turns, of the tested time divided by the plain time. `added` is 1 + (time outside the
+networks) / (time inside), measured in the tested calls alone; for predictions, this value is divided by the ensemble's. Limits
+apply to `added`, because two bare passes through the same network may differ in time by more than the overhead.
 
 With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, its weights and images are
-random, and the amount of arithmetic is the same. With --peer, mola is compared with laplace-torch on the same work, in a
+random, which does not change the amount of arithmetic. With --peer, mola is compared with laplace-torch on the same work, in a
 separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
@@ -91,7 +91,7 @@ def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Modu
 def compare(
     tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool
 ) -> dict[str, Any]:
-    """Return the ratio and the added time of the tested work; if `relative`, the latter is divided by the plain work's added time."""
+    """Return the ratio and the added time of the tested work; if `relative`, divide the added time by that of the plain work."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
     ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
     added = {name: statistics.median(total / own for total, own in found) for name, found in times.items()}
@@ -118,7 +118,7 @@ def bare(networks: Iterable[nn.Module], loader: Loader) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, its data, and the limit for each task, which is a ratio or, under "tune seconds", a number of seconds."""
+    """A network, its data, and a limit for each task: a ratio or, under the key "tune seconds", a number of seconds."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -194,7 +194,7 @@ def real_resnet(data: Path, networks: Path) -> tuple[nn.Module, Loader, Loader]:
 
 
 def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loader] | None) -> list[dict[str, Any]]:
-    """Return one row for each task: fit with each structure, predictions, and tune with each rule."""
+    """Return one row for each task: fitting with each structure, predicting, and tuning with each rule."""
     share = 8 if quick else 1
     network, training, validation = given or (
         setting.network().eval(),
@@ -278,7 +278,7 @@ def dense_data(images: int, size: int) -> tuple[nn.Module, Loader]:
 
 
 def dense_memory(images: int, size: int) -> dict[str, int]:
-    """Measure the peak resident memory of a bare pass and that of `fit`; call this in a separate process."""
+    """Measure the peak resident memory of a bare pass and of `fit`. Call this function in a separate process."""
     from memory import peak_of
 
     network, loader = dense_data(images, size)
