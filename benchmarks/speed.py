@@ -282,7 +282,7 @@ def dense_memory(images: int, size: int) -> dict[str, int]:
     from memory import peak_of
 
     network, loader = dense_data(images, size)
-    # Run the code once beforehand, so that loading it is not measured.
+    # Run the code once first, so that the memory used to load it is not counted.
     mola.fit(nn.Conv2d(3, 4, 1), [(torch.randn(2, 3, 8, 8), torch.randint(4, (2, 8, 8)))], progress=False)
     plain = peak_of(lambda: bare([network], loader), above=0)
     return {"bare_peak": plain, "fit_peak": peak_of(lambda: mola.fit(network, loader, progress=False), above=0)}
@@ -452,7 +452,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # expected, because the labels are random
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # warnings are expected, because the labels are random
     if options.inside:
         print(json.dumps({"rows": peer_rows(options.quick), "environment": record.environment("laplace-torch")}))
         return 0

@@ -1,4 +1,4 @@
-"""Read the features and logits of trained networks on a suite's data sets from the cache of `mola bench`."""
+"""Read the features and logits that `mola bench` has cached for the networks and data sets of a suite."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ def open_suite(
     Args:
         name: "mnist" or "cifar10".
         networks: folder that contains 00.safetensors, 01.safetensors, ...
-        options: data sets, their folder and their normalisation.
+        options: options for the data sets, such as their folder and normalisation.
         cache: folder for the activations.
-        count: number of networks; all of them if None.
-        sets: names of the sets to use; all of them if empty.
+        count: number of networks to use; None for all.
+        sets: names of the data sets to use; if empty, all sets.
     """
     suite = find_suite(name)
     label, build = suite.builder("resnet-20" if name == "cifar10" else None)

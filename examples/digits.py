@@ -77,7 +77,7 @@ def main() -> None:
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
     # The OOD score detects more outliers than the confidence does.
-    # At 0 degrees, digits are compared with themselves, so the AUROC is 50 %, the value for pure chance.
+    # At 0 degrees, the digits are compared with themselves, so the AUROC is 50 % (chance level).
     auroc = {}
     for name, method, score in (
         ("MAP, 1 - confidence", methods["MAP"], lambda prediction: 1 - prediction.confidence),

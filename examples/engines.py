@@ -1,11 +1,11 @@
-"""Apply one posterior to partitioned data with Ray Data, Spark and Dask, with the same results as a plain call.
+"""Apply a posterior to partitioned data with Ray Data, Spark and Dask, and compare the results with those of a plain call.
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Exports three small networks for handwritten digits to one ONNX file. `BatchPredictor` maps a batch of rows to columns of
-predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, runs every installed
-engine. Needs `pip install 'mola-torch[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]` and `pyspark`
-(which needs Java). Takes about ten seconds, plus ten seconds to start each engine.
+Exports a posterior for three small networks, trained on handwritten digits, to an ONNX file. `BatchPredictor` maps a batch of
+rows to columns of predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, uses
+every installed engine. Needs `pip install 'mola-torch[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
+and `pyspark` (which needs Java). Takes about ten seconds, plus ten seconds to start each engine.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def with_ray(predictor, frame):
 def with_spark(predictor, frame):
     from pyspark.sql import SparkSession
 
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # gives workers the same packages
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # so that workers use the same packages
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
     try:
         rows = spark.createDataFrame(frame).repartition(4)
@@ -86,13 +86,13 @@ def main() -> None:
     posterior = mola.fit(networks, *(DataLoader(some, batch_size=100) for some in (train_set, val_set)), progress=False)
 
     options.output.mkdir(parents=True, exist_ok=True)
-    file = (options.output / "digits.onnx").resolve()  # a path that all workers can read
+    file = (options.output / "digits.onnx").resolve()  # absolute, so that all workers find the file
     mola.export.onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
     predictor = BatchPredictor(file, inputs=COLUMNS, keep=["id"])
 
     new = images[1300:]
     frame = pd.DataFrame(new.numpy(), columns=COLUMNS).assign(id=np.arange(len(new)))
-    plain = predictor(frame)  # the same function without an engine
+    plain = predictor(frame)  # the same call without an engine
     torchs = posterior.predict(new)
     gap = np.abs(plain["confidence"] - torchs.confidence.double().numpy()).max()
     print(f"{len(plain)} rows; columns {', '.join(plain.columns)}")

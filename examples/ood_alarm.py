@@ -2,9 +2,9 @@
 
     python examples/ood_alarm.py
 
-`prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns it into an alarm that is raised by at most 5 % (or 1
-%) of real digits. No outliers are needed to set the threshold. This example checks the rate on new digits and counts the
-outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'mola-torch[bench]'`.
+`prediction.ood_score` is higher for outliers. `mola.alarm_threshold` turns this score into an alarm whose false-alarm
+rate is, on average, at most 5 % (or 1 %). No outliers are needed to set the threshold. This example checks the false-alarm rate
+on new digits and counts the outliers that raise the alarm. Takes about ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -54,12 +54,13 @@ def main() -> None:
     networks = [train(NETWORKS * options.seed + member, *train_set) for member in range(NETWORKS)]
     posterior = mola.fit(networks, [train_set], [val_set])
 
-    # The score does not depend on the prior precision, so the validation data can serve for both tuning and the threshold.
+    # The score does not depend on the prior precision, so the same validation data can be used for tuning and for setting the
+    # threshold.
     usual, unseen = (posterior.predict(some[0]).ood_score for some in (val_set, test_set))
     thresholds = {rate: mola.alarm_threshold(usual, rate) for rate in RATES}
 
     # The guarantee holds on average over validation sets.
-    # The table shows the range within which the rate on 400 test digits falls 95 % of the time.
+    # The table shows a range that contains the rate on 400 test digits 95 % of the time.
     print("False alarms among 400 test digits, with thresholds from 400 validation digits:\n")
     print(f"{'requested':>12}{'threshold':>12}{'realised':>12}   95 % of the time")
     for rate, threshold in thresholds.items():
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def over_splits(usual, unseen):
-    """Yield each false-alarm rate, averaged over random splits into validation and test digits."""
+    """Yield, for each requested rate, the false-alarm rate averaged over random splits into validation and test digits."""
     pool, generator = torch.cat([usual, unseen]), torch.Generator().manual_seed(0)
     splits = [pool[torch.randperm(len(pool), generator=generator)].split([400, 400]) for _ in range(1000)]
     for rate in RATES:

@@ -5,8 +5,8 @@
 Draws discs, squares and triangles, trains three small U-Nets to label every pixel, and fits a posterior over their last layers,
 which are 1x1 convolutions. Evaluates all methods on test pictures, on shifted copies (dimmer and noisier), and on pictures with rings,
 a shape absent from the training data. Prints a table and draws maps of the confidence and other fields. Distances are medians
-over pixels, and the AUROC measures how well the OOD score separates rings from all other pixels. Takes about a minute. Needs
-`pip install 'mola-torch[bench]'`.
+over pixels. The AUROC measures how well the OOD score separates the pixels of rings from all others. Takes about a minute.
+Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def train(seed: int, pictures: Tensor, labels: Tensor, steps: int) -> nn.Module:
 
 
 def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    """Draw a row for each set: one picture, its labels, and the maps for it."""
+    """Draw a row for each set: one picture, its labels and its maps."""
     figure, panels = plt.subplots(len(sets), 6, figsize=(11, 2 * len(sets)), squeeze=False)
     plain, careful = methods["MAP"], methods["MoLA, distance"]
     for index, (name, (pictures, labels)) in enumerate(sets.items()):
@@ -130,7 +130,7 @@ def draw(methods: dict[str, mola.MoLA], sets: dict[str, tuple[Tensor, Tensor]], 
 
 
 def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[Tensor, Tensor]]]:
-    """Train the networks; return the methods, and the test sets with the class of every pixel."""
+    """Train the networks; return the methods and the labelled test sets."""
     train_set, val_set, test_set = (shapes(60, seed + part) for part in range(3))
     networks = [train(seed + member, *train_set, steps) for member in range(NETWORKS)]
     loader = list(zip(train_set[0].split(20), train_set[1].split(20), strict=True))
