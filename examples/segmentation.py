@@ -152,7 +152,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
 
 
 def measured(method: mola.MoLA, pictures: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Return metrics for the pixels of known classes, and the AUROC with which the OOD score separates rings from them."""
+    """Return metrics for pixels of known classes, and the AUROC of the OOD score for detecting rings."""
     said, truth = method.predict([pictures[:30], pictures[30:]]), labels.flatten()
     known, scores = truth >= 0, said.ood_score.flatten()
     probs, truth = said.probs.movedim(said.axis, -1).flatten(0, -2)[known], truth[known]

@@ -52,7 +52,7 @@ def compare(rows, labels, seed: int) -> None:
         # MolaClassifier also standardises its inputs, but the pipeline gives all models the same inputs.
         pipeline = make_pipeline(StandardScaler(), model)
         with warnings.catch_warnings():
-            # MLPClassifier warns that it reached max_iter, but so many iterations are enough here.
+            # MLPClassifier warns that it reached max_iter, but that many iterations are enough here.
             warnings.simplefilter("ignore", ConvergenceWarning)
             probs = cross_val_predict(pipeline, rows, labels, cv=folds, method="predict_proba")
         print(
@@ -62,7 +62,7 @@ def compare(rows, labels, seed: int) -> None:
 
 
 def raise_alarms(rows, labels, names, seed: int) -> None:
-    """Measure how often correct rows and rows with mistakes raise the alarm, over several splits, since one split is noisy."""
+    """Measure how often correct rows and rows with mistakes raise the alarm, averaged over several splits to reduce noise."""
     found: dict[str, list] = {}
     for split in range(SPLITS):
         parts = train_test_split(rows, labels, test_size=0.5, stratify=labels, random_state=SPLITS * seed + split)

@@ -17,7 +17,7 @@ from torch import nn
 import mola
 
 NETWORKS = 5
-REACH = 8.0  # half the side length of the maps; the data are within a distance of 2 of the origin
+REACH = 8.0  # half the side length of the maps; the data lie within a radius of 2
 
 
 def moons(count: int, seed: int):
