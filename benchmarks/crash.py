@@ -248,11 +248,11 @@ def main() -> int:
         "kinds",
         nargs="*",
         default=list(KINDS),
-        help="tasks to run (default: all); recorded rows of other tasks are kept",
+        help="tasks to run (default: all); rows recorded for other tasks are kept",
     )
     parser.add_argument("--kills", type=int, default=100, help="number of kills for each task")
     parser.add_argument("--quick", action="store_true", help="kill each task once; write no file")
-    parser.add_argument("--case", help="repeat one kill, such as predict:17; write no file")
+    parser.add_argument("--case", help="repeat a single kill, such as predict:17; write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # keep tqdm from starting a thread, which would make forking unsafe

@@ -252,7 +252,7 @@ def answers(known: Calibration, splits: Splits, rate: float) -> dict[str, Any]:
     """Compare the realised error rate of answers with the nominal rate."""
     order = known.confidence.argsort(descending=True)
     ordered = known.confidence[order]
-    # Compute the error rate among the k most confident data points, for every k.
+    # Compute the error rate of the k most confident predictions, for every k.
     true_rate = torch.cat([torch.zeros(1).double(), (~known.correct)[order].double().cumsum(0)])
     true_rate /= torch.arange(len(order) + 1).clamp_min(1)
     drawn = [answer_threshold(known.rows(rows), rate) for rows in splits.drawn()]

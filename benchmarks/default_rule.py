@@ -30,7 +30,7 @@ GROUP, HALF, SEED = 5, 2, 7
 """Number of networks in a group, number of groups used to choose the rule, and seed of the split for the other groups."""
 
 SETTINGS = ((5, 2000), (3, 2000), (2, 2000), (1, 2000), (5, 500), (5, 200))
-"""Settings to compare: pairs of a number of networks and a number of validation images."""
+"""Settings to compare: (number of networks, number of validation images)."""
 
 
 def rows_of(data: HeldOut, places: Tensor) -> HeldOut:

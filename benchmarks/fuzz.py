@@ -210,7 +210,7 @@ def check_probs(problem: Problem, probs: Tensor, reference: dense.Mixture) -> bo
     return compare(problem, "probs", probs, lambda one: one.probabilities(*seen), reference)
 
 
-# --- calls: each returns True if the closed form was conclusive ---------------------------------------------------
+# --- calls: each returns True if the comparison was conclusive ------------------------------------------------------
 
 
 def call_predict(problem: Problem) -> bool:

@@ -9,10 +9,10 @@ the variance, the distribution function, quantiles, the log density and the CRPS
 (by quadrature and with the links) and the parts of the entropy. Exact quantities must be within 5 standard errors of the Monte
 Carlo estimates. Links are approximations, so their errors are only reported. Writes closed_forms.json.
 
-With --data (the data sets) and --networks (ResNet-20s), the benchmark measures the error of each link against 100,000 Monte
-Carlo samples, on the logits of 1000 CIFAR-10 test images and 1000 SVHN images. It also measures how well each link predicts
-with a prior precision tuned for that link. Finally, it splits the variance of the logits into a part common to all classes and
-a part in the contrasts between classes. Writes links_against_monte_carlo.json.
+With --data (the data sets) and --networks (ResNet-20s), the benchmark measures the error of each link relative to a Monte Carlo
+estimate from 100,000 samples, on the logits of 1000 CIFAR-10 test images and 1000 SVHN images. It also measures how well each
+link predicts with a prior precision tuned for that link. Finally, it splits the variance of the logits into a part common to
+all classes and a part in the contrasts between classes. Writes links_against_monte_carlo.json.
 """
 
 import argparse

@@ -62,7 +62,7 @@ def resident(name: str) -> int:
 
 
 def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
-    """Return the peak resident memory during the work, in bytes, relative to a given baseline (by default, the usage beforehand)."""
+    """Return the peak resident memory during the work, in bytes, relative to a baseline (by default, the memory in use beforehand)."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS") if above is None else above
@@ -103,7 +103,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
 
 
 def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
-    """Return the bytes to be stored: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
+    """Return the number of bytes to store: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
     if work == "fit":
         return as_structure(structure).bytes(features + 1, classes)
     return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
@@ -139,7 +139,7 @@ def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict
 
 
 def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, float]]:
-    """Measure the cost of the sums and the eigenproblems, and the number of bytes that are summed over processes."""
+    """Measure the cost of the sums and the eigenproblems, and the number of bytes summed across processes."""
     features, classes, rows = (200, 100, 512) if quick else (2049, 1000, 512)
     generator = torch.Generator().manual_seed(0)
     phi = torch.randn(rows, features, generator=generator, dtype=torch.float64)

@@ -441,7 +441,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="run only settings whose names contain this text; recorded rows of other settings are kept",
+        help="run only settings whose names contain this text; rows recorded for other settings are kept",
     )
     parser.add_argument("--peer", action="store_true", help="compare with laplace-torch")
     parser.add_argument(

@@ -32,7 +32,7 @@ class Suite:
 def open_suite(
     name: str, networks: Path, options: DataOptions, cache: Path, count: int | None = None, sets: Collection[str] = ()
 ) -> Suite:
-    """Open the MNIST or CIFAR-10 suite, and compute missing activations.
+    """Open the MNIST or CIFAR-10 suite, and compute any missing activations.
 
     Args:
         name: "mnist" or "cifar10".

@@ -2,7 +2,7 @@
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Exports a posterior for three small networks, trained on handwritten digits, to an ONNX file. `BatchPredictor` maps a batch of
+Trains three small networks on handwritten digits and exports their posterior to an ONNX file. `BatchPredictor` maps a batch of
 rows to columns of predictions. It stores only the file's path, and each worker reads the file once. Without `--engine`, uses
 every installed engine. Needs `pip install 'mola-torch[bench,export]' pandas` and at least one of `dask[dataframe]`, `ray[data]`
 and `pyspark` (which needs Java). Takes about ten seconds, plus ten seconds to start each engine.

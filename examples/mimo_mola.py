@@ -32,7 +32,7 @@ def adam(parameters):
 
 
 class Shuffled:
-    """A loader that shuffles the data anew in every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
+    """A loader that reshuffles the data in every epoch, like `DataLoader(..., shuffle=True)` but faster for small tensors."""
 
     def __init__(self, images, labels) -> None:
         self.images, self.labels = images, labels
