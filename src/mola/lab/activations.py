@@ -1,8 +1,8 @@
 """A suite's networks and their activations, which are computed once, stored on disk and shared by all methods and ablations.
 
-The activations of a network on a data set are stored in a file whose path contains the checksums of both. Outdated files are therefore
-never read, and an interrupted run loses only the files that were being computed. A large set is split into several files, which the
-processes of a team compute in parallel.
+The activations of a network on a data set are stored in a file whose path contains the checksums of both. Outdated files are
+therefore never read, and an interrupted run loses only the files it was computing. A large set is split into several files, which
+the processes of a team compute in parallel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fast_inputs(inputs: Tensor) -> Tensor:
 
 
 def fast_network(network: nn.Module, inputs: Tensor) -> nn.Module:
-    """Convert a network to the memory layout that is fastest for these inputs, and return the network."""
+    """Convert a network to the fastest memory layout for the given inputs, and return it."""
     if _has_colours(inputs):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
@@ -66,7 +66,7 @@ class Network:
     build: Callable[[], nn.Module]
     checksum: str
     name: str = ""
-    """Name that the user gave the network, if the networks are listed individually."""
+    """Name given by the user, if the networks are listed individually."""
 
     @property
     def label(self) -> str:
@@ -82,12 +82,12 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Open networks from their weight files; `build` creates their common architecture."""
+    """Open the networks stored in `paths`; `build` creates their common architecture."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
 def network_checksum(network: nn.Module, name: str) -> str:
-    """Return a checksum of a network's weights and layers, the source code of these layers, and the given name."""
+    """Return a checksum of the network's weights, its layers and their source code, and the given name."""
     digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
     for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
         if not kind.__module__.startswith("torch."):
@@ -102,7 +102,7 @@ def network_checksum(network: nn.Module, name: str) -> str:
 
 
 class Activations:
-    """A folder of stored activations, and of sums over training data whose activations are not stored; both are computed on demand."""
+    """A folder that stores activations and, for training sets whose activations are not stored, sums over the data."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
@@ -117,10 +117,10 @@ class Activations:
     def compute(
         self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress, team: Team | None = None
     ) -> None:
-        """Compute missing activations, dividing networks, sets and slices of large sets among the processes."""
+        """Compute the missing activations, dividing the work among the processes by network, set and slice."""
         team = team or Team.single()
-        # A task consists of a list of network indices, the index of a set and the index of a slice. Only rank 0 lists the tasks,
-        # because other ranks may look for files later, when more of them exist.
+        # A task consists of a list of network indices, a set index and a slice index. All ranks use rank 0's list, because a rank
+        # that looks for files later may find more of them.
         tasks: list[tuple[list[int], int, int]] = []
         for place, source in enumerate(sources):
             paths = [self.paths(network, source) for network in networks]
@@ -172,7 +172,7 @@ class Activations:
                 for kept, head, phi, outputs in zip(written, heads, chunk.phi, chunk.outputs, strict=True):
                     dtype = (
                         head.layer.weight.dtype
-                    )  # the network's own precision, because float64 would add no accuracy
+                    )  # keep the network's own precision, because float64 would add no accuracy
                     features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
                     row = {"features": features, "logits": logits, "labels": targets}
                     kept.append({name: values.detach().cpu() for name, values in row.items()})
@@ -181,7 +181,7 @@ class Activations:
             write_rows(path, kept, len(rows), _layer(head.layer), metadata)
 
     def read(self, networks: Sequence[Network], source: Source) -> Stored:
-        """Return the networks' stored activations on a set, or on a part of a set."""
+        """Return the networks' stored activations on a set or part of a set."""
         whole = source.whole or source
         stored = Stored.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
@@ -195,7 +195,7 @@ class Activations:
     ) -> None:
         """Fit all networks in one pass over a training set, which is divided among the processes.
 
-        Checkpoints are saved during the pass, so that it can be resumed.
+        Checkpoints saved during the pass allow it to be resumed.
         """
         path = self._sums(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it
@@ -216,7 +216,7 @@ class Activations:
     def read_sums(
         self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]
     ) -> mola.MoLA:
-        """Return the saved posterior, with its initial prior precision, for the given heads of some or all networks."""
+        """Return the saved posterior, not yet tuned, for the given heads (of all networks or only the first few)."""
         fitted = mola.load(self._sums(networks, source, structure), _load(networks, source))
         components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):

@@ -17,7 +17,7 @@ LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
 LONG = ("beyond", "whole")
 """Comparisons that take hours: "beyond" covers methods that train networks, and "whole" covers Laplace approximations of whole
-networks. Reports include their methods in the tables of the "main" comparison."""
+networks. Reports add the methods of these comparisons to the tables of the "main" comparison."""
 
 NAMED = (*LONG, "tempered", "many-classes")
 """Comparisons that are not part of "all". "tempered" applies Laplace approximations after temperature scaling and is intended for
@@ -29,7 +29,7 @@ of 1 to 10 components; rules for the prior precision; mixture weights; and the c
 
 
 def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
-    """Return the methods of one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
+    """Return the methods in one of the `COMPARISONS`; `budget` applies only to methods that train networks."""
     found: dict[str, list[SuiteMethod]] = {
         "main": [
             LastLayer("MAP", components=1, detectors=True),
@@ -86,8 +86,8 @@ def methods_of(comparison: str, budget: Budget) -> list[SuiteMethod]:
                 for rule in ("threshold", "nll", "distance")
             ),
         ],
-        # The mean-field link is excluded: with 1000 classes, it computes C x C pairs for each input and each candidate prior
-        # precision, which takes half an hour per method.
+        # The mean-field link is excluded: with C = 1000 classes, it processes C x C pairs of classes for each input and each
+        # candidate prior precision, which takes half an hour per method.
         "many-classes": [
             LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
             for structure in ("diag", "kron", "kron-diag", "kron-exact")

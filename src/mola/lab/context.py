@@ -32,10 +32,10 @@ class StoredPrediction:
     probs: Tensor
     """Mean probabilities (n, C)."""
     own_entropy: Tensor
-    """Mean entropy of the individual predictors' predictions, of shape (n,)."""
+    """Entropy of the individual predictions, averaged over the predictors, of shape (n,)."""
 
     def answer(self, predictors: int) -> Answer:
-        """Return the probabilities and OOD scores, which include the mutual information if there are at least two predictors."""
+        """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""
         total = entropy(self.probs)
         given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": total}
         if predictors > 1:
@@ -72,7 +72,7 @@ class Context(Material):
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
-        """Return the cache folder of a training run, which depends on the suite, architecture, data, augmentation and `identity`."""
+        """Return a training run's cache folder, which is named by a checksum of the training setup and `identity`."""
         augment = self.suite.recipe.augment
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key
@@ -80,7 +80,7 @@ class Context(Material):
     def predictions(
         self, name: str, predictors: Mapping[str, Callable[[], Iterable[Predictor]]]
     ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
-        """Yield mean predictions and labels for a set, chunk by chunk. Predictions are computed once and stored on disk.
+        """Yield mean predictions and labels for a set in chunks. Predictions are computed once and stored on disk.
 
         `predictors` maps keys, which identify the stored predictions, to functions that yield predictors one at a time. The
         predictions of all predictors from the same function are averaged.

@@ -30,7 +30,7 @@ FEWER = 16
 
 Loader = Sequence[tuple[Tensor, Tensor]]
 Work = tuple[Callable[[Loader], object], Loader, int]
-"""One part of a fit: a function, the loader that is passed to it, and the number of times that it is called."""
+"""One part of a fit: a function, the loader passed to it, and the number of calls."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def measure_cost(
     training the original networks is not included. SWAG uses the budget's numbers of snapshots and draws; each snapshot, and each draw
     from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
-    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement: weight decay leaves
-    thousands of denormal weights in some networks, whereas SWAG's draws contain none.
+    Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, methods
+    could not be compared: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
     """
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
@@ -83,7 +83,7 @@ def measure_cost(
     median = {key: statistics.median(values) for key, values in times.items()}
 
     def extended(name: str, part: int, loader: Loader) -> float:
-        # Extrapolate along a line through the times on the loader and on half of it, so that fixed costs are not multiplied.
+        # Extrapolate along a line through the times for the whole loader and for half of it, so that fixed costs are not multiplied.
         more, fewer = _count(loader), _count(_half(loader))
         whole, half = median[name, part, more], median[name, part, fewer]
         if more == fewer:
@@ -139,7 +139,7 @@ def _methods(
     ]
     if budget is None:
         return methods
-    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training is slower than predicting
+    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training is slower than prediction
     # Full-size SWAGs are fitted with a few tiny steps, so that predictions take the usual time and activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]

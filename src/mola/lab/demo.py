@@ -1,4 +1,4 @@
-"""The demo: train networks, compare methods on scikit-learn's digits and far away from them, and map their confidence on two moons."""
+"""The demo: train networks, compare methods on scikit-learn's digits and on distant inputs, and map their confidence on two moons."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEAR = ("natural patches", "noise")
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return a network, the ensemble, the ensemble with a temperature, and MoLA tuned by the paper's rule and by the default rule."""
+    """Return one network, the ensemble, the temperature-scaled ensemble, and MoLA tuned by the paper's rule and the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {

@@ -32,7 +32,7 @@ PAIRS_AT_ONCE = 2**23
 """Maximum number of distances to training points that are held in memory at once."""
 
 NEIGHBOUR = 50
-"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point; this is the authors' choice for
+"""Default k of the nearest-neighbour score, which is the distance to the k-th nearest training point. The authors use this value for
 CIFAR-10."""
 
 BANK = 10_000
@@ -100,10 +100,10 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return a detector that scores features, scaled to length 1, by the k-th smallest distance to training points (Sun et al., 2022).
+    """Return a detector for features scaled to length 1 that uses the distance to the k-th nearest training point (Sun et al., 2022).
 
-    Distances are computed in the precision of the features. In float32, distances to close neighbours have about 4 correct digits. A
-    feature vector of length 0 stays 0, and its distance to all other points is 1.
+    Distances are computed in the precision of the features. In float32, distances to close neighbours are accurate to about 4 digits.
+    A feature vector of length 0 stays 0, and its distance to all other points is 1.
     """
     bank = _directions(features.detach())
     sizes = bank.square().sum(1)

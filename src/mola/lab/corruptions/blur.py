@@ -35,7 +35,7 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     """Blur the image, replace pixels with randomly chosen neighbours, and blur the result again.
 
     The published loop runs from the last pixel to the third pixel along each axis. It is meant to swap each pixel with the pixel at
-    the offset (dy, dx), where dy and dx are each -1 or 0. In fact, it only copies the neighbour, because both sides of the swap are
+    offset (dy, dx), where dy and dx are each -1 or 0. In fact, it only copies the neighbour, because both sides of the swap are
     views of the same array. Within a round, every pixel is read before it is overwritten, so a round is a single gather.
     """
     side = pixels.shape[-1]
@@ -45,7 +45,7 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
     current = truncated(gaussian(unit(pixels), sigma))
     for turn in range(rounds):
         down, right = shifts[:, turn, 0], shifts[:, turn, 1]
-        # The channels come last, because NumPy puts the axes of index arrays first if a slice separates them.
+        # In `gathered`, the channels come last, because NumPy puts the axes of index arrays first if a slice separates them.
         gathered = current[everyone, :, rows + down, columns + right]
         current = current.copy()
         current[:, :, 2:, 2:] = np.moveaxis(gathered, -1, 1)
@@ -53,11 +53,11 @@ def glass_blur(pixels: Bytes, streams: Streams, sigma: float, rounds: int) -> By
 
 
 def defocus_blur(pixels: Bytes, streams: Streams, radius: float, sigma: float) -> Bytes:
-    """Blur each point of light into a disk, which is smoothed by a 3 x 3 Gaussian.
+    """Blur each point of light into a disk that is smoothed by a 3 x 3 Gaussian.
 
-    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. At severity 4, the disk is a
-    plus sign of 5 pixels; at severity 5, it is a square of 9 pixels; both are hardly smoothed. A disk larger than the grid, such as
-    that of ImageNet-C at severity 5, is drawn on a larger grid and smoothed by a 5 x 5 Gaussian.
+    In CIFAR-10-C, the disk is a single pixel at severities 1 to 3, so only the Gaussian blurs the image. At severity 4, the disk is
+    a plus sign of 5 pixels, and at severity 5, a square of 9 pixels; the Gaussian hardly smooths either. A disk larger than the
+    grid, such as that of ImageNet-C at severity 5, is drawn on a larger grid and smoothed by a 5 x 5 Gaussian.
     """
     half, beside = (DISK_REACH, 1) if radius <= DISK_REACH else (int(radius), 2)
     axis = np.arange(-half, half + 1)
@@ -76,10 +76,11 @@ def motion_blur(pixels: Bytes, streams: Streams, radius: int, sigma: float) -> B
 
 
 def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
-    """Blur each of the images (n, channels, side, side) along a line at its own angle, repeating the edge pixels; y points down.
+    """Blur images (n, channels, side, side) along lines at the given angles, repeating the edge pixels; y points down.
 
     The result at (y, x) is sum_i k_i image(y + [i sin a], x + [i cos a]), where [.] rounds to the nearest pixel and the weights k_i
-    are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius, so the blur trails to one side. The result is not rounded.
+    are proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius. The blur therefore trails to one side. The result is not
+    rounded.
     """
     side, steps = images.shape[-1], np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
@@ -101,7 +102,7 @@ def moved(images: Floats, radius: int, sigma: float, degrees: Floats) -> Floats:
 
 
 def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
-    """Average the image and enlargements of its centre by factors of 1.00, 1.01, ...; the image itself is therefore counted twice."""
+    """Average the image with enlargements of its centre by factors of 1.00, 1.01, ...; the image itself therefore counts twice."""
     side = pixels.shape[-1]
     flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
     return truncated((_zooms(side, end) @ flat).T.reshape(pixels.shape))
@@ -109,7 +110,7 @@ def zoom_blur(pixels: Bytes, streams: Streams, end: float) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
-    # Return the mean of the identity and of all enlargements as one sparse linear map on the side^2 pixels.
+    # Return the mean of the identity and all enlargements as one sparse matrix that acts on the side^2 pixels.
     with importing("the corruption zoom_blur", "scipy", "bench"):
         from scipy import sparse
     factors = np.arange(1, end, 0.01)

@@ -14,11 +14,11 @@ from mola.errors import importing
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
 
 SIDE = 32
-"""Side, in pixels, of the images to which the lengths of the elastic distortion refer."""
+"""Side, in pixels, of the images for which the lengths of the elastic distortion are given."""
 
 
 def contrast(pixels: Bytes, streams: Streams, share: float) -> Bytes:
-    """Reduce the contrast by moving each value towards the mean of its channel over the image."""
+    """Reduce the contrast by moving each value towards the image's mean in the same channel."""
     values = unit(pixels)
     mean = values.mean(axis=(2, 3), keepdims=True)
     return truncated((values - mean) * share + mean)
@@ -95,7 +95,7 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
     drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=6 + 2 * side * side))
     places = np.arange(side, dtype=np.float64)
     rows, columns = np.meshgrid(places, places, indexing="ij")
-    # The affine map takes each of three points p to p + jitter. The result at q is the value of the image at the preimage of q.
+    # The affine map moves each of three points p to p + jitter. The result at q is the value of the image at the preimage of q.
     points = side // 2 + side // 3 * np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     homogeneous = np.broadcast_to(np.concatenate([points, np.ones((3, 1))], axis=1), (len(pixels), 3, 3))
     forward = np.linalg.solve(homogeneous, points + drawn[:, :6].reshape(-1, 3, 2) * jitter)  # rows x, y, 1
@@ -110,7 +110,7 @@ def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes
 
 
 def _bilinear(images: Floats, rows: Floats, columns: Floats, border: Border) -> Floats:
-    # Interpolate images (n, channels, side, side) at positions (n, side, side) between pixels.
+    # Interpolate images (n, channels, side, side) bilinearly at the given rows and columns (n, side, side).
     side = images.shape[-1]
     top, left = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     below, beside = (rows - top)[:, None], (columns - left)[:, None]

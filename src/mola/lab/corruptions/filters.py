@@ -19,8 +19,8 @@ Bytes = NDArray[np.uint8]
 """Images as stored, with shape (n, channels, side, side) and type uint8."""
 
 Floats = NDArray[np.float64]
-"""Images, or single layers of them, during computations. They have type float64, because the larger rounding errors of float32 would
-more often put a result just below a whole number, which lowers the final byte by one level."""
+"""Images or single layers during computations. Their type is float64, because the larger rounding errors of float32 would more often
+push a result just below a whole number, which lowers the final byte by one level."""
 
 
 def unit(pixels: Bytes) -> Floats:
@@ -43,7 +43,7 @@ Drawn = TypeVar("Drawn", bound=np.generic)
 
 @dataclass(frozen=True)
 class Streams:
-    """One stream of random numbers for each of `count` images, the first of which has the index `first`.
+    """One stream of random numbers for each of `count` images, the first of which has index `first`.
 
     The generator, Philox, is a function of a key and a counter. The key is derived from `name`, which contains the seed, the
     corruption and the severity. The image's index forms the upper part of the counter. The streams of different images therefore never
@@ -60,11 +60,11 @@ class Streams:
             yield np.random.Generator(np.random.Philox(key=key, counter=index << 64))
 
     def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
-        """Call `one` with each image's stream and stack the results; every call of `draw` restarts the streams."""
+        """Call `one` with each image's stream and stack the results; each call to `draw` restarts the streams."""
         return np.stack([one(generator) for generator in self])
 
     def normal(self, shape: tuple[int, ...]) -> Floats:
-        """Draw an array of the given shape from the standard normal distribution for each image."""
+        """Draw one array of the given shape for each image, from the standard normal distribution."""
         return self.draw(lambda generator: generator.standard_normal(shape))
 
 
@@ -94,7 +94,7 @@ def gaussian_taps(sigma: float, radius: int) -> Floats:
 def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
     """Apply a Gaussian blur, truncated at `truncate` standard deviations; a sigma of 0 leaves the images unchanged."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
-    # Build the matrix of the map from x to sum_k taps[k] x[i + k - r], where 2 r + 1 is the number of taps.
+    # Build the matrix that maps x to sum_k taps[k] x[i + k - r], where 2 r + 1 is the number of taps.
     side, radius = images.shape[-1], len(taps) // 2
     matrix, rows = np.zeros((side, side)), np.arange(side)
     for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
@@ -120,10 +120,10 @@ def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
 
 
 def zooming(side: int, factor: float) -> Floats:
-    """Return the matrix that enlarges the centre of an axis by `factor`, with linear interpolation, so that it fills the axis.
+    """Return the matrix that enlarges the centre of an axis by `factor` to fill the axis, with linear interpolation.
 
-    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels, with the same first and last values. Only the
-    middle `side` pixels of the result are kept.
+    The middle m = ceil(side / factor) pixels are enlarged to round(m * factor) pixels; the first and last values stay the same. Only
+    the middle `side` pixels of the result are kept.
     """
     taken = int(np.ceil(side / factor))
     made = round(taken * factor)

@@ -13,7 +13,10 @@ def gaussian_noise(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
 
 
 def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
-    """Replace every value x with Poisson(c x) / c. The noise increases as the number c of photons at a white pixel decreases."""
+    """Replace every value x with Poisson(c x) / c, where c is the number of photons at a white pixel.
+
+    The noise increases as c decreases.
+    """
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
     return truncated(np.stack(caught) / photons)
@@ -22,8 +25,7 @@ def shot_noise(pixels: Bytes, streams: Streams, photons: float) -> Bytes:
 def impulse_noise(pixels: Bytes, streams: Streams, share: float) -> Bytes:
     """Add salt-and-pepper noise: set a given share of the values to 0 or 1, with equal probability."""
     chance = streams.draw(lambda generator: generator.random(pixels.shape[1:]))
-    # A random number decides each value: below half the share, the value becomes 0; between half the share and the share, it becomes
-    # 1.
+    # Each value has its own random number: below share / 2, the value becomes 0; from share / 2 to share, it becomes 1.
     return truncated(np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels)))
 
 

@@ -1,11 +1,11 @@
 """Weather corruptions: fog, snow, frost and spatter.
 
-The frost corruption adds part of a picture of frost to the image. The five photographs used by the original code are not part of this
-library. They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise.
+The frost corruption blends the image with part of a picture of frost. The five photographs used by the original code are not part of
+this library. They are replaced by five pictures of **synthetic** frost: bluish-white crystals grown from ridges of band-limited noise.
 Results with synthetic frost are not comparable with published results.
 
 Spatter consists of water drops at severities 1 to 3, and of mud at severities 4 and 5. The drops are derived from Canny edges and the
-distances to them, which are computed as in OpenCV, but for a whole batch at once.
+distances to these edges. Both are computed as in OpenCV, but for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from mola.lab.corruptions.filters import (
 SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
 TAN_22 = 0.4142135623730950488016887242097
 STRAIGHT, DIAGONAL, KNIGHT = 65536, 91750, 143976
-"""OpenCV's lengths for the moves (1, 0), (1, 1) and (2, 1): 1, 1.4 and 2.1969, expressed in units of 1 / 65536."""
+"""OpenCV's lengths of the moves (1, 0), (1, 1) and (2, 1), namely 1, 1.4 and 2.1969, in units of 1 / 65536."""
 FAR = 1 << 29
 MOVES = (
     *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
     *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
 )
-"""Row and column offsets of the neighbours that precede a pixel, each with the length of the move."""
+"""Row and column offsets of the neighbours that a sweep visits before a pixel, each with the length of the move."""
 
 
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
-    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch a ridge above `high`.
+    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` connected to a ridge above `high`.
 
-    The layers are not smoothed beforehand. Along the gradient, rounded to one of four directions, the value on a ridge is larger than
-    the preceding value and at least as large as the following value. Along a diagonal, it is larger than both of these values.
+    The layers are not smoothed beforehand. The direction of the gradient is rounded to one of four. Along it, the value on a ridge is
+    larger than the preceding value and at least as large as the following value. Along a diagonal, it is larger than both.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage
@@ -78,7 +78,7 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
 
 def distance(edges: NDArray[np.bool_]) -> Floats:
-    """Return the distance from each pixel to the nearest edge, of shape (n, side, side), along moves of length 1, 1.4 and 2.1969.
+    """Return each pixel's distance (n, side, side) to the nearest edge, along moves of length 1, 1.4 and 2.1969.
 
     This is OpenCV's DIST_L2 with a mask of size 5: one forward sweep and one backward sweep, in integer multiples of 1 / 65536. If
     there are no edges, all distances are 8192.
@@ -188,8 +188,8 @@ def synthetic_frost(index: int, side: int) -> Bytes:
     """Generate a picture of frost (3, side, side) from several octaves of ridged noise.
 
     A ridge is a thin curve along which a smooth random field crosses 0. Each field is stretched in one direction, which produces
-    needles. Each octave has twice the frequency of the previous one and is visible mainly where the previous octaves are bright,
-    because crystals branch from other crystals.
+    needles. Each octave has twice the frequency of the previous one. It is visible mainly where the previous octaves are bright, so
+    that crystals branch from other crystals.
     """
     generator = np.random.Generator(np.random.Philox(key=index))
     direction = generator.uniform(0, np.pi)
@@ -251,7 +251,7 @@ def _water(liquid: Bytes) -> Floats:
     # Return the brightness of the drops, of shape (n, side, side), scaled to a maximum of 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # Add a small number before truncating, because a rounding error may put a mean that should be a whole number just below it.
+    # Add a small number before truncating, because rounding errors can push a mean slightly below a whole number.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)

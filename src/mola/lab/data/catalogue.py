@@ -73,7 +73,7 @@ class Dataset:
     """Instructions for obtaining a data set that cannot be downloaded automatically."""
 
     def expected(self, split: str, directory: Path) -> str:
-        """Return text that lists where the files are expected and where they can be obtained."""
+        """Describe where the files are expected and where they can be obtained."""
         wanted = self.splits[split]
         lines = [f"  {directory / wanted.folders[0] / name}" for name in wanted.files[0]]
         lines += [f"  from {download}" for download in wanted.downloads]
@@ -145,7 +145,7 @@ def _svhn(split: str, count: int, md5: str) -> Split:
 
 
 def _lsun(paths: Sequence[Path]) -> Images:
-    # Images are resized without preserving their proportions. They form a single class, even if an export created subfolders.
+    # Images are resized without preserving their aspect ratio. All images form a single class, even if the export created subfolders.
     images = open_folder(paths[0], Preparation(resize=(32, 32))).load()
     return Images(images.pixels, images.labels * 0)
 
@@ -186,8 +186,8 @@ _ALL = (
             "train": _notmnist_split("train", "large", 529_114),
             "test": _notmnist_split("t10k", "small", 18_724),
         },
-        "or unpack notMNIST_small.tar.gz (test) or notMNIST_large.tar.gz (train) into the data directory,\n"
-        "  from http://yaroslavvb.com/upload/notMNIST",
+        "or unpack notMNIST_small.tar.gz (test) or notMNIST_large.tar.gz (train)\n"
+        "  from http://yaroslavvb.com/upload/notMNIST into the data directory",
     ),
     _cifar(
         "CIFAR-10",
@@ -227,8 +227,8 @@ _ALL = (
         1,
         COLOUR,
         {"test": Split(("tinyimagenet", "TinyImageNet"), (("val_32x32.npz",),), read_arrays)},
-        "an array `images` of bytes with shape (n, 32, 32, 3), made from tiny-imagenet-200/val without CIFAR-10's classes,\n"
-        "  from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+        "with a uint8 array `images` of shape (n, 32, 32, 3), made from tiny-imagenet-200/val without CIFAR-10's classes,\n"
+        "  which is available from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     ),
 )
 
@@ -237,7 +237,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """Return the folder that contains the data sets: the given folder, or else the value of the environment variable `MOLA_DATA`."""
+    """Return the folder that contains the data sets: the given folder or, by default, that in the environment variable `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(

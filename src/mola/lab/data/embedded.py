@@ -21,8 +21,8 @@ CLASSES = 10
 MOONS_CENTRE = (0.5, 0.25)
 
 LEAST_CONTRAST = 0.1
-"""Minimum difference in brightness between the lightest and the darkest pixel of a patch. It excludes clear sky, which would show only
-camera noise after stretching."""
+"""Minimum difference in brightness between the lightest and the darkest pixel of a patch. The minimum excludes clear sky, which would
+show only camera noise after stretching."""
 
 LARGEST_ZOOM = 8
 """Largest factor by which patches are downsampled by averaging. Before downsampling, patches have sides of 8 to 64 pixels, so they

@@ -4,7 +4,7 @@ Each subfolder is a class; classes are numbered in alphabetical order. A class c
 depth, sorted by path. Pillow decodes the images.
 
 ImageNet is expected in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets. ImageNet-C is expected in
-`imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. Class numbers
+`imagenet-c/<corruption>/<severity>/<synset>`; the folders of its archives (blur, noise, ...) may precede `<corruption>`. Class numbers
 follow the alphabetical order of the synsets, as in all published networks. If some of the 1000 synsets are missing, a file
 `synsets.txt` next to `val` must list all names, one per line, in the order of their class numbers.
 """
@@ -37,10 +37,10 @@ class Preparation:
     """A function that resizes and crops an image to the size of a network's inputs.
 
     Attributes:
-        resize: new length of the shorter side, which preserves the proportions, or (height, width), which may not; if None, the
-            image is not resized. Resizing is bilinear with antialiasing, as in Pillow and torchvision.
+        resize: new length of the shorter side (preserving the aspect ratio) or new (height, width); if None, the image is not
+            resized. Resizing is bilinear with antialiasing, as in Pillow and torchvision.
         crop: side of the central square to which the resized image is cropped; if None, the image is not cropped.
-        mode: Pillow's colour mode, "RGB" for colour or "L" for grey.
+        mode: Pillow's colour mode: "RGB" for colour or "L" for grey.
     """
 
     resize: int | tuple[int, int] | None = None
@@ -70,7 +70,7 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Return the image with 8 bits per channel; Pillow's own conversion of 16-bit images would turn all values above 255 white."""
+    """Return the image with 8 bits per channel; Pillow's own conversion of 16-bit images would turn every value above 255 white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
@@ -89,7 +89,7 @@ def _margin(spare: int) -> int:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Image files with their labels, decoded when they are read."""
+    """Image files and their labels; images are decoded when they are read."""
 
     paths: tuple[Path, ...]
     labels: Tensor
@@ -103,12 +103,12 @@ class ImageFolder:
         return len(self.paths)
 
     def part(self, indices: Tensor | Sequence[int]) -> ImageFolder:
-        """Return the images with these indices, in this order."""
+        """Return the images with the given indices, in the given order."""
         places = torch.as_tensor(indices).long()
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
     def evenly(self, count: int | None) -> ImageFolder:
-        """Return at most `count` images, evenly spaced because the images are sorted by class; return all if `count` is None."""
+        """Return at most `count` evenly spaced images (images are sorted by class), or all images if `count` is None."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
     def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 1) -> FolderBatches:
@@ -146,7 +146,7 @@ class FolderBatches:
                 shapes = {tuple(image.shape) for image in images}
                 if len(shapes) > 1:
                     raise DataError(
-                        f"the images of the batch that starts with {self.folder.paths[rows][0]} have different shapes "
+                        f"the images in the batch that starts with {self.folder.paths[rows][0]} have different shapes: "
                         f"{sorted(shapes)}. Resize and crop them with a Preparation."
                     )
                 pixels = torch.stack(images)
@@ -154,7 +154,7 @@ class FolderBatches:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the image files in a folder at any depth, sorted by path and excluding hidden files."""
+    """List all image files in a folder and its subfolders, sorted by path; hidden files are excluded."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and not path.name.startswith("."))
     return sorted(path for path in found if path.is_file())
 
@@ -165,7 +165,7 @@ def open_folder(
     *,
     classes: Sequence[str] | None = None,
 ) -> ImageFolder:
-    """List a folder of images with one subfolder for each class; a folder without subfolders forms a single class.
+    """Open a folder of images with one subfolder for each class; a folder without subfolders forms a single class.
 
     Args:
         root: the folder.
@@ -217,7 +217,7 @@ def _decode(path: Path, prepare: Preparation) -> Tensor:
 
 CLASSES = 1000
 CENTRE_224 = Preparation(resize=256, crop=224)
-"""The paper's preparation: resize the shorter side to 256 pixels, and crop the central 224 x 224 pixels."""
+"""The paper's preprocessing: resize the shorter side to 256 pixels, and crop the central 224 x 224 pixels."""
 SYNSETS = "synsets.txt"
 PLACES = ("imagenet", "ImageNet", "ILSVRC2012", "")
 PLACES_C = ("imagenet-c", "ImageNet-C", "imagenet_c", "Imagenet-C", "")
@@ -235,7 +235,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
 
 
 def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
-    """Return the folder of ImageNet-C's images for a corruption at severity 1 to 5, or None if it is not in the data directory."""
+    """Return the folder of ImageNet-C's images for a corruption and severity (1 to 5), or None if the data directory has none."""
     for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
@@ -255,6 +255,6 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
             return names
     raise DataError(
         f"{folder} has {len(present)} subfolders; expected one for each of ImageNet's {CLASSES} synsets, which determine the class "
-        f"numbers. Add the missing subfolders, or put a file {SYNSETS} with the {CLASSES} names, in the order of their numbers, in "
-        f"{beside[0]}."
+        f"numbers. Add the missing subfolders, or create a file {SYNSETS} in {beside[0]} that lists all {CLASSES} names in "
+        f"the order of their numbers."
     )

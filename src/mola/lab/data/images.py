@@ -1,7 +1,7 @@
 """Labelled images, held in memory as bytes, and their normalisation: (x / 255 - mean) / std for each channel.
 
-Out-of-distribution inputs are normalised like the network's training data, because a deployed network has no information about where
-an input comes from.
+Out-of-distribution inputs are normalised like the network's training data, because a deployed network cannot know where an input comes
+from.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Images:
         return len(self.labels)
 
     def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
-        """Return the images with these indices, in this order."""
+        """Return the images with the given indices, in the given order."""
         if not isinstance(indices, slice | Tensor):
             indices = torch.tensor(indices, dtype=torch.int64)
         return Images(self.pixels[indices], self.labels[indices])
 
     def evenly(self, count: int | None) -> Images:
-        """Return at most `count` images, evenly spaced because files may be sorted by class; return all if `count` is None."""
+        """Return at most `count` evenly spaced images (files may be sorted by class), or all images if `count` is None."""
         return self if count is None or len(self) <= count else self.part(even_places(len(self), count))
 
 
@@ -106,5 +106,5 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
 
 
 def normalisation(name: str) -> Normalisation:
-    """Return the normalisation with this name; raise `OptionError` for an unknown name."""
+    """Return the normalisation with the given name; raise `OptionError` if the name is unknown."""
     return NORMALISATIONS[one_of(name, NORMALISATIONS, "normalise")]

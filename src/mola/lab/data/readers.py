@@ -1,13 +1,13 @@
 """Readers for image file formats: idx (MNIST and related sets), CIFAR's binary files, and NumPy and MATLAB arrays.
 
 **idx** files consist of two zero bytes, the type of the values (8 for unsigned bytes), the number of dimensions, each dimension in
-four bytes (most significant first), and the values in row-major order. They are often compressed with gzip.
+four bytes (most significant first), and the values in row-major order. These files are often compressed with gzip.
 
 **CIFAR binary** files consist of records: one label byte (for CIFAR-100, a coarse and a fine label), followed by the red, green
 and blue planes of 32 x 32 pixels. The Python versions of these sets, which are pickle files, are not supported.
 
-**Array** files are either NumPy's .npz with `images` (n, 32, 32, 3) and, if there are classes, `labels` (n,), or SVHN's .mat with X
-(32, 32, 3, n) and y (n, 1).
+**Array** files are either NumPy .npz files with `images` (n, 32, 32, 3) and optional `labels` (n,), or SVHN's .mat files with X (32,
+32, 3, n) and y (n, 1).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ BROKEN = (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedE
 
 
 def read_arrays(paths: Sequence[Path]) -> Images:
-    """Read images (n, 3, 32, 32) from an .npz or .mat file. Labels are 0 if the file contains none; SVHN's label 10 also becomes 0."""
+    """Read images (n, 3, 32, 32) from an .npz or .mat file. Missing labels become 0, as does SVHN's label 10."""
     (path,) = paths
     content = BytesIO(read_bytes(path))
     try:
