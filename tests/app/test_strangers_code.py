@@ -180,7 +180,7 @@ def test_a_path_is_no_module(place, name):
         open_posterior(folder)
     with pytest.raises(
         OptionError,
-        match=r"expected a function in the form package\.module:function.*Pass the name of a module, not of a file",
+        match=r"expected a function in the form package\.module:function.*Pass the name of a module, not a file",
     ):
         import_builder(name)
     assert not place.witness.exists()

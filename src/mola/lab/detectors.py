@@ -145,7 +145,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:
-        # Return the distances (n,) from the subspace and the logits (n, C).
+        # Return two tensors: the distances (n,) from the subspace, and the logits (n, C).
         values = to_float64(features.detach()).to(origin)
         residual = torch.linalg.vector_norm((values - origin) @ directions[:, : width - kept], dim=1)
         return residual, values @ linear.T + offset

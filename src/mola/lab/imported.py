@@ -1,4 +1,4 @@
-"""Importing functions from the user's code by names of the form `package.module:function`."""
+"""Importing functions from user code by name, in the form `package.module:function`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def split_name(name: str) -> tuple[str, str]:
     module, _, function = name.rpartition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         hint = (
-            " Pass the name of a module, not of a file; for example, run the command in the folder of models.py and pass models:build."
+            " Pass the name of a module, not a file; for example, run the command in the folder with models.py, and pass models:build."
             if is_path(name)
             else ""
         )
@@ -41,8 +41,8 @@ def import_function(name: str) -> Any:
         module = importlib.import_module(module_name)
         function = getattr(module, attribute)
         is_here = _is_in(sys.modules[module_name.partition(".")[0]], here)
-    # The user's code may import more modules when it runs. The current folder comes last in the path, so that its subfolders do not
-    # hide installed packages.
+    # The user's code may import more modules when it runs. The current folder is added at the end of the path, so that its subfolders
+    # do not hide installed packages.
     if is_here and here not in sys.path:
         sys.path.append(here)
     return function

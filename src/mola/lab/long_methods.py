@@ -189,7 +189,7 @@ class WholeNetworks:
         return {"weights": "uniform", "structure": structure, "covers": covered, "link": "probit", "rule": "threshold"}
 
     def fit(self, context: Context) -> Fitted:
-        """Fit a posterior on all training images and tune it on the validation images, or load a saved one."""
+        """Fit a posterior on all training images and tune it on the validation images, or load a saved posterior."""
         start, networks = time.perf_counter(), context.networks[: self.components]
         models = [network.load().to(context.device) for network in networks]
         held_out = context.sources["validation"].checksum

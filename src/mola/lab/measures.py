@@ -15,8 +15,7 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function that takes the name of a set and whether to compute OOD scores, and yields a method's predictions and the labels, batch by
-batch."""
+"""Function of a set's name and a flag (whether to compute OOD scores) that yields a method's predictions and the labels in batches."""
 
 
 Measure = Callable[[Answers], dict[str, float]]
@@ -39,8 +38,8 @@ def _ranks(values: NDArray[Any]) -> NDArray[Any]:
 def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
     """Measure the agreement with human labels, which are given as counts (n, C) in the order of the test set.
 
-    The result contains the `cross-entropy` between the shares of human labels and the predicted probabilities, and the
-    `divergence`, which is the cross-entropy minus the entropy of the shares. For every OOD score, it contains the rank correlation
+    The result contains the `cross-entropy` between the shares of human labels and the predicted probabilities, and the `divergence`,
+    which is the cross-entropy minus the entropy of the shares. For every OOD score, the result also contains the rank correlation
     between the score and this entropy.
     """
     shares = counts.double() / counts.double().sum(1, keepdim=True)

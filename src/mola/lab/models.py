@@ -1,18 +1,18 @@
-r"""The networks of the paper's experiments, by name: LeNet-5, residual networks and wide residual networks.
+r"""The networks from the paper's experiments, by name: LeNet-5, residual networks and wide residual networks.
 
-**LeNet-5** for 28 x 28 grey images: 44,426 parameters, 84 features.
+**LeNet-5** for 28 x 28 grey images has 44,426 parameters and 84 features.
 
-**Residual networks** for 32 x 32 images (He et al., 2016, section 4.2), with parameter-free shortcuts: a 3 x 3
-convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling,
-and a linear layer from 64 features to the classes: depth 6 n + 2.
+**Residual networks** of depth 6 n + 2 for 32 x 32 images (He et al., 2016, section 4.2) have parameter-free shortcuts. They consist of
+a 3 x 3 convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling, and a linear
+layer from 64 features to the classes.
 
-**Wide residual networks** (Zagoruyko and Komodakis, 2016) for small images, as the paper uses them: WRN-16-4, dropout 0.3.
-A 3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm,
-ReLU, global average pooling, and a linear layer: depth 6 n + 4, width w. Convolutions start from
-:math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias from 0, all else as PyTorch does it.
+**Wide residual networks** of depth 6 n + 4 and width w (Zagoruyko and Komodakis, 2016) are also for small images. They consist of a
+3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm, ReLU, global
+average pooling, and a linear layer. The paper uses WRN-16-4 with a dropout probability of 0.3. Convolution weights are drawn from
+:math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias starts at 0, and all other parameters are initialised as in PyTorch.
 
-The homogeneous forms have neither BatchNorm nor biases: then f(a x) = a f(x) for a > 0, and the paper's far-field theory is exact.
-With BatchNorm it is not, since the running mean shifts inputs in evaluation as well.
+The homogeneous variants have neither BatchNorm nor biases, so that f(a x) = a f(x) for a > 0, and the paper's far-field theory is
+exact. With BatchNorm, the theory is not exact, because the running mean also shifts inputs in evaluation mode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mola.options import one_of
 
 
 def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:
-    """Make LeNet-5: two convolutions and three linear layers with ReLU; homogeneous without biases."""
+    """Build LeNet-5: two convolutions and three linear layers with ReLU; without biases, the network is homogeneous."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, bias=bias),
         nn.ReLU(),
@@ -51,7 +51,7 @@ def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:
     )
 
 
-# The source code of a network's classes is part of its checksum, by which activations and records are kept.
+# The source code of a network's classes is part of its checksum, which identifies stored activations and records.
 
 
 class BasicBlock(nn.Module):
@@ -196,7 +196,7 @@ def _group(inputs: int, outputs: int, blocks: int, stride: int, dropout: float, 
 
 
 def wrn16_4(classes: int = 10, *, channels: int = 3, dropout: float = 0.3, homogeneous: bool = False) -> WideResNet:
-    """Return the paper's network for CIFAR-10: 2,748,890 parameters, 256 features."""
+    """Return the paper's network for CIFAR-10, with 2,748,890 parameters and 256 features."""
     return WideResNet(16, 4, classes, channels=channels, dropout=dropout, homogeneous=homogeneous)
 
 
@@ -205,7 +205,7 @@ class ModelSpec:
     """A network's builder and properties."""
 
     build: Callable[[int], nn.Module]
-    """From the number of classes to a network with random weights."""
+    """Function that maps the number of classes to a network with random weights."""
     input_shape: tuple[int, int, int]
     """Channels, height and width of one input."""
     homogeneous: bool = False
@@ -213,7 +213,7 @@ class ModelSpec:
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:
-    # WRN-50-2 for ImageNet, from torchvision or timm, whichever is installed; both use the same parameter names.
+    # Build WRN-50-2 for ImageNet with torchvision if it is installed, or else with timm; both use the same parameter names.
     try:
         build = importlib.import_module("torchvision.models").wide_resnet50_2
     except ImportError:
@@ -238,11 +238,11 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
         "wrn-50-2": ModelSpec(_imported_wrn50_2, (3, 224, 224)),
     }
 )
-"""Networks by name."""
+"""Networks, keyed by name."""
 
 
 def build_network(name: str, classes: int = 10) -> nn.Module:
-    """Make a network of `MODELS` with random weights, drawn from PyTorch's global generator."""
+    """Build one of the `MODELS` with random weights drawn from PyTorch's global generator."""
     spec = MODELS[one_of(name, MODELS, "network")]
     if classes < 1:
         raise OptionError(f"classes must be 1 or more, got {classes!r}.")

@@ -1,7 +1,7 @@
 """The trained networks of a suite, from a folder or listed individually, and `mola train`, which writes a folder of networks.
 
-A folder contains `00.safetensors`, `01.safetensors`, ..., written by `mola train` or another program. The user's functions, and
-architectures from timm and torchvision, are listed individually by name:
+A folder contains `00.safetensors`, `01.safetensors`, ..., written by `mola train` or another program. User functions and architectures
+from timm and torchvision are listed individually by name:
 
 | name | network |
 |---|---|
@@ -11,8 +11,8 @@ architectures from timm and torchvision, are listed individually by name:
 | `torchvision:NAME=FILE` | an architecture from torchvision, with weights from a file |
 
 Nothing is downloaded. The networks in a mixture may expect images of different sizes. All networks receive the same images, with pixel
-values from 0 to 1. Networks from timm and torchvision resize and normalise images in the same way as these libraries. A user's
-function must return a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
+values from 0 to 1. Networks from timm and torchvision resize and normalise images as these libraries do. A user's function must return
+a network that resizes and normalises its images itself, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    # Return the options of `mola train` that are stored in a file, or None if another program wrote the file.
+    # Return the `mola train` options stored in a file, or None if another program wrote the file.
     kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
     if kept is None:
         return None
@@ -171,7 +171,7 @@ def are_names(text: str) -> bool:
 
 
 def open_named(text: str, classes: int) -> list[Network]:
-    """Open the networks in a comma-separated list of names (see the table above); networks from libraries have `classes` outputs."""
+    """Open a comma-separated list of networks (see the module docstring); networks from libraries have `classes` outputs."""
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
@@ -209,13 +209,13 @@ def _made(name: str, classes: int) -> nn.Module:
         )
     except (RuntimeError, ValueError) as error:
         raise OptionError(
-            f"{library} cannot build {architecture!r}: {error}. Its function list_models() lists the available networks."
+            f"{library} cannot build {architecture!r}: {error}. The library's list_models() returns the available names."
         ) from error
     return network
 
 
 def _resized(name: str, classes: int) -> nn.Module:
-    # The network resizes and normalises images as in the library's own evaluation.
+    # The network resizes and normalises images as the library does for evaluation.
     if name.startswith(TIMM):
         network = timm_builder(name.removeprefix(TIMM))(classes)
         found = getattr(network, "pretrained_cfg", None) or {}

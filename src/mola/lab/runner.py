@@ -38,7 +38,7 @@ PROTOCOL = 1
 """Version of the protocol. Increase it after any change to fitting, links, tuning or metrics that alters the results."""
 
 ACTIVATIONS_SHARE = 0.8
-"""Measured share of the total time that image suites spend on activations."""
+"""Share of the total time spent on activations, as measured on image suites."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
     """Name of the architecture."""
     networks: Sequence[Network]
     folds: Sequence[dict[str, Source]]
-    """The sets, keyed by name: one mapping for all runs, or one for each run of a cross-fit, whose runs differ only in their data."""
+    """The sets, keyed by name: one mapping for all runs, or one for each run of a cross-fit."""
     runs: int
     components: int
     groups: tuple[str, ...] = ("main",)
@@ -223,7 +223,7 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method without a valid record, or all methods if `fresh`; raise an `OptionError` that lists the methods that failed.
+    """Run every method without a valid record, or all methods if `fresh`; raise an `OptionError` that lists any failed methods.
 
     Each record is computed by a single process of the team, so that results do not depend on the number of processes.
     """
@@ -234,7 +234,7 @@ def run_suite(
         jobs = _open_jobs(plan, store, fresh=fresh)
     jobs = team.share(jobs)
     members = {one.checksum: one for job in jobs for one in plan.members(job.group, job.run)}
-    # The activations of each set are computed once, because parts of a set share those of the whole set.
+    # Compute the activations of each set only once; its subsets reuse them.
     needed = {
         (source.whole or source).checksum: source.whole or source
         for run in sorted({job.run for job in jobs})
@@ -259,7 +259,7 @@ def run_suite(
     training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
-        # Methods that train networks share them within a run, so a single process runs all such methods of a run.
+        # Methods that train networks share these networks within a run, so a single process runs all such methods in a run.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
@@ -301,7 +301,7 @@ def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[st
 
 def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
     # Return the methods and runs that have no valid record. A record is valid if its settings, networks and data match those of the
-    # plan, except that it may lack outlier sets or have more of them.
+    # plan, except that it may have fewer or more outlier sets.
     sweeps = plan.runs if plan.crossed else min(plan.runs, len(plan.networks) // SWEEP)
     jobs = [
         _Job(group, run, method)
@@ -331,7 +331,7 @@ def _open_jobs(plan: Plan, store: Store, *, fresh: bool) -> list[_Job]:
             lacking |= {title: None for name, title in titles.items() if name not in record.outliers}
     if lacking:
         warn(
-            f"some records contain no results for {', '.join(lacking)}, so reports leave these cells empty. "
+            f"some records contain no results for {', '.join(lacking)}, so the corresponding cells in reports stay empty. "
             f"Pass --fresh to recompute these records."
         )
     return found
@@ -387,7 +387,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
 
 
 def _finite(value: Any) -> Any:
-    # Replace values that are not finite with None, because JSON cannot represent them.
+    # Replace non-finite values with None, because JSON cannot represent them.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -27,8 +27,8 @@ class SwagBudget:
     learning_rate: float
     snapshots: int = 40
     images: int | None = None
-    """Number of training images between two snapshots, and in the pass that computes a draw's BatchNorm statistics; all images if
-    None, which gives one snapshot per epoch."""
+    """Number of training images per snapshot, and per pass that computes a draw's BatchNorm statistics; if None, all images, which
+    gives one snapshot per epoch."""
     batch_size: int = 512
     samples: int = 30
     """Number of draws from the Gaussian fitted to each network."""
@@ -64,7 +64,7 @@ def changed(part: Part, text: str) -> Part:
             values[one_of(name, names, "name")] = float(value) if name == "learning_rate" else int(value)
         except (ValueError, OptionError) as error:
             raise OptionError(
-                f"expected name=number for {', '.join(names)}, separated by commas; got {pair!r}."
+                f"expected name=number pairs, separated by commas, with names from {', '.join(names)}; got {pair!r}."
             ) from error
         least = 1 if name == "snapshots" else 0
         if not values[name] > least:
@@ -105,7 +105,10 @@ class Source:
         return self.read(range(self.count))
 
     def part(self, places: Sequence[int], **changes: Any) -> Source:
-        """Return the data at these indices, with changes to attributes such as `name`. The activations of the whole set are reused."""
+        """Return the data at the given indices, with the given changes to attributes such as `name`.
+
+        The activations of the whole set are reused.
+        """
         show = self.show
         return replace(
             self,
