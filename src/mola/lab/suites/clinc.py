@@ -80,5 +80,5 @@ CLINC = Suite(
         "100 that were published for validation; the 100 for training are not used.",
     ),
 )
-"""The data of Larson et al. (2019), with five small networks. Under the paper's rule, the threshold is the networks' accuracy minus
-0.01."""
+"""The CLINC150 data (Larson et al., 2019), with five small networks. Under the paper's rule, the threshold is the networks' accuracy
+minus 0.01."""

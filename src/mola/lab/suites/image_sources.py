@@ -1,4 +1,4 @@
-"""Sources of images that fit in memory. Images are normalised, and if necessary rotated or corrupted, when they are read."""
+"""Sources of images that fit in memory. Images are normalised and, if necessary, rotated or corrupted when they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mola.lab.training import Labelled, Recipe
 Change = Callable[[Images], Images]
 
 SAMPLE = 64
-"""Number of images per set whose inputs enter the checksum; it is large enough to include every type of corruption."""
+"""Number of images per set whose inputs enter the checksum, chosen to include every type of corruption."""
 
 
 def load(name: str, split: str, options: DataOptions) -> Images:

@@ -1,8 +1,8 @@
 """The suite for ImageNet and ImageNet-C, which are read batch by batch from folders because they do not fit into memory.
 
 With training images, the suite reproduces the paper's experiment. Without training images (`--cross-fit`), the validation images of
-each class are divided into five parts: two for fitting, one for tuning and two for testing, with five rotations of these roles.
-ImageNet-C is read from the published folders if they exist, and generated from the published parameters otherwise.
+each class are divided into five parts: two for fitting, one for tuning and two for testing. The roles of the parts are rotated, which
+gives five runs. ImageNet-C is read from the published folders if they exist, and generated from the published parameters otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mola.options import one_of
 
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
-"""Share of the validation images that are used for tuning: 10,000 of 50,000 images here, and 2000 of 10,000 images in other suites."""
+"""Share of the validation images used for tuning: 10,000 of 50,000 here, and 2000 of 10,000 in other suites."""
 
 FOLDS = 5
 PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
@@ -38,7 +38,7 @@ PARTS: dict[Role, tuple[str, tuple[int, ...]]] = {
     "validation": ("ImageNet images to tune on", (2,)),
     "test": ("ImageNet test images", (3, 4)),
 }
-"""Title of each part, and the fifths of each class that it contains in the first rotation."""
+"""Title of each part, and the fifths of each class assigned to the part in the first rotation."""
 
 GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
 """Default corruptions if no published files exist: one from each family (noise, blur, weather, digital)."""
@@ -272,7 +272,7 @@ IMAGENET = Suite(
         "testing; each test image is corrupted once at each severity, with the types assigned in turn.",
     ),
     fold_notes=(
-        "The training images are not available: of every five validation images, two provide the sums, one is used for tuning and "
+        "The training images are not available. Of every five validation images, two are used for fitting, one for tuning and "
         "two for testing, in five rotations. Every image is tested in two rotations, and all rotations use the same networks and "
         "outliers.",
         "All images of a class have the same type of corruption, so types are compared on different classes.",

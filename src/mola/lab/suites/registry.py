@@ -14,5 +14,5 @@ SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR
 
 
 def find_suite(name: str) -> Suite:
-    """Return the suite with this name; raise `OptionError` for an unknown name."""
+    """Return the suite with the given name; raise `OptionError` if the name is unknown."""
     return SUITES[one_of(name, tuple(SUITES), "suite")]

@@ -137,7 +137,7 @@ def remaining_epochs(
 
 @contextmanager
 def seeded(network: nn.Module, seed: int) -> Iterator[None]:
-    """Seed torch's random state on the CPU and on the network's devices, and restore the previous state at the end."""
+    """Seed torch's random state on the CPU and on the network's devices, and restore the previous state on exit."""
     devices = {tensor.device for tensor in network.parameters()}
     cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(devices=cards):
@@ -209,11 +209,11 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network, train it on the cross-entropy, and return it in evaluation mode. Torch's global random state is restored.
+    """Build a network, train it with the cross-entropy loss, and return it in evaluation mode.
 
-    The seed determines the initial weights, the order of the data, dropout and augmentation. `prepare` turns a batch of stored inputs
-    into network inputs and may draw from torch's random state. The network is converted to the device and precision of these inputs.
-    `on_epoch` is called after every epoch with the number of completed epochs.
+    Torch's global random state is restored afterwards. The seed determines the initial weights, the order of the data, dropout and
+    augmentation. `prepare` turns a batch of stored inputs into network inputs and may draw from torch's random state. The network is
+    converted to the device and precision of these inputs. `on_epoch` is called after every epoch with the number of completed epochs.
     """
     if not len(data):
         raise DataError("expected at least one row of training data, got none.")

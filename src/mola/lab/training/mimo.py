@@ -30,9 +30,9 @@ MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 def member_rows(
     size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw the index of a datum in the batch for each member and row, as a CPU tensor of shape (K, size * batch_repetition).
+    """Draw the index of an example in the batch for each member and row, as a CPU tensor of shape (K, size * batch_repetition).
 
-    The batch is repeated and shuffled. Then, for each member, all rows are shuffled again, except for a share of `input_repetition`.
+    The batch is repeated and shuffled. Then, all rows except a share of `input_repetition` are shuffled again for each member.
     """
     total = size * batch_repetition
     shared = torch.randperm(total, generator=generator) % size
@@ -53,15 +53,15 @@ def train_mimo(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Mimo:
-    """Train the network in place by minimising the cross-entropy, summed over heads and averaged over rows, and return it.
+    """Train the network in place and return it; the loss is the cross-entropy, summed over heads and averaged over rows.
 
     Args:
         mimo: the network to train.
-        train_loader: training data with labels, read once per epoch. Its shuffling and augmentation should draw from torch's random
-            state, as in a `DataLoader`. The same seed then gives the same network, even after interruptions.
+        train_loader: training data with labels, read once per epoch. The loader's shuffling and augmentation should draw from torch's
+            random state, as in a `DataLoader`. The same seed then gives the same network, even after interruptions.
         epochs: number of epochs.
-        batch_repetition: number of times that each member receives each datum of a batch in one step.
-        input_repetition: share of the rows in which all members receive the same datum.
+        batch_repetition: number of times that each member receives each example of a batch in one step.
+        input_repetition: share of the rows in which all members receive the same example.
         optimiser: function that creates an optimiser for the given parameters; by default, the paper's optimiser for CIFAR-10. The
             learning rate falls to 0 along a half cosine, batch by batch.
         seed: seed for the random orders, dropout and augmentation.

@@ -87,7 +87,7 @@ class Recipe:
         return {**asdict(self), "schedule": "cosine", "drops": []}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimiser for these parameters."""
+        """Create the optimiser for the given parameters."""
         return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
@@ -111,8 +111,8 @@ LOSSES: dict[str, perceptrons.Loss] = {
     "cross-entropy": partial(functional.cross_entropy, reduction="none"),
     "squared-error": lambda outputs, targets: 0.5 * (outputs - targets).square().sum(1),
 }
-"""Loss functions, keyed by name: each maps outputs and labels to the losses (n,) of the individual data. Up to a constant, half the
-squared error is the negative log-likelihood under unit noise."""
+"""Loss functions, keyed by name: each maps outputs and labels to the losses (n,) of the individual examples. Up to a constant, half
+the squared error is the negative log-likelihood under Gaussian noise with variance 1."""
 
 
 def train_mlps(
@@ -126,7 +126,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train `members` perceptrons, which differ only in their seeds, in parallel; `loss` is the name of one of `LOSSES`."""
+    """Train in parallel `members` perceptrons that differ only in their seeds; `loss` is the name of one of `LOSSES`."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

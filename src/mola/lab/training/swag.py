@@ -51,7 +51,7 @@ def fit_swag(
 
     Args:
         network: the trained network; a copy is trained, and the network itself is not modified.
-        train_loader: training data with labels, read once per epoch, and also once per draw if the network has BatchNorm. Its
+        train_loader: training data with labels, read once per epoch, and also once per draw if the network has BatchNorm. The loader's
             shuffling and augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
@@ -83,7 +83,7 @@ def fit_swag(
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
         raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")
-    # The seed and the epoch's number determine the random state of every epoch, so an interrupted path continues unchanged.
+    # The seed and the epoch's index determine the random state of each epoch, so an interrupted path continues unchanged.
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     settings = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     identity = {
@@ -193,7 +193,7 @@ def norm_layers(network: nn.Module) -> dict[str, _NormBase]:
 
 
 def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Average the BatchNorm statistics over all batches, weighted by batch size, in one pass in training mode (with dropout active).
+    """Average the BatchNorm statistics over all batches, weighted by batch size, in one training-mode pass (with dropout active).
 
     The network's statistics are overwritten. The result contains copies of the running means and variances, keyed by buffer name.
     """

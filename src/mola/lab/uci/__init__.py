@@ -1,4 +1,4 @@
-"""The UCI regression sets: published splits, small networks and a record for each split, and tables of these records."""
+"""Experiments on the UCI regression sets: published splits, small networks, a record for each split, and tables of the records."""
 
 from mola.lab.uci.comparison import METHODS, read_records, run_uci
 from mola.lab.uci.data import SETS, read_uci

@@ -79,7 +79,7 @@ def run_uci(
     fresh: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Train networks and compare methods on published splits, at most `splits` of each set, and on gap splits if `gaps` is True.
+    """Train networks and compare methods on published splits (at most `splits` of each set), and on gap splits if `gaps` is True.
 
     Each record is written to the subfolder `uci` of `results` as soon as it is complete; the path of this subfolder is returned.
     Existing records with the same settings and data are kept unless `fresh` is True. `progress` is called with the name of the set,

@@ -33,8 +33,8 @@ SETS = (
     "wine-quality-red",
     "yacht",
 )
-"""The nine sets of Hernández-Lobato and Adams (2015) that are available as text. The tenth set, which has half a million rows, is
-omitted."""
+"""The nine data sets from Hernández-Lobato and Adams (2015) that are available as text. The tenth set, which has half a million rows,
+is omitted."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class UciSet:
         return digest.hexdigest()
 
     def split(self, number: int) -> Split:
-        """Return the published split with this index, counting from 0."""
+        """Return the published split with the given index, counting from 0."""
         return self._divide(self.tests[number])
 
     def gap(self, feature: int) -> Split:

@@ -33,7 +33,7 @@ def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
 
 
 def as_good(records: Records, score: str) -> pd.DataFrame:
-    """Return for each set and method whether the mean is within one standard error (its own or the best method's) of the best mean."""
+    """Return whether each method's mean on each set is within one standard error (its own or the best method's) of the best mean."""
     found = _estimates(records, score)
     mean, error = found["mean"], found["sem"].fillna(0)
     best = pd.Series(error.to_numpy()[range(len(mean)), mean.to_numpy().argmin(1)], mean.index)
