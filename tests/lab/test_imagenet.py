@@ -288,7 +288,7 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("timm:any", "has no trained weights. Specify a file of weights"),
+        ("timm:any", "has no trained weights. Specify a weight file"),
         ("timm:any=nowhere.pt", "nowhere.pt with the weights of timm:any does not exist"),
         ("no_such_module_here:build", "cannot import 'no_such_module_here'"),
     ],

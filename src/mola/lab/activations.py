@@ -1,4 +1,4 @@
-"""A suite's networks and their activations, which are computed once, stored on disk and shared by all methods and ablations.
+"""A suite's networks and their activations; activations are computed once, stored on disk and shared by all methods and ablations.
 
 The activations of a network on a data set are stored in a file whose path contains the checksums of both. Outdated files are
 therefore never read, and an interrupted run loses only the files it was computing. A large set is split into several files, which

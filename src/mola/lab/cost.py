@@ -58,8 +58,8 @@ def measure_cost(
     Repetitions of different methods are interleaved, so that the load on the machine affects all methods equally. The results are
     medians of CPU time if PyTorch uses a single thread, and of wall-clock time otherwise. Methods are fitted on the first `images`
     training images and again on half of them, and the time is extrapolated linearly to all images. The time for tuning and for
-    training the original networks is not included. SWAG uses the budget's numbers of snapshots and draws; each snapshot, and each draw
-    from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
+    training the original networks is not included. SWAG uses the numbers of snapshots and draws in the budget. Each snapshot, and each
+    draw from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
 
     Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, methods
     could not be compared: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.

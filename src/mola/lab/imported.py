@@ -35,7 +35,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def import_function(name: str) -> Any:
-    """Import `package.module:function`, which may be in the current folder. Exceptions in the user's code are not caught."""
+    """Import `package.module:function`, which may be in the current folder. Exceptions raised by the user's code are not caught."""
     module_name, attribute = split_name(name)
     with _here_first() as here:
         module = importlib.import_module(module_name)

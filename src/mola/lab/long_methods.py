@@ -145,7 +145,7 @@ class MimoHeads:
         return {**self.method.settings(), "components": self.budget.members, "mimo": asdict(self.budget)}
 
     def fit(self, context: Context) -> Fitted:
-        """Train the network, or resume its training; then fit the method to its heads."""
+        """Train the network or resume its training, and then fit the method to the network's heads."""
         start, recipe, activations = time.perf_counter(), context.suite.recipe, context.activations
         seed = member_seeds(context.run + 1, 0)[context.run]
         identity = ({**recipe.describe(), "epochs": self.budget.epochs}, asdict(self.budget), seed)

@@ -62,7 +62,7 @@ def human_labels(counts: Tensor, answers: Answers) -> dict[str, float]:
 def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
     """Return the smallest rejection threshold that gives the most correct decisions; inputs with scores above it are rejected.
 
-    `inside` contains the scores (n,) of in-distribution data, `right` (n,) is True where their class is predicted correctly, and
+    `inside` contains the scores (n,) of in-distribution data, `right` (n,) is True where the class is predicted correctly, and
     `outside` contains the scores (m,) of outliers.
     """
     scores = torch.cat([inside, outside]).double()

@@ -113,7 +113,7 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int, homogeneous: boo
 
 
 def resnet20(classes: int = 10, *, homogeneous: bool = False) -> CifarResNet:
-    """Build a ResNet-20: 269,722 parameters for 10 classes."""
+    """Build a ResNet-20, which has 269,722 parameters for 10 classes."""
     return CifarResNet(20, classes, homogeneous=homogeneous)
 
 

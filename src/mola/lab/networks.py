@@ -139,7 +139,7 @@ def _differences(kept: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Raise an error for any network that `mola train` trained for another suite, architecture or normalisation."""
+    """Raise an error if `mola train` trained a network for another suite or architecture, or with another normalisation."""
     wanted = {"data": suite.name, "model": network, "normalisation": options.normalisation}
     for path in paths:
         reason = _differences(_identity(path) or wanted, wanted)
@@ -182,7 +182,7 @@ def open_named(text: str, classes: int) -> list[Network]:
             )
         library = name.startswith((TIMM, TORCHVISION))
         if path is None and library:
-            raise OptionError(f"{name} has no trained weights. Specify a file of weights: {name}=FILE.")
+            raise OptionError(f"{name} has no trained weights. Specify a weight file: {name}=FILE.")
         build = partial(_resized, name, classes) if library else import_builder(name)
         found.append(Network(path, build, network_checksum(Network(path, build, "").load(), name), one))
     return found

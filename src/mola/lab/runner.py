@@ -167,7 +167,7 @@ def _other_data(before: Mapping[str, str], after: Mapping[str, str], outliers: C
 
 
 def describe(plan: Plan, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the suite's document for reports.
+    """Return the document that describes the suite in reports.
 
     Sets that occur only in the folder's existing document are kept, because records may refer to them.
     """

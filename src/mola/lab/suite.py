@@ -131,7 +131,7 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """Maximum number of training images, which are evenly spaced; all images if None."""
+    """Maximum number of training images, chosen at even intervals; all images if None."""
     outliers: int | None = None
     """Maximum number of images in each outlier set; all images if None."""
     test: int | None = None
@@ -208,7 +208,7 @@ class Suite:
     cost_images: int = 2000
     """Number of images on which the cost of methods is measured; the cost is extrapolated to all images."""
     cost_of_training: bool = True
-    """True to measure the cost of methods that train networks (SWAG, MIMO) as well."""
+    """True to also measure the cost of methods that train networks (SWAG, MIMO)."""
 
     @property
     def outputs(self) -> int:

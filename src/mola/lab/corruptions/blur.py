@@ -27,7 +27,7 @@ DISK_REACH = 8
 
 
 def gaussian_blur(pixels: Bytes, streams: Streams, sigma: float) -> Bytes:
-    """Apply a Gaussian blur that repeats the edge pixels and is truncated at 4 standard deviations."""
+    """Apply a Gaussian blur truncated at 4 standard deviations; edge pixels are repeated beyond the border."""
     return truncated(gaussian(unit(pixels), sigma))
 
 

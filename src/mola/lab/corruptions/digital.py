@@ -84,7 +84,7 @@ def _box(before: int, after: int) -> Floats:
 
 
 def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes:
-    """Jitter three points around the centre, warp the image to match, and then displace each pixel separately.
+    """Jitter three points around the centre, warp the image accordingly, and then displace each pixel separately.
 
     All lengths (the size and smoothness of the displacements, and the jitter of the affine map) are proportional to the side. OpenCV,
     which produced the published images, rounds the positions computed by the affine map to 1/32 of a pixel. This implementation does

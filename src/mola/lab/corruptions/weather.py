@@ -85,7 +85,7 @@ def distance(edges: NDArray[np.bool_]) -> Floats:
     """
     side = edges.shape[-1]
     margin = 2
-    # The image axis comes last, so that each step of the sweep processes the whole batch.
+    # The batch axis comes last, so that each step of the sweep processes the whole batch.
     field = np.full((side + 2 * margin, side + 2 * margin, len(edges)), FAR, dtype=np.int64)
     inner = slice(margin, margin + side)
     field[inner, inner] = np.where(np.moveaxis(edges, 0, -1), 0, FAR)
@@ -248,7 +248,7 @@ def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    # Return the brightness of the drops, of shape (n, side, side), scaled to a maximum of 1 in each image.
+    # Return the brightness (n, side, side) of the drops, scaled to a maximum of 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
     # Add a small number before truncating, because rounding errors can push a mean slightly below a whole number.

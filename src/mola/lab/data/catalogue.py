@@ -181,7 +181,7 @@ _ALL = (
         "notMNIST",
         10,
         GREY,
-        # The test set is the small set, which was cleaned manually.
+        # The small set, which was cleaned manually, is used for testing.
         {
             "train": _notmnist_split("train", "large", 529_114),
             "test": _notmnist_split("t10k", "small", 18_724),
@@ -269,8 +269,8 @@ def load_images(
 ) -> Images:
     """Read a split ("train" or "test") of one of `DATASETS`. If `download` is True, missing files are downloaded.
 
-    Images are in the same order as in the files, and labels start at 0. If files are missing, the error message lists the expected
-    paths and the download URLs.
+    Images keep the order of the files, and labels start at 0. If files are missing, the error message lists the expected paths and the
+    download URLs.
     """
     wanted, dataset, root = find_split(name, split), DATASETS[name], data_directory(directory)
     paths, where = wanted.find(root), f"{dataset.title} ({split})"

@@ -25,8 +25,8 @@ LEAST_CONTRAST = 0.1
 show only camera noise after stretching."""
 
 LARGEST_ZOOM = 8
-"""Largest factor by which patches are downsampled by averaging. Before downsampling, patches have sides of 8 to 64 pixels, so they
-show textures as well as whole petals and roofs."""
+"""Largest downsampling factor; patches are downsampled by averaging. Before downsampling, patches have sides of 8 to 64 pixels, so
+they show textures as well as whole petals and roofs."""
 
 
 def _sklearn(feature: str) -> Any:

@@ -83,7 +83,7 @@ def in_bytes(image: Image.Image) -> Image.Image:
 
 
 def _margin(spare: int) -> int:
-    # Return the number of pixels to remove at the start, rounded as in torchvision; a negative number means that pixels are added.
+    # Return the number of pixels to remove at the start of an axis, rounded as in torchvision; negative if pixels are added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
@@ -128,7 +128,7 @@ class ImageFolder:
 
 @dataclass(frozen=True)
 class FolderBatches:
-    """A loader that can read an image folder several times; see `ImageFolder.batches`."""
+    """A loader that can iterate over an image folder repeatedly; see `ImageFolder.batches`."""
 
     folder: ImageFolder
     size: int

@@ -39,7 +39,7 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
     """Rotate images (n, channels, height, width) counter-clockwise about their centres, and fill the border with 0.
 
     `"nearest"` reproduces the paper's rotated MNIST: it matches Pillow's rotation, which torchvision uses by default. `"bilinear"` is
-    intended for very small images, because taking the nearest pixel would break up the strokes in an image of 8 x 8 pixels.
+    intended for very small images: with only 8 x 8 pixels, taking the nearest pixel would break up the strokes.
     """
     if one_of(interpolation, ("bilinear", "nearest"), "interpolation") == "nearest":
         with importing("rotated images", "pillow", "bench"):
@@ -57,7 +57,7 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
 
 
 def in_colour(pixels: Tensor, side: int) -> Tensor:
-    """Convert images to square colour images (n, 3, side, side) as uint8, repeating grey channels and resizing images of other sizes.
+    """Convert images to uint8 colour images (n, 3, side, side); grey channels are repeated, and images of other sizes are resized.
 
     Resizing matches Pillow's bilinear filter, which is applied first along rows and then along columns, with rounding to bytes after
     each step.

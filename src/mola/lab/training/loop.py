@@ -119,7 +119,7 @@ def remaining_epochs(
     """Yield the indices of the remaining epochs, counted from 0, and save the state after each epoch.
 
     `state` returns additional tensors to save with the network and the optimiser, and `resume` restores them. `on_epoch` is called
-    with the number of completed epochs, after every epoch and once after a restart.
+    with the number of completed epochs, after every epoch and once when training resumes.
     """
     done = 0
     if checkpoint is not None:
@@ -186,8 +186,8 @@ def train_epoch(
     mean = statistics.fmean(losses)
     if not mean <= largest or math.isinf(mean):
         raise DivergedError(
-            f"the training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
-            f"Use a lower learning rate. If this does not help, check that the network suits these data."
+            f"training diverged in {where} at learning rate {optimiser.param_groups[0]['lr']:g}: the mean loss is {mean:.4g}. "
+            f"Use a lower learning rate. If this does not help, check that the network is suitable for these data."
         )
 
 

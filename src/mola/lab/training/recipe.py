@@ -83,7 +83,7 @@ class Recipe:
         one_of(self.optimiser, OPTIMISERS, "optimiser")
 
     def describe(self) -> dict[str, Any]:
-        """Return the recipe as JSON values, including the name of the schedule, for records and trained networks."""
+        """Return the recipe as JSON values, including the name of the schedule, to store in records and with trained networks."""
         return {**asdict(self), "schedule": "cosine", "drops": []}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

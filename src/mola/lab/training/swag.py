@@ -55,7 +55,7 @@ def fit_swag(
             shuffling and augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
-        rank: number of most recent deviations to keep, at most one per epoch; 0 gives the diagonal form.
+        rank: number of the most recent deviations to keep, at most one per epoch; 0 gives the diagonal form.
         samples: number of draws.
         scale: factor by which the covariance is multiplied; by default, 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.

@@ -1,7 +1,7 @@
 """The comparison on the UCI sets: small networks for each split, all methods on the same networks, and a record for each split.
 
 The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
-hidden layer of 50 ReLU units (100 for the protein set), 40 epochs, and inputs and targets standardised by the means and standard
+hidden layer of 50 ReLU units (100 for the protein set) and 40 epochs. Inputs and targets are standardised by the means and standard
 deviations of the training rows. A tenth of the training rows is held out to choose the noise, prior precision and distance exponent of
 every method.
 """
@@ -42,10 +42,10 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Reciprocal of the share of training rows that are held out."""
+"""Reciprocal of the share of training rows held out."""
 
 STRUCTURE = "kron-exact"
-"""Structure of the curvature; this structure is exact for a single output with constant noise."""
+"""Curvature structure, which is exact for a single output with constant noise."""
 
 RATES = (3e-2, 3e-3)
 """Learning rates for SWAG; the first rate at which training does not diverge is used."""
@@ -81,7 +81,7 @@ def run_uci(
 ) -> Path:
     """Train networks and compare methods on published splits (at most `splits` of each set), and on gap splits if `gaps` is True.
 
-    Each record is written to the subfolder `uci` of `results` as soon as it is complete; the path of this subfolder is returned.
+    Each record is written to the subfolder `uci` of `results` as soon as it is complete. The path of this subfolder is returned.
     Existing records with the same settings and data are kept unless `fresh` is True. `progress` is called with the name of the set,
     the number of completed splits and the total number of splits.
     """
@@ -153,7 +153,7 @@ def read_records(results: str | Path) -> list[dict[str, Any]]:
 
 
 def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
-    """Train the networks for a split, and score methods on its test rows. The seed determines the networks and the held-out rows.
+    """Train the networks for a split, and score the methods on the test rows. The seed determines the networks and the held-out rows.
 
     The scores on the test rows are "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (the epistemic share
     of the variance). "std_inside" is the standard deviation on the validation rows, and "ood" is the AUROC of the OOD score for

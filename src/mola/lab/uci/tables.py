@@ -14,8 +14,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
-    # Return a frame with a row for each method on each split; the splits are the gap splits if `gaps` is True, and the published
-    # splits otherwise.
+    # Return a frame with a row for each method on each split: the gap splits if `gaps` is True, and the published splits otherwise.
     rows = [
         {"set": record["set"], "method": method, **scores}
         for record in records
@@ -26,8 +25,8 @@ def _scores(records: Records, *, gaps: bool) -> pd.DataFrame:
 
 
 def _estimates(records: Records, score: str) -> dict[str, pd.DataFrame]:
-    # Return the mean of a score over the published splits, its standard error, and the number of splits, each as a frame with a row
-    # for each set and a column for each method.
+    # Return frames with a row for each set and a column for each method: the mean of a score over the published splits, its standard
+    # error, and the number of splits.
     found = _scores(records, gaps=False).groupby(["set", "method"])[score].agg(["mean", "sem", "count"])
     return {name: found[name].unstack()[list(METHODS)] for name in found}
 
@@ -41,7 +40,7 @@ def as_good(records: Records, score: str) -> pd.DataFrame:
 
 
 def score_table(records: Records, score: str) -> str:
-    """Make a table with a row for each set and a column for each method; the best values are in bold."""
+    """Return a Markdown table with a row for each set and a column for each method; the best values are in bold."""
     found, rows = _estimates(records, score), []
     for name, means in found["mean"].iterrows():
         cells = []
@@ -54,7 +53,7 @@ def score_table(records: Records, score: str) -> str:
 
 
 def gap_table(records: Records) -> str:
-    """Make a table for the splits that hold out the middle of a feature's range.
+    """Return a Markdown table for the splits that hold out the middle of a feature's range.
 
     The NLL is a median over splits, because the worst feature would dominate the mean. The coverage of 90 % intervals, and the ratio
     of the standard deviation on test rows to that on validation rows, are means over splits.
