@@ -119,7 +119,7 @@ class Activations:
     ) -> None:
         """Compute the missing activations, dividing the work among the processes by network, set and slice."""
         team = team or Team.single()
-        # A task consists of a list of network indices, a set index and a slice index. All ranks use rank 0's list, because a rank
+        # A task consists of a list of network indices, a set index and a slice index. All ranks use rank 0's tasks, because a rank
         # that looks for files later may find more of them.
         tasks: list[tuple[list[int], int, int]] = []
         for place, source in enumerate(sources):
@@ -195,7 +195,7 @@ class Activations:
     ) -> None:
         """Fit all networks in one pass over a training set, which is divided among the processes.
 
-        Checkpoints saved during the pass allow it to be resumed.
+        Checkpoints are saved, so that an interrupted pass can be resumed.
         """
         path = self._sums(networks, source, structure)
         if team.share(path.exists()):  # rank 0 decides, because the file may appear before other ranks look for it

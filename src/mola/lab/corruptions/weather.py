@@ -44,8 +44,9 @@ MOVES = (
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
     """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` connected to a ridge above `high`.
 
-    The layers are not smoothed beforehand. The direction of the gradient is rounded to one of four. Along it, the value on a ridge is
-    larger than the preceding value and at least as large as the following value. Along a diagonal, it is larger than both.
+    The layers are not smoothed beforehand. The direction of the gradient is rounded to a multiple of 45 degrees. Along this direction,
+    the value on a ridge is larger than the preceding value and at least as large as the following value. Along a diagonal, the value
+    on a ridge is larger than both.
     """
     with importing("the corruption spatter", "scipy", "bench"):
         from scipy import ndimage

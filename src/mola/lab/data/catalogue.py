@@ -237,7 +237,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for da
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """Return the folder that contains the data sets: the given folder or, by default, that in the environment variable `MOLA_DATA`."""
+    """Return the folder with the data sets: the given folder or, by default, the value of the environment variable `MOLA_DATA`."""
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         raise DataError(
