@@ -100,7 +100,7 @@ def test_the_table_of_readme_is_that_of_the_records():
     moons = {name: 100 * value for name, value in record["mean_far_confidence"].items()}
     told = (
         f"one network {moons['MAP']:.0f} %, the ensemble {moons['DE']:.0f} %, MoLA with the paper's rule {moons['MoLA']:.0f} %, "
-        f"MoLA with the default rule {moons[DEFAULT]:.0f} %"
+        f"and MoLA with the default rule {moons[DEFAULT]:.0f} %"
     )
     assert told in " ".join(text.split())
 
