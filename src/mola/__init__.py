@@ -1,4 +1,4 @@
-"""Mixtures of Laplace approximations: calibrated uncertainty for PyTorch networks that are already trained."""
+"""Mixtures of Laplace approximations: calibrated uncertainty for trained PyTorch networks."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -24,7 +24,7 @@ def main() -> None:
         if error.filename is None and error.strerror is None:
             raise
         place = "" if error.filename is None else f" ({error.filename})"
-        sys.stderr.write(f"mola: {error.strerror}{place}. Files that were already complete are kept.\n")
+        sys.stderr.write(f"mola: {error.strerror}{place}. Completed files are kept.\n")
         sys.exit(1)
     except KeyboardInterrupt:  # interrupted before a command began
         sys.exit(130)
@@ -38,7 +38,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    # Show the library's own warnings without the file name and the source line.
+    # Show the library's own warnings without the file name and source line.
     if issubclass(category, MolaWarning):
         from mola.app.options import in_flags
 

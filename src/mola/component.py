@@ -19,12 +19,12 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer before a prior is added; it is computed in one pass over the training data."""
+    """The Laplace approximation of a last layer without the prior, computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
     weights: Tensor
-    """Trained weights (C, P) in float64, which serve as the posterior mean. The bias is the last column."""
+    """Trained weights (C, P) in float64, used as the posterior mean. The bias is the last column."""
     curvature: Curvature
     distance: ClassDistance | None
     """Distances from the training classes, or None if they were not computed during the fit."""
@@ -48,7 +48,7 @@ class Component(nn.Module):
     Args:
         network: the trained network, which is shared and never modified.
         head: the network's last linear layer, or None in a plain ensemble.
-        layer: the Laplace approximation of that layer, or None in a plain ensemble.
+        layer: the Laplace approximation of the last layer, or None in a plain ensemble.
         prior_precision: the prior precision lambda.
         likelihood: the likelihood of the network's outputs.
     """
@@ -83,7 +83,7 @@ class Component(nn.Module):
         return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
 
     def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """Return the component under a likelihood with different settings, such as a different noise level."""
+        """Return the component with its likelihood replaced, for example to change the noise level."""
         layer = self.layer
         if layer is not None:
             curvature = layer.structure.solve(likelihood.sums_at_noise(layer.sums))
@@ -91,13 +91,13 @@ class Component(nn.Module):
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:
-        """Return the Laplace approximation, moved to the given device in case the user has moved the network there."""
+        """Return the Laplace approximation, first moving it to the given device if necessary."""
         if self.layer is not None and self.layer.weights.device != device:
             self.layer = self.layer.to(device)
         return self.layer
 
     def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> Spread | None:
-        """Return the spread of the logits at features (n, P), or None if there is no Laplace approximation."""
+        """Return the spread of the logits for features (n, P), or None if there is no Laplace approximation."""
         layer = self.on(phi.device)
         if layer is None:
             return None

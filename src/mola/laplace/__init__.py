@@ -1,4 +1,4 @@
-"""Curvature structures, which turn features into sums, and then sums into a curvature for any prior precision."""
+"""Curvature structures, which reduce features to sums and compute from them a curvature valid for any prior precision."""
 
 from mola.laplace.base import Curvature, Spread, Structure, check_precision, check_size
 from mola.laplace.diag import Diag

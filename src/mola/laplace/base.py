@@ -1,13 +1,13 @@
-r"""The interface of curvature structures, and the linear algebra that they share.
+r"""The interface of curvature structures and the linear algebra they share.
 
-A `Structure` computes sums over batches and then solves the eigenproblem of the sums once. The result is a `Curvature` without a
+A `Structure` accumulates sums over batches and then solves a single eigenproblem. The result is a `Curvature`, which excludes the
 prior. Everything that depends on the prior precision :math:`\lambda` follows from the curvature in closed form, for one value of
 :math:`\lambda` or for many at once.
 
 In all tensor shapes, n is the number of data points, P is the number of features (including the constant 1), and C is the number of
 outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d)
-+ L(u u^\top)` (`mola.likelihoods.base`). Without the separate part d, as with a softmax, a shift common to all outputs has no effect,
-and the direction of this shift is *hidden*. The hidden direction is handled exactly; no code relies on a computed eigenvalue being
++ L(u u^\top)` (`mola.likelihoods.base`). Without the separate part d, as for a softmax, adding the same number to all outputs has no
+effect; this direction is called *hidden*. The hidden direction is handled exactly; no code relies on a computed eigenvalue being
 zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
 """
 
@@ -32,11 +32,12 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator
 
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Smallest and largest allowed prior precision."""
+"""Smallest and largest allowed prior precisions."""
 
 OUTLIER_RIDGE = 1e-10
-"""Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. It leaves lengths
-almost unchanged in directions that the training data span; in all other directions, lengths are very large instead of infinite."""
+"""Ridge added to the feature covariance in `mahalanobis`, relative to the largest eigenvalue of that covariance. The ridge leaves
+lengths almost unchanged in directions that the training data span; in all other directions, it makes lengths very large instead of
+infinite."""
 
 Precision: TypeAlias = "float | Tensor"
 """One prior precision, or a tensor (L,) of L prior precisions, in which case results have a leading dimension of size L."""
@@ -64,21 +65,21 @@ class Structure(ABC):
     """Name of the structure that error messages recommend if this one needs too much memory; if None, the recommendation depends on
     the numbers of features and outputs."""
     additive = True
-    """True if sums over parts of the training data can be added in any order to give the sums over all the training data."""
+    """True if the sums over the whole training set can be obtained by adding sums over its parts in any order."""
 
     @abstractmethod
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
         """Return the float64 sums over one batch, given its output curvature and its features (n, P), including the constant 1.
 
         The names of the sums are arbitrary, with one exception: the tensor "separate" holds the sums over the outputs' separate
-        curvature (`OutputCurvature`), with the outputs as the first axis. It is present only if the likelihood has separate curvature.
-        Without it, a shift common to all outputs has no effect, as with a softmax (`hides_shift`). For regression, this tensor is
-        divided by the noise variance.
+        curvature (`OutputCurvature`), with the outputs as the first axis. This tensor is present only if the likelihood has separate
+        curvature. If it is absent, adding the same number to all outputs has no effect, as for a softmax (`hides_shift`). For
+        regression, this tensor is divided by the noise variance.
         """
 
     @abstractmethod
     def solve(self, sums: Sums) -> Curvature:
-        """Solve the eigenproblem of the sums and return the curvature."""
+        """Compute the curvature from the sums."""
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
         """Add the sums of a batch to the total, in place."""
@@ -90,18 +91,18 @@ class Structure(ABC):
         """Return the peak memory, in bytes, needed to fit one network."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the structure as a dictionary that can be written as JSON."""
+        """Return the structure's constructor arguments as a JSON-serialisable dictionary."""
         return {}
 
 
 def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
-    """Raise `StructureTooLargeError` if the sums for networks with these numbers of features do not fit into the free memory."""
+    """Raise `StructureTooLargeError` if fitting networks with these numbers of features would exceed the free memory."""
     needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
     if free is not None and needed > free:
         smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
         raise StructureTooLargeError(
             f"structure {structure.name!r} takes about {needed / 1e9:.1f} GB to fit ({len(features)} x {outputs:,} outputs x "
-            f"{max(features):,} features), but only {free / 1e9:.1f} GB are free. Use structure "
+            f"{max(features):,} features), but only {free / 1e9:.1f} GB is free. Use structure "
             f"{smaller!r}."
         )
 
@@ -119,7 +120,7 @@ def _free_memory() -> int | None:
 
 @dataclass(frozen=True)
 class Curvature(ABC):
-    """The curvature of one last layer in its eigenbasis, in float64 and without a prior."""
+    """The curvature of a last layer in its eigenbasis, in float64 and without the prior."""
 
     outputs: int
     features: int
@@ -131,7 +132,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return the variance of each logit at features (n, P), of shape (n, C), or (L, n, C) for L prior precisions."""
+        """Return the variances of the logits for features (n, P), of shape (n, C), or (L, n, C) for L prior precisions."""
 
     @abstractmethod
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
@@ -144,11 +145,11 @@ class Curvature(ABC):
 
     @abstractmethod
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
-        """Return deviations (n, S, C) of the logits, up to a common shift; all data share the standard normals (S, noise_size)."""
+        """Turn standard normals (S, noise_size) shared by all data into logit deviations (n, S, C), up to a common shift."""
 
     @abstractmethod
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw deviations (count, C, P) of the weights from the trained weights."""
+        """Draw random offsets (count, C, P) to add to the trained weights."""
 
     def perturb_by_weights(self, phi: Tensor, precision: float, count: int, generator: Generator) -> Tensor:
         """Return deviations (n, count, C) of the logits, computed from draws of the weights."""
@@ -178,7 +179,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class Spread:
-    """Covariance of the logits `phi' w / s` of n data points, which links use together with the mean."""
+    """Covariance of the logits `phi' w / s` for n data points; links combine it with the mean."""
 
     curvature: Curvature
     phi: Tensor
@@ -196,7 +197,7 @@ class Spread:
         if isinstance(self.precision, float):
             return self.curvature.variance(self.phi, self.precision, centred=centred) / self.divisor**2
         # A search tries many temperatures at each prior precision, so the variances are computed only once per prior precision. With
-        # 1000 classes, computing them takes most of the time.
+        # 1000 classes, computing the variances takes most of the time.
         precisions, places = torch.unique(self.precision, return_inverse=True)
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
@@ -218,7 +219,7 @@ class Spread:
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """Return the spread of the logits divided by a positive number for each datum, given as a tensor (..., n, 1)."""
+        """Return the spread after dividing each datum's logits by its entry of `divisor` (..., n, 1)."""
         return replace(self, divisor=divisor * self.divisor)
 
 
@@ -254,7 +255,7 @@ def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
 
 
 def laplacian(weights: Tensor) -> Tensor:
-    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel out and are ignored."""
+    """Return the graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel out, so they are ignored."""
     off_diagonal = weights - torch.diag(weights.diagonal())
     return torch.diag(off_diagonal.sum(1)) - off_diagonal
 
@@ -266,18 +267,18 @@ def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def centred_variance(variance: Tensor) -> Tensor:
-    """Return `v_c (1 - 2/C) + mean(v) / C`, the variances (..., C) of independent outputs minus their mean."""
+    """Return `v_c (1 - 2/C) + mean(v) / C`, the variances (..., C) of independent outputs after their mean is subtracted."""
     outputs = variance.shape[-1]
     return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
 
 
 def centred_diagonal(variance: Tensor) -> Tensor:
-    """Return the covariance (..., C, C) of outputs minus their mean, where the outputs are independent with variances (..., C)."""
+    """Return the covariance (..., C, C) of independent outputs with variances (..., C) after their mean is subtracted."""
     outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
     return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:
-    """Return `1 / (b + ridge)` for the eigenvalues b (P,) of the mean outer product of the features, or 1 if all of them are 0."""
+    """Return `1 / (b + ridge)` for the eigenvalues b (P,) of the features' mean outer product, or 1 if every eigenvalue is 0."""
     largest = values.max()
     return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))

@@ -42,7 +42,7 @@ class Diag(Structure):
         return sums
 
     def solve(self, sums: Sums) -> Curvature:
-        """Return the curvature given by the diagonal, which needs no eigendecomposition."""
+        """Build the curvature from the diagonal, without an eigendecomposition."""
         diagonal = torch.stack(
             [sums.tensors[name].cpu() for name in ("coupled", "separate") if name in sums.tensors]
         ).sum(0)
@@ -63,7 +63,7 @@ class DiagCurvature(Curvature):
     feature_values: Tensor
     """Mean squared features (P,)."""
     hidden: bool
-    """True if a shift common to all outputs has no effect."""
+    """True if adding the same number to all outputs has no effect."""
 
     def inverse(self, precision: Precision) -> Tensor:
         """Return the posterior variances (..., C, P) of the weights."""
@@ -75,7 +75,7 @@ class DiagCurvature(Curvature):
         return centred_variance(variance) if centred and self.hidden else variance
 
     def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
-        """Return `diag(v)`, or its centred part if a shift common to all outputs is hidden."""
+        """Return `diag(v)` or, if `centred` and a direction is hidden, its centred part."""
         variance = self.variance(phi, precision)
         return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
 
