@@ -1,8 +1,8 @@
 r"""Distances of features from the training classes, computed from additive sums.
 
 Features h, without the constant 1, are normalised to :math:`g = h / |h|`. Given the class means :math:`\mu_c` and the within-class
-covariance S, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Scaling up an
-input leaves the direction of its features unchanged, so the norm :math:`|h|` is computed as well.
+covariance S, to which a small ridge is added, the distance of an input is :math:`d(x) = \min_c |S^{-1/2} (g - \mu_c)|`. Because the
+distance depends only on the direction of the features, the norm :math:`|h|` is computed as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mola.laplace.sums import Sums
 
 RIDGE = 1e-4
 """Ridge added to the within-class covariance, relative to the Frobenius norm of that covariance. For networks trained on MNIST and
-CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. With few data points or few features (such as two moons, or
-two images per class), a smaller ridge does not suffice."""
+CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. A smaller ridge is insufficient with few data points or
+few features, as for two moons or two images per class."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
-"""Rounding error of a sum of unit vectors, divided by the square root of the number of data points."""
+"""Rounding error of a sum of N unit vectors, divided by `sqrt(N)`."""
 
 NORMAL_99 = 2.326
 """99 % quantile of the standard normal distribution."""
@@ -42,7 +42,7 @@ def distance_sums(features: Tensor, groups: Tensor, num_groups: int, *, predicte
     """
     norms = torch.linalg.vector_norm(features, dim=1)
     directions = features / torch.where(norms > 0, norms, 1)[:, None]
-    # The sums are sparse, because a batch contains only a few classes. With 32,000 classes, building dense tables would take most of
+    # The sums are sparse because a batch contains only a few classes. With 32,000 classes, building dense tables would take most of
     # the time.
     shape, device = (num_groups, features.shape[1]), features.device
     sums = torch.sparse_coo_tensor(groups[None], directions, shape, device=device, check_invariants=False)
@@ -60,7 +60,7 @@ class ClassDistance:
     """Class means and the inverse of the within-class covariance, in float64."""
 
     root: Tensor
-    """Matrix R (P, P) such that `R R'` is the inverse of the within-class covariance plus the ridge; 0 if `known` is False."""
+    """Matrix R (P, P) such that `R R'` inverts the within-class covariance with the ridge added; 0 if `known` is False."""
     means: Tensor
     """Means of the classes that have data, multiplied by R."""
     squares: Tensor
@@ -70,13 +70,13 @@ class ClassDistance:
     training_distance: float
     """Root mean square distance of the training data from their class means."""
     training_norm: float
-    """Norm that about 99 % of the training features do not exceed."""
+    """Estimated 99 % quantile of the norms of the training features."""
     num_predicted: int
-    """Number of training examples whose class was predicted because they had no label."""
+    """Number of unlabelled training examples, whose classes were predicted."""
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:
-        """Compute the class means and the inverse covariance from the sums; return None if the sums for distances are missing."""
+        """Compute the class means and the inverse covariance from the sums; return None if the required sums are missing."""
         if COUNTS not in sums.tensors:
             return None
         counts, totals, gram, norms = (
@@ -110,7 +110,7 @@ class ClassDistance:
 
     @property
     def width(self) -> int:
-        """Number of features, without counting the constant 1."""
+        """Number of features, excluding the constant 1."""
         return len(self.root)
 
     def to(self, device: torch.device) -> ClassDistance:

@@ -2,8 +2,8 @@ r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \ph
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with :math:`Z_i =
 \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of the other blocks in their rows, plus :math:`\Phi^\top
-\mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem is restricted to the
-directions with curvature, so its size is R P. In the hidden direction, the posterior equals the prior.
+\mathrm{diag}(d_i) \Phi`. A direction without curvature therefore lies exactly in the null space. The eigenproblem is restricted to
+the R output directions with curvature, so its size is R P. In the hidden direction, the posterior equals the prior.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class FullCurvature(Curvature):
         return torch.einsum("np,cpm->ncm", phi, self.vectors)
 
     def _shift_variance(self, phi: Tensor, precision: Precision) -> Tensor:
-        """Return the variance (..., n) of the logits' common shift, which is determined by the prior alone."""
+        """Return the prior variance (..., n) of the shift common to all logits."""
         return phi.square().sum(1) / as_column(precision, phi, 1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
-        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior's variance in the hidden direction."""
+        """Return `sum_m (phi' Q_cm)^2 / (l_m + lambda)`, plus the prior variance in the hidden direction."""
         inverse = self.inverse(precision)
         variance = self.coordinates(phi).square() @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         variance = variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
@@ -116,7 +116,7 @@ class FullCurvature(Curvature):
 
     @property
     def noise_size(self) -> int:
-        """Number of eigenvalues, because logits are drawn by drawing the weights in the eigenbasis."""
+        """Number of eigenvalues, because the weights are drawn in the eigenbasis."""
         return len(self.values)
 
     def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class FullCurvature(Curvature):
         return torch.einsum("np,pcs->nsc", phi, weights)
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals in the eigenbasis and rotate them back; the hidden direction has the prior's variance."""
+        """Draw independent normals in the eigenbasis, with the prior variance in the hidden direction, and rotate them back."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
         seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())
         hidden = standard_normals((count, self.unseen.shape[1], self.features), generator).to(self.values.device)
@@ -141,7 +141,7 @@ class FullCurvature(Curvature):
         return ((phi @ self.feature_vectors).square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """Return the given output's diagonal block (P, P) of the covariance."""
+        """Return the diagonal block (P, P) of the covariance for the given output."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
         return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(

@@ -42,8 +42,8 @@ class Kron(Structure):
     """Kronecker factors as in Algorithm 1 of the paper: the prior is split evenly between the two factors.
 
     Args:
-        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, starting from 0; by default, exact sums are computed.
-            A running average depends on the order of the batches, so it cannot be computed by several processes.
+        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, where A starts at 0; by default, exact sums are
+            computed. A running average depends on the order of the batches, so it cannot be split across processes.
     """
 
     running_average: float | None = None
@@ -69,7 +69,7 @@ class Kron(Structure):
         return sums
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add a batch, or move the running average towards the batch. The average is stored multiplied by N."""
+        """Add a batch, or move the running average towards the batch. The stored average is multiplied by N."""
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)
@@ -89,7 +89,7 @@ class Kron(Structure):
         return 8 * 4 * (features**2 + outputs**2)
 
     def settings(self) -> dict[str, Any]:
-        """Return a dictionary for JSON that contains `running_average` if it is set."""
+        """Return a JSON-serialisable dictionary that contains `running_average` if it is set."""
         return {} if self.running_average is None else {"running_average": self.running_average}
 
 
@@ -195,7 +195,7 @@ class KronCurvature(FactoredCurvature):
     """A factored curvature with `U = (sqrt(N) A + sqrt(lambda) I)^-1`, computed from A's eigensystem."""
 
     class_values: Tensor
-    """Eigenvalues a (C,) of A. The eigenvalue of the hidden direction comes last."""
+    """Eigenvalues a (C,) of A. The eigenvalue of the hidden direction, if any, comes last."""
     class_vectors: Tensor
     """Eigenvectors Q_A (C, C) of A."""
     visible: int

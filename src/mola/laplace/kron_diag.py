@@ -1,24 +1,24 @@
 r"""Algorithm 1 for a very large number of classes: only the diagonal of the class factor is stored, not a C x C matrix.
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
-classes and whose edges measure how often two classes are confused. Its diagonal :math:`d_c = \frac1N \sum_n p_{nc} (1 - p_{nc})`
-contains the degrees of the nodes, which are C numbers that can be summed over the data. Among all graphs with these degrees, we choose
-the one in which no two classes are confused more than their degrees imply. Its edges are :math:`T q_i q_j`, with :math:`q \ge 0` and
-:math:`\sum_c q_c = 1`, and the degrees determine q and T:
+classes and whose edges measure how often two classes are confused. The diagonal of A, :math:`d_c = \frac1N \sum_n p_{nc} (1 -
+p_{nc})`, contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we
+choose the one in which no two classes are confused more than their degrees imply. The edges of this graph are :math:`T q_i q_j`,
+with :math:`q \ge 0` and :math:`\sum_c q_c = 1`; the degrees determine q and T:
 
 .. math:: A_d = T\, (\mathrm{diag}(q) - q q^\top), \qquad T\, q_c (1 - q_c) = d_c .
 
-:math:`A_d` has the same diagonal as A and, like A, no curvature along the all-ones vector, which the softmax ignores. It *equals* A if
-C = 2, if there is only one datum, or if the outputs' curvature is the same for all data. In general, let :math:`\nu_2` and
-:math:`\nu_{\max}` be the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\, \mathrm{diag}(d)^{-1/2}`,
-which lie between 0 and 2. Then
+:math:`A_d` has the same diagonal as A and, like A, no curvature along the all-ones vector, a direction that the softmax ignores.
+:math:`A_d` *equals* A if C = 2, if there is only one datum, or if the outputs' curvature is the same for all data. In general, let
+:math:`\nu_2` and :math:`\nu_{\max}` be the second smallest and the largest eigenvalue of :math:`\mathrm{diag}(d)^{-1/2} A\,
+\mathrm{diag}(d)^{-1/2}`, which lie between 0 and 2. Then
 
 .. math:: \nu_2 (1 - q_{\max})\, A_d \preceq A \preceq \nu_{\max}\, A_d ,
    \qquad \frac{U_d}{\nu_{\max}} \preceq U \preceq \frac{U_d}{\nu_2 (1 - q_{\max})},
 
-so a logit's variance under `kron` is at least half of its variance under this structure. It exceeds the latter only to the extent that
-the classes form groups whose members are confused with one another. The second pair of bounds follows from the first because
-:math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
+so a logit's variance under `kron` is at least half its variance under this structure. The variance under `kron` is larger only to
+the extent that the classes form groups whose members are confused with one another. The second pair of bounds follows from the first
+because :math:`\nu_2 (1 - q_{\max}) \le 1 \le \nu_{\max}`. docs/speed.md describes the effect on probabilities.
 
 The inverse has a closed form. With :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lambda)`, the centring matrix :math:`\Pi` and
 :math:`\kappa = \sqrt\lambda / \sum_c (1 - \sqrt\lambda \gamma_c)`,
@@ -30,9 +30,9 @@ All terms are positive, and the only subtraction removes the mean of :math:`\gam
 :math:`\gamma_c` are close to :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that
 no digits are lost.
 
-If the outputs have separate curvature s, it is added to the diagonal, and there is no hidden direction. In this case,
-:math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
-:math:`\gamma_c = 1 / (\sqrt N (s_c + T q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
+If the outputs have separate curvature s, s is added to the diagonal and no direction is hidden. In this case, :math:`U =
+\mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with :math:`\gamma_c = 1 / (\sqrt N (s_c + T
+q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from mola.likelihoods.base import OutputCurvature
 from mola.numerics import Generator, standard_normals
 
 HALVINGS = 80
-"""Number of bisection steps for T, which is sufficient for float64 precision."""
+"""Number of bisection steps for T, enough for float64 precision."""
 
 
 @dataclass(frozen=True)
 class KronDiag(Structure):
-    """Algorithm 1 with only the diagonal of the class factor. It needs O(C + P^2) memory, so it suits large vocabularies."""
+    """Algorithm 1 with only the diagonal of the class factor. With O(C + P^2) memory, it suits large vocabularies."""
 
     name = "kron-diag"
 
@@ -98,7 +98,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     """Find the graph with edges `T q_i q_j` and the given degrees (C,), i.e. solve `T q_c (1 - q_c) = d_c` and `sum q = 1`.
 
     Each q_c is the smaller root of its quadratic equation. If the smaller roots cannot sum to 1, the larger root is used for the
-    largest degree. In any graph, the largest degree is at most the sum of the other degrees. If it equals that sum, as in a star, the
+    largest degree. In any graph, the largest degree is at most the sum of the other degrees. If the two are equal, as in a star, the
     exact T is infinite, and a very large T is returned.
 
     Returns:
@@ -142,7 +142,7 @@ class KronDiagCurvature(FactoredCurvature):
     nodes: Tensor
     """Node weights q (C,) of the graph."""
     separate: Tensor | None
-    """Mean separate curvature (C,), or None if a shift common to all outputs has no effect."""
+    """Mean separate curvature (C,), or None if adding the same number to all outputs has no effect."""
 
     def own(self, precision: Precision) -> tuple[Tensor, Tensor]:
         """Return gamma (..., C) and `sqrt(N) s + sqrt(lambda)` (..., C), the part of 1/gamma that does not depend on the graph."""
