@@ -71,8 +71,8 @@ class KronDiag(Structure):
         """Return the diagonals (C,) of the coupled and separate curvature, and the sum (P, P) of the features' outer products."""
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
-            # This difference of two sums loses no more digits than u_c (sum(u) - u_c) and is faster to compute. It needs no table
-            # (n, C) of squares, which would take three times as long with 32,000 classes.
+            # This difference of two sums loses no more digits than u_c (sum(u) - u_c) and is faster to compute. It also avoids
+            # a table (n, C) of squares, which would triple the time with 32,000 classes.
             coupling = curvature.coupling
             sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
         if curvature.separate is not None:
@@ -112,7 +112,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     shares = degrees / most
 
     def roots(part: float, *, other: bool) -> Tensor:
-        # Return the smaller roots for part = 4 max(d) / T. With `other`, the larger root is used for the largest degree.
+        # Return the smaller roots for part = 4 max(d) / T. If `other` is True, use the larger root for the largest degree.
         discriminant = (1 - part * shares).clamp_min(0).sqrt()
         found = part * shares / (2 * (1 + discriminant))
         if other:
@@ -152,7 +152,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (rest + root * self.total * self.nodes), rest
 
     def shared(self, precision: Precision) -> Tensor:
-        """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a shift is hidden, U must be centred afterwards."""
+        """Return the vector k (..., C) in `U = diag(gamma) + k k'`. If a direction is hidden, U must be centred afterwards."""
         gamma, rest = self.own(precision)
         edge, prior = self.count**0.5 * self.total, as_column(precision, self.nodes, 1) ** 0.5
         if self.separate is not None:
@@ -160,7 +160,7 @@ class KronDiagCurvature(FactoredCurvature):
         learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
         total = learned.sum(-1, keepdim=True)
         some = torch.where(total > 0, total, torch.ones_like(total))
-        # Both vectors give the same k. Subtracting the mean from the smaller vector loses fewer digits.
+        # Both formulas give the same k. Subtracting the mean from the smaller vector loses fewer digits.
         by_learned = (learned.mean(-1, keepdim=True) - learned) / (prior * some).sqrt()
         by_gamma = (prior / some).sqrt() * (gamma - gamma.mean(-1, keepdim=True))
         smaller = learned.amax(-1, keepdim=True) < prior * gamma.amax(-1, keepdim=True)
@@ -178,7 +178,7 @@ class KronDiagCurvature(FactoredCurvature):
         return 1 / (self.outputs * as_column(precision, self.nodes, 1) ** 0.5)
 
     def class_matrix(self, precision: float, *, centred: bool = False) -> Tensor:
-        """Return U (C, C) or, if `centred`, its centred part; used by links that need covariances."""
+        """Return U (C, C) or, if `centred`, its centred part, for links that need covariances."""
         gamma, shared = self.own(precision)[0], self.shared(precision)
         if self.separate is not None:
             return torch.diag(gamma) + shared[:, None] * shared
@@ -200,7 +200,7 @@ class KronDiagCurvature(FactoredCurvature):
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals for each class and normals shared by all classes, and multiply them by a root of V."""
+        """Draw independent normals for each class and normals shared by all classes, then multiply both by a root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
         drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]

@@ -1,7 +1,7 @@
-"""Sufficient statistics: named float64 tensors that are added up over batches, processes and restarts.
+"""Sufficient statistics: named float64 tensors summed over batches, processes and restarts.
 
-A fit computes one `Sums` for each network. Checkpoints store these sums, processes that fit together add them up, and `save` writes
-them to a file. The curvature, the distances and, for regression, the noise are all computed from the sums.
+A fit computes one `Sums` object for each network. Checkpoints store the sums, distributed fits add them across processes, and `save`
+writes them to a file. The curvature, the distances and, for regression, the noise are all computed from the sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the training data. A missing tensor counts as zero, so `Sums({})` is the neutral element of `+`."""
+    """Sums over the training data. A missing tensor counts as zero, so `Sums({})` is the identity element of `+`."""
 
     tensors: dict[str, Tensor]
     count: int = 0

@@ -8,8 +8,8 @@ with a separate part d that acts on each output alone, and a part that couples e
 Laplacian of the graph with edge weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)` has no
 separate part, and
 
-* :math:`\Lambda 1 = 0` holds by construction in any precision, because the softmax ignores a shift common to all outputs;
-* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so no digits are lost if a network is
+* :math:`\Lambda 1 = 0` holds by construction at any numerical precision (the softmax ignores a shift common to all outputs);
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so no digits are lost when a network is
   almost certain.
 
 Independent outputs (Bernoulli, Gaussian) have only the separate part.
@@ -47,9 +47,9 @@ class OutputCurvature:
 
 @dataclass(frozen=True)
 class Members:
-    """The K members of a mixture at n data points, which determine the predictive distribution.
+    """The predictions of a mixture's K members at n data points, from which the predictive distribution is computed.
 
-    The leading dimensions (...) index the candidates of a search.
+    In a search, the leading dimensions (...) index the candidates.
     """
 
     outputs: Sequence[Tensor]
@@ -61,7 +61,7 @@ class Members:
     divisors: Sequence[Tensor]
     """Divisors s_k (..., n, 1) or (..., 1, 1); they divide the logits or, in regression, multiply the standard deviations."""
     pooling: float | Tensor
-    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; of shape (...) in a search."""
+    """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; in a search, a tensor (...)."""
     likelihoods: Sequence[Likelihood]
     """Likelihood of each member. In regression, the noise may differ between members."""
 
@@ -77,7 +77,7 @@ class Predictive(Protocol):
     """The predictive distribution for n data points. In a search, the leading dimensions index the candidates."""
 
     def point(self) -> Tensor:
-        """Return the probabilities (..., n, C) or means (..., n, D) that calling the posterior returns."""
+        """Return what calling the posterior returns: probabilities (..., n, C) or means (..., n, D)."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores (..., m), keyed by name, for each datum or, with multi-label data, for each known label."""
@@ -106,7 +106,7 @@ class RegressionPredictive(ABC):
         return replace(self, weights=torch.ones_like(self.weights[:1]), **parts)
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return each datum's joint log loss "nll" (..., n) and its mean "crps" (..., n) over the outputs."""
+        """Return each datum's joint log loss, "nll" (..., n), and its CRPS averaged over the outputs, "crps" (..., n)."""
         return {"nll": -self.log_density(labels), "crps": self.crps(labels).mean(-1)}
 
     @abstractmethod
@@ -132,18 +132,18 @@ LinkFunction = Callable[[Tensor, "Spread | None", "ClassificationLikelihood", in
 
 
 class Likelihood(ABC):
-    """The meaning of a network's outputs."""
+    """The interface of a likelihood, which defines the meaning of a network's outputs."""
 
     name: str
     mutually_exclusive: bool = False
-    """True if the outputs stand for C mutually exclusive classes; False for binary labels and for regression."""
+    """True if the outputs represent C mutually exclusive classes; False for binary labels and for regression."""
     classification: bool = True
     """True for classification (classes or binary labels), False for regression."""
     default_rule: str = "nll"
     """Name of the default tuning rule."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the likelihood as a dictionary that can be written as JSON."""
+        """Return the likelihood's constructor arguments as a JSON-serialisable dictionary."""
         return {}
 
     @abstractmethod
@@ -174,10 +174,10 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
-        """Return the Fisher information of outputs (n, C), i.e. the expected second derivatives of the negative log-likelihood.
+        """Return the Fisher information with respect to outputs (n, C): the expected Hessian of the negative log-likelihood.
 
-        It does not depend on the values of the labels; an output without a label has no curvature. Like `label_sums` and
-        `Structure.sums`, this method also runs on the meta device, which `mola.load` uses to find the shapes of the sums.
+        The result does not depend on the values of the labels, but an output without a label has no curvature. Like `label_sums` and
+        `Structure.sums`, this method must also run on the meta device, where `mola.load` determines the shapes of the sums.
         """
 
     @abstractmethod
@@ -187,11 +187,11 @@ class Likelihood(ABC):
     # Groups of training data. Distances are measured from the centres of the groups.
 
     def num_groups(self, outputs: int) -> int:
-        """Return the number of groups of training data. By default, all data form one group."""
+        """Return the number of groups into which the training data are divided. By default, all data form one group."""
         return 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return each datum's group (n,) as int64, which is its label, or the predicted class if it has no label."""
+        """Return each datum's group (n,) as int64: its label or, if it has none, the predicted class."""
         return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
 
     # Methods that regression likelihoods override, because their noise is chosen after the sums are computed.
@@ -205,7 +205,7 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return the sums over labels, keyed by name, that determine the log-likelihood after the fit. By default, there are none."""
+        """Return sums over labels, keyed by name, that give the log-likelihood after the fit. By default, none are needed."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:
@@ -277,7 +277,7 @@ def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
 
 
 def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
-    """Contract members z_k (..., n, C) towards their weighted mean z, which gives `z + c (z_k - z)`. At c = 1, they do not change."""
+    """Contract members z_k (..., n, C) towards their weighted mean z: `z + c (z_k - z)`. If c = 1, return them unchanged."""
     if not isinstance(pooling, Tensor) and pooling == 1:
         return members
     mean, c = mixed(weights, members), pooling[..., None, None] if isinstance(pooling, Tensor) else pooling
