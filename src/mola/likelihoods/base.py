@@ -243,7 +243,7 @@ class ClassificationLikelihood(Likelihood):
 
     @abstractmethod
     def num_choices(self, outputs: int) -> int:
-        """Return the number of choices, which is C for C exclusive classes and 2 for binary labels."""
+        """Return the number of choices: C for C exclusive classes, or 2 for binary labels."""
 
     @abstractmethod
     def choices(self, probs: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class ClassificationLikelihood(Likelihood):
         """Return the true choices as int64, of shape (n,) or (n, C), with -1 for missing labels."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the most probable choices for outputs (n, C), of shape (n,) or (n, C)."""
+        """Return the most probable choices, of shape (n,) or (n, C), for outputs (n, C)."""
         return self.choices(self.probabilities(outputs)).argmax(-1)
 
 

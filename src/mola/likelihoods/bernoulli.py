@@ -3,7 +3,7 @@ r"""Binary and multi-label classification: yes or no for each of C labels, with 
 Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and every direction in
 output space has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
 
-The sigmoid of a logit z is the second entry of the softmax of (0, z), i.e. of a softmax whose first row of weights is fixed at 0.
+The sigmoid of a logit z is the second entry of the softmax of (0, z), in which the first logit is fixed at 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Bernoulli(ClassificationLikelihood):
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels (n, C) as float64: 0, 1, or NaN for a missing label. Labels (n,) are accepted if there is one logit."""
+        """Return labels (n, C) as float64: 0, 1, or NaN for a missing label. Labels (n,) are accepted if there is only one logit."""
         count, width = outputs.shape
         if labels.dim() == 1 and width == 1:
             labels = labels[:, None]
@@ -90,9 +90,9 @@ class Bernoulli(ClassificationLikelihood):
         if bool(invalid.any()):
             found = read[invalid]
             remedy = (
-                "For class indices, use likelihood='categorical'. Otherwise pass 0 or 1, or -100 or NaN for a missing label."
+                "For class indices, use likelihood='categorical'. Otherwise, pass 0 or 1, or use -100 or NaN for a missing label."
                 if bool((found == found.round()).all())
-                else "Soft labels are not supported. Pass 0 or 1, or -100 or NaN for a missing label."
+                else "Soft labels are not supported. Pass 0 or 1, or use -100 or NaN for a missing label."
             )
             raise DataError(
                 f"{where}: labels must be 0 or 1, got {counted(int(invalid.sum()), 'other value')}, such as {float(found[0]):.4g}. "
@@ -116,7 +116,7 @@ class Bernoulli(ClassificationLikelihood):
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
         """Return `p (1 - p)` for each output, or 0 if its label is missing."""
-        # The product of the two sigmoids stays accurate if the network is almost certain, whereas p (1 - p) does not.
+        # The product of the two sigmoids stays accurate when the network is almost certain, whereas p (1 - p) does not.
         own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
@@ -129,7 +129,7 @@ class Bernoulli(ClassificationLikelihood):
         return 2 if outputs == 1 else 1
 
     def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the label of each datum, or the predicted label if it is missing. With several labels, return 0 for each datum."""
+        """Return each datum's label or, if it is missing, the predicted label. With several labels, return 0 for each datum."""
         if outputs.shape[1] > 1:
             return super().group(outputs, labels)
         yes = outputs[:, 0] > 0

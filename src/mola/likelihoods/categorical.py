@@ -11,8 +11,8 @@ from mola.errors import DataError, HeadError
 from mola.likelihoods.base import ClassificationLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
-"""Minimum number of rows needed to distinguish probabilities from logits. If there are only a few rows, the logits of each may sum to
-1 by chance."""
+"""Minimum number of rows needed to distinguish probabilities from logits. With only a few rows, the logits in every row may sum to 1
+by chance."""
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -42,7 +42,7 @@ class CategoricalPredictive:
 
 @dataclass(frozen=True)
 class Categorical(ClassificationLikelihood):
-    """One of C mutually exclusive classes, with a softmax over C logits."""
+    """Classification into C mutually exclusive classes, with a softmax over C logits."""
 
     name = "categorical"
     mutually_exclusive = True
@@ -80,8 +80,8 @@ class Categorical(ClassificationLikelihood):
             remedy = "Convert with labels.long()."
             if labels.is_floating_point() and bool((labels != labels.floor()).any()):
                 remedy = (
-                    f"They contain {float(labels[labels != labels.floor()][0]):g}, which is not a class index. For regression, use "
-                    f"likelihood='gaussian'."
+                    f"The labels contain {float(labels[labels != labels.floor()][0]):g}, which is not a class index. For regression, "
+                    f"use likelihood='gaussian'."
                 )
             raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
         labels = labels.to(outputs.device, torch.int64)

@@ -6,12 +6,12 @@ The curvature does not depend on the outputs, so the Laplace approximation of th
 training data are computed at unit noise, so the noise can be chosen after the pass over the data. The curvature of output d is then
 divided by its noise variance, and the log-likelihood follows from a few sums over the targets.
 
-A heteroscedastic network has two outputs for each target: a mean, and a value that determines the variance :math:`v_d(x)`. The noise
+A heteroscedastic network has two outputs for each target: a mean and a value that determines the variance :math:`v_d(x)`. The noise
 :math:`\sigma_d` is then a factor that multiplies the predicted standard deviation; a factor of 1 leaves the network's prediction
 unchanged. Only the means are treated as uncertain.
 
-Targets may have been standardised for training. Given `location` and `scale`, all targets and results are in the user's units. The
-sums, weights and curvature are in the network's units.
+Targets may have been standardised for training. If `location` and `scale` are given, all targets and results are in the user's
+units. The sums, weights and curvature are in the network's units.
 
 The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly and without a link, because both the last
 layer's posterior and the noise are normal.
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from mola.laplace.sums import Sums
 
 VARIANCE_FLOOR = 1e-6
-"""Lower bound to which predicted variances are clamped, as in `torch.nn.GaussianNLLLoss`."""
+"""Lower bound on predicted variances, which are clamped as in `torch.nn.GaussianNLLLoss`."""
 
 CONSTANT = 1e-12
 """Largest variance of the targets, relative to their mean square, that rounding alone can cause."""
 
 SMALLEST, LARGEST = 1e-12, 1e12
-"""Smallest and largest allowed value of both the noise and the scale of the targets."""
+"""Smallest and largest allowed values for the noise and for the scale of the targets."""
 
 
 class NormalMixture(RegressionPredictive):
@@ -89,8 +89,8 @@ class Gaussian(RegressionLikelihood):
         scale: standard deviation by which the targets were divided for training, given as one number or D numbers.
         heteroscedastic: True if the network also predicts a variance for each target and therefore has 2 D outputs.
         order: "stacked" if all means come before all variances, or "interleaved" if each mean is followed by its variance.
-        variance: meaning of the second output for each target, one of "log-variance", "log-deviation" (the log of the standard
-            deviation) and "softplus" (the variance is the softplus of the output).
+        variance: encoding of each target's variance, one of "log-variance", "log-deviation" (the log of the standard deviation) or
+            "softplus" (the variance is the softplus of the output).
         estimated: True if the noise was estimated, in which case tuning rules may change it. This argument is set by the fit.
     """
 
@@ -116,7 +116,7 @@ class Gaussian(RegressionLikelihood):
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments that differ from their defaults as a dictionary that can be written as JSON."""
+        """Return the constructor arguments that differ from their defaults as a JSON-serialisable dictionary."""
         plain = Gaussian()
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -163,7 +163,7 @@ class Gaussian(RegressionLikelihood):
         return matrix
 
     def predicted_variance(self, outputs: Tensor) -> Tensor:
-        """Return the variances (..., D) at unit noise, in the network's units. They are 1 unless the network is heteroscedastic."""
+        """Return the variances (..., D) at unit noise, in the network's units: 1 unless the network is heteroscedastic."""
         if not self.heteroscedastic:
             return torch.ones_like(outputs)
         given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
