@@ -20,7 +20,7 @@ def load(
     *,
     logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
-    """Load a saved posterior onto the networks it was fitted on.
+    """Load a saved posterior and attach it to the networks it was fitted on.
 
     Args:
         directory: folder written by `posterior.save` or `mola.hub.save`.

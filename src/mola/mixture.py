@@ -23,7 +23,8 @@ from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
 KEPT_BYTES = 2**28
-"""Number of bytes that may be held for the unread fields of a prediction. Beyond this limit, fields are computed immediately."""
+"""Largest number of bytes kept in memory for the unread fields of a prediction. Beyond this limit, fields are computed
+immediately."""
 
 
 class Predictor(Protocol):
@@ -37,7 +38,7 @@ class Mixture(nn.Module):
     """A weighted average of predictors: a deep ensemble, MultiSWAG, or any other mixture. Predictors may come from other libraries.
 
     Args:
-        predictors: callables that map inputs to probabilities (n, C). Those that are modules are registered as submodules.
+        predictors: callables that map inputs to probabilities (n, C). Modules among them are registered as submodules.
         weights: "uniform", or K non-negative numbers that sum to 1.
         likelihood: likelihood of the predictions, by name or as an object; by default, the members' likelihood, or "categorical" if
             they have none.

@@ -182,8 +182,8 @@ class Gaussian(RegressionLikelihood):
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
             raise OptionError(
-                "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets), whose "
-                "residuals determine the noise. For an ensemble, use mola.baselines.scale_noise(ensemble, val_loader)."
+                "the noise is unknown. Pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets) to "
+                "estimate the noise from the residuals. For an ensemble, use mola.baselines.scale_noise(ensemble, val_loader)."
             )
         noise = _expanded(self.noise, width, "noise")
         return noise if self.heteroscedastic else noise / self.units(width)[1]
@@ -241,8 +241,8 @@ class Gaussian(RegressionLikelihood):
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return sums (4, D) that determine the noise and the log-likelihood at any noise level.
 
-        They are the sums of the squared residuals at unit noise, the logarithms of the predicted variances, the targets, and the
-        squared targets, all in the network's units.
+        The rows are the sums of the squared residuals at unit noise, of the logarithms of the predicted variances, of the targets,
+        and of the squared targets, all in the network's units.
         """
         means, predicted = to_float64(self.means(outputs)), to_float64(self.predicted_variance(outputs))
         targets = self._standardised(labels.to(means.device))
@@ -250,7 +250,7 @@ class Gaussian(RegressionLikelihood):
         return {"targets": torch.stack([one.sum(0) for one in summed])}
 
     def fitted(self, sums: Sums) -> Gaussian:
-        """Return the likelihood with its noise set, either as given or as estimated from the residuals of the training data."""
+        """Return the likelihood with the given noise or, if none was given, with noise estimated from the training residuals."""
         if self.noise is not None:
             return self
         if self.heteroscedastic:

@@ -1,8 +1,8 @@
 r"""Links, which map Gaussian logits to probabilities by approximating :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
 
-The softmax ignores a shift common to all logits, but the paper's link `Probit` does not. It uses the full variance of each logit,
-including the part along the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to the
-integral and serves as the reference for the other links (docs/links.md).
+The softmax ignores a shift common to all logits, but the paper's link `Probit` does not. `Probit` uses the full variance of each
+logit, including the part along the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to
+the integral and serves as the reference for the other links (docs/links.md).
 """
 
 from mola.errors import OptionError
@@ -20,7 +20,7 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 
 
 def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
-    """Return the link with the given name, or the given link itself. Raise `OptionError` if it does not apply to the likelihood."""
+    """Return the link by name, or the given link itself. Raise `OptionError` if the link does not apply to the likelihood."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
     # Regression does not use a link, so the default is accepted.
     if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.classification):

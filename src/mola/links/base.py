@@ -1,4 +1,4 @@
-"""The interface of a link, and the formulas that several links share."""
+"""The interface of a link and the formulas shared by several links."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Link(ABC):
         return outputs
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of the link as a dictionary that can be written as JSON."""
+        """Return the link's constructor arguments as a JSON-serialisable dictionary."""
         return asdict(self)  # type: ignore[call-overload]
 
 
 def probit_scaled(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return `m / sqrt(1 + pi/8 v)`, MacKay's approximation of the logit of the mean sigmoid."""
+    """Return `m / sqrt(1 + pi/8 v)`, MacKay's approximation of the logit of the expected sigmoid."""
     return mean * torch.rsqrt(1 + math.pi / 8 * variance)
 
 

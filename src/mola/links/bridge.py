@@ -21,8 +21,8 @@ class Bridge(Link):
     .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
 
-    after centring the logits. As the covariance vanishes, the link does not converge to the softmax, because the ratios of the
-    variances remain.
+    after centring the logits. Even as the covariance vanishes, the link does not converge to the softmax, because it still depends
+    on the ratios of the variances.
 
     Args:
         normalised: whether to first scale the mean and the variance to a common spread, as laplace-torch's `bridge_norm` does. The

@@ -15,7 +15,7 @@ from mola.links.base import Link
 from mola.links.probit import Probit
 
 MOST_CLASSES = 2**13
-"""Largest allowed number of classes. With this many classes, each table of all pairs takes half a gigabyte per datum."""
+"""Largest allowed number of classes. With this many classes, each table of class pairs takes half a gigabyte per datum."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return the size of 16 matrices (C, C), so that chunks of data fit into the cache, which doubles the speed."""
+        """Return the size of 16 matrices (C, C), which keeps chunks of data small enough for the cache and doubles the speed."""
         return 16 * outputs**2
 
     def __call__(
@@ -46,9 +46,9 @@ class MeanField(Link):
             )
         covariance = spread.covariance(centred=True)
         half = 0.5 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)
-        # Compute 1 + pi/8 (S_ii + S_jj - 2 S_ij) in place, which saves a third of the memory traffic that dominates the run time.
+        # Compute 1 + pi/8 (S_ii + S_jj - 2 S_ij) in place to save a third of the memory traffic, which dominates the run time.
         scale = (half[..., :, None] + half[..., None, :]).sub_(covariance, alpha=math.pi / 4).clamp_min_(1).rsqrt_()
         margins = (mean[..., None, :] - mean[..., :, None]).mul_(scale)
-        # Use logarithms: for a margin of -1e4, exp(1e4) would overflow, although such a margin only means a very small probability.
-        # The margin between a class and itself is 0, so the diagonal of the log-softmax is the negative logarithm of the sum.
+        # Use logarithms: a margin of -1e4 only means a very small probability, but exp(1e4) would overflow. The margin between a
+        # class and itself is 0, so the diagonal of the log-softmax is the negative logarithm of the sum.
         return torch.softmax(torch.log_softmax(margins, dim=-1).diagonal(dim1=-2, dim2=-1), dim=-1)

@@ -23,8 +23,8 @@ DRAWS_AT_ONCE = 2**16
 class MonteCarlo(Link):
     """The mean of the probabilities over draws of the logits.
 
-    All data share the same standard normal draws, so a prediction does not depend on the rest of its batch, and the same seed gives
-    the same probabilities. The estimate for each datum is unbiased.
+    All data share the same standard normal draws, so a prediction does not depend on the rest of its batch. The same seed gives the
+    same probabilities. The estimate for each datum is unbiased.
 
     Args:
         samples: number of draws.
