@@ -79,7 +79,7 @@ class Mixture(nn.Module):
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with evaluating(*modules), torch.no_grad():
             members = [
-                # A Mixture returns valid probabilities. The outputs of other predictors are checked.
+                # A Mixture always returns valid probabilities. The outputs of other predictors must be checked.
                 run(member) if isinstance(member, Mixture) else _checked(index, run(member), self.likelihood)
                 for index, member in enumerate(self.predictors)
             ]
@@ -95,7 +95,7 @@ class Mixture(nn.Module):
         members = torch.stack(self._member_outputs(inputs, seed))
         if members.dim() > 3:
             raise DataError(
-                "a Mixture predicts one row per input. For dense outputs, fit all networks in one posterior with mola.fit."
+                "a Mixture predicts one row per input. For dense outputs, fit all networks together with mola.fit."
             )
         probs = mixed(self.weights, list(members))
         return Prediction(
@@ -208,7 +208,7 @@ def _common_likelihood(members: Sequence[Any]) -> Likelihood:
 
 
 def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
-    place, remedy = f"predictors[{index}]", "Wrap networks that return logits in mola.ensemble or mola.fit."
+    place, remedy = f"predictors[{index}]", "If the network returns logits, wrap it in mola.ensemble or mola.fit."
     try:
         # Copy the array, because torch accepts neither read-only arrays nor negative strides.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))

@@ -2,8 +2,8 @@ r"""Mixtures of normal distributions: density, distribution function, quantiles 
 
 .. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
 
-Means and variances are tensors of shape (K, ...), with the components along the first axis, and weights have shape (K,). All functions
-use float64.
+Means and variances have shape (K, ...), with the components along the first axis; weights have shape (K,). All functions use
+float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mola.numerics import to_float64
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 HALVINGS = 60
-"""Number of bisection steps, enough to shrink any interval below the resolution of float64 relative to its ends."""
+"""Number of bisection steps, enough to shrink any interval to float64 resolution."""
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tenso
 
 
 def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
-    """Return the log density (n, D) of the mixture at targets (n, D) or, with `joint`, the joint log density (n,) of all D outputs.
+    """Return the log density (n, D) of the mixture at targets (n, D) or, if `joint`, the joint log density (n,) of all D outputs.
 
     Outputs are independent within each component, but not in the mixture.
     """
@@ -51,10 +51,10 @@ def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Te
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
-    """Return the value (...) below which a draw falls with probability `level`, up to rounding in float64.
+    """Return the value (...) below which a draw falls with probability `level`, up to float64 rounding.
 
     The quantile of a mixture lies between the smallest and the largest quantile of its components. Bisection is used because it does
-    not need the density, which is 0 in the gap between two distant components.
+    not need the density, which can underflow to 0 between distant components.
     """
     if level > 0.5:  # digits are lost near F = 1, so use the mirror image
         return -quantile(weights, -means, variances, 1 - level)

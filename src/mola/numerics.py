@@ -1,4 +1,4 @@
-"""Numerical conventions: the head computes in float64, and one seed per call determines all draws.
+"""Numerical conventions: the head is evaluated in float64, and one seed per call determines all draws.
 
 Rows on a device that does not support float64 (mps) are moved to the CPU. Each call draws one seed from its generator, so every batch
 and every component uses the same random numbers. A prediction therefore does not depend on the rest of its batch.
@@ -29,7 +29,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64. It is moved first, because a device without float64 cannot convert it."""
+    """Convert a tensor to float64. The tensor is moved first, because a device without float64 cannot convert it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
@@ -44,7 +44,7 @@ def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     """Draw standard normals (count, size) from a scrambled Sobol sequence, which fills space more evenly than random draws.
 
-    A mean over these draws has the same expectation as a mean over random draws, and a smaller error if only a few dimensions
+    A mean over these draws has the same expectation as a mean over random draws, but a smaller error if only a few dimensions
     matter. `count` must be a power of two.
     """
     even = min(size, SOBOL_DIMENSIONS)

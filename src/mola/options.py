@@ -41,7 +41,7 @@ MEANT = {
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """Return a hint, to be appended to a message, that suggests the most similar known name, or "" if no name is similar."""
+    """Return a "Did you mean" hint with the most similar known name, or "" if no name is similar."""
     if not isinstance(name, str):
         return ""
     meant = MEANT.get(name.lower())
@@ -60,7 +60,7 @@ def is_real(value: object) -> bool:
 
 
 def whole_number(value: object, argument: str, least: int = 1) -> int:
-    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer and at least `least`."""
+    """Return the value as an `int`; raise `OptionError` unless it is a Python or NumPy integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

@@ -121,7 +121,7 @@ class MoLA(Mixture):
 
     @property
     def pooling(self) -> float:
-        """Pooling coefficient c, which contracts the networks' logits to their mean (1 mixes probabilities; 0 averages logits)."""
+        """Pooling coefficient c, which contracts the networks' logits towards their mean (1: mix probabilities; 0: average logits)."""
         return self.scaling.pooling
 
     @property
@@ -238,14 +238,14 @@ class MoLA(Mixture):
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
     def divisors(self, rows: Rows, weights: Tensor, candidates: Candidates | None = None) -> list[Tensor]:
-        """Return the divisors of each network's logits under the settings of this posterior or of the given candidates."""
+        """Return the divisors of each network's logits, using the settings of this posterior or of the given candidates."""
         far = self.scaling.exponent > 0 if candidates is None else bool((candidates.exponent > 0).any())
         logs, norms = self.log_distances(rows) if far else None, self.likelihood.classification
         weights = weights.to(rows.outputs[0])
         return list(self.scaling.divisors(logs, weights, norms=norms, candidates=candidates).unbind(-3))
 
     def members(self, rows: Rows, candidates: Candidates | None = None) -> Members:
-        """Return the members of the mixture at the given rows, under the settings of this posterior or of the given candidates.
+        """Return the mixture's members for the given rows, using the settings of this posterior or of the given candidates.
 
         The formulas are given in `mola.scaling`.
         """
@@ -265,7 +265,7 @@ class MoLA(Mixture):
         return Members(rows.outputs, spreads, weights, divisors, candidates.pooling, likelihoods)
 
     def predictive(self, rows: Rows, seed: int | None = None, candidates: Candidates | None = None) -> Predictive:
-        """Return the predictive distribution at the given rows, under the settings of this posterior or of the given candidates."""
+        """Return the predictive distribution for the given rows, using the settings of this posterior or of the given candidates."""
         return self.likelihood.predictive(self.members(rows, candidates), self.link, seed)
 
     def predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
