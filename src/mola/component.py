@@ -69,7 +69,7 @@ class Component(nn.Module):
         self.prior_precision: float = check_precision(prior_precision)
 
     def at(self, prior_precision: float) -> Component:
-        """Return the component at a different prior precision."""
+        """Return the component with a different prior precision."""
         return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
 
     def noise_scaled(self, factor: float) -> Component:

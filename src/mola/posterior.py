@@ -277,7 +277,7 @@ class MoLA(Mixture):
                     check_finite(one.features.flatten(0, 1), one.outputs.flatten(0, 1), range(one.outputs.numel()))
                     if component.head is None:
                         check_logits(component.network, inputs, one.rows(slice(0, 4096))[1], self.likelihood)
-        # Copy the tensors, because a network may reuse its memory for the next batch.
+        # Copy the tensors, because a network may reuse their memory for the next batch.
         kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
         return self.make_prediction(kept, seed)
 
@@ -363,7 +363,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the outlier score used in predictions, which is the best score available."""
+        """Name of the best available outlier score, which predictions use."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -380,7 +380,7 @@ class MoLA(Mixture):
         return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
 
     def _outlier_terms(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # Return a tensor (3, n) with the far-field score, the mean energy and the log distance, and the energy (K, n) of each network.
+        # Return the far-field score, mean energy and log distance as a tensor (3, n), and each network's energy (K, n).
         means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
         log_distance, log_norm = self.log_distances(rows)
         own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
@@ -407,7 +407,7 @@ class MoLA(Mixture):
     # --- new posteriors from this one -------------------------------------------------------------------------------
 
     def with_parts(self, **changes: Any) -> Self:
-        """Return the mixture with some arguments of the constructor replaced; `tuning` becomes None unless it is given."""
+        """Return the mixture with some constructor arguments replaced; `tuning` becomes None unless it is given."""
         parts: dict[str, Any] = {
             "components": self.components,
             "link": self.link,
@@ -417,7 +417,7 @@ class MoLA(Mixture):
         return type(self)(**(parts | changes))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
-        """Return the mixture at a different prior precision, given as one number or one number per component."""
+        """Return the mixture with a different prior precision, given as one number or one number per component."""
         for component in self.components:
             component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
@@ -437,7 +437,7 @@ class MoLA(Mixture):
 
         Args:
             exponent: distance exponent gamma; at 0, distance has no effect.
-            onset: distance, relative to the median of the validation data, beyond which logits shrink; by default, it is not changed.
+            onset: distance, relative to the median of the validation data, beyond which logits shrink; by default, unchanged.
         """
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
@@ -455,7 +455,7 @@ class MoLA(Mixture):
 
         Args:
             noise: standard deviation in the targets' units, given as one number, one number per output, or a table (K, D) with one row
-                per component. For heteroscedastic networks, it is a factor that multiplies the predicted standard deviation.
+                per component. For heteroscedastic networks, the noise is a factor that multiplies the predicted standard deviation.
         """
         if not isinstance(self.likelihood, Gaussian):
             raise OptionError(
@@ -464,7 +464,8 @@ class MoLA(Mixture):
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
             raise OptionError(
-                "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses the noise."
+                "noise: expected one number, or one for each output; got None. To choose the noise automatically, use "
+                "posterior.tune(val_loader)."
             )
         table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
         rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
@@ -537,7 +538,7 @@ class MoLA(Mixture):
         return start.tuned(tuning)
 
     def tuned(self, tuning: Tuning) -> Self:
-        """Return the mixture with the settings that a rule chose."""
+        """Return the mixture with the settings chosen by a rule."""
         moved = self.with_prior_precision(tuning.prior_precision)
         components = moved.components
         if tuning.noise_factors:
@@ -657,7 +658,7 @@ class MoLA(Mixture):
             lemma: whether to return each component's bound (the paper's lemma) instead of the mixture's bound.
 
         Returns:
-            Bounds of shape (n,), or (K, n) with `lemma`; for multi-label data, (n, C) or (K, n, C).
+            Bounds of shape (n,), or (K, n) if `lemma`; for multi-label data, (n, C) or (K, n, C).
         """
         self._require_bounds()
         captured = self.capture(one_batch(inputs))
@@ -672,9 +673,9 @@ class MoLA(Mixture):
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Return the probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With a
-        distance exponent, the limit is 1/C, except for an input at which all features of a network are 0, since they are then 0 at all
-        its multiples.
+        The limit is exact for bias-free ReLU networks, whose features scale with the input. Other networks raise `BoundError`. With
+        a distance exponent, the limit is 1/C, except at inputs where all features of a network are 0: they remain 0 at every
+        multiple of the input.
         """
         self._require_bounds()
         once, far = self.capture(inputs), self.capture(bounds.SCALE * inputs)

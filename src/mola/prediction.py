@@ -1,6 +1,6 @@
 """Predictions and their uncertainty, for each input or for each position of dense outputs.
 
-Costly fields are computed when they are first read and then kept. The values do not depend on the order in which fields are read.
+Costly fields are computed on first read and then cached. The values do not depend on the order in which fields are read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mola.options import counted, is_real
 from mola.uncertainty import entropy
 
 Field: TypeAlias = "Tensor | Callable[[], Tensor] | None"
-"""A field of a prediction: a tensor, a function that computes the tensor when it is first read, or None if it is unknown."""
+"""A field of a prediction: a tensor, a function that computes the tensor on first read, or None if the field is unavailable."""
 
 
 class _Fields:
     axes: ClassVar[dict[str, int]]
-    """Axis of the inputs in each field, keyed by the field's name."""
+    """For each field name, the axis that indexes the inputs."""
     axis: int
     """Axis of the classes or outputs: the last axis, or axis 1 in the layout (n, C, H, W)."""
     likelihood: Any
@@ -172,7 +172,7 @@ class _Fields:
 
 
 class Prediction(_Fields):
-    """Probabilities of C classes, or of "yes" for C labels, for n inputs, together with a decomposition of the uncertainty.
+    """For n inputs, the probabilities of C classes (or of "yes" for C labels) and a decomposition of the uncertainty.
 
     For dense outputs, probabilities have the same layout as the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
@@ -213,7 +213,7 @@ class Prediction(_Fields):
 
     @property
     def epistemic(self) -> Tensor:
-        """Uncertainty (n,) in nats that more data would remove: the mutual information, plus the entropy that distance adds."""
+        """Uncertainty (n,) in nats that more data would remove: the mutual information plus the entropy added by distance."""
         known = self._read("aleatoric")
         return self.mutual_information if known is None else (self.entropy - known).clamp_min(0)
 
@@ -225,20 +225,20 @@ class Prediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,); the higher, the more outlying the input. `ood_score_name` is its name."""
+        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
         return self._read("ood_score")
 
     @property
     def far_field(self) -> Tensor | None:
-        """The far-field score (n,) alone, or None if there are no features."""
+        """Far-field score (n,), or None if there are no features."""
         return self._read("far_field")
 
     @property
     def distance(self) -> Tensor | None:
         """Distance (n,) of the features from the training classes, relative to the median of the validation data.
 
-        It is the geometric mean over the networks. Before tuning, it is relative to the root mean square distance of the training
-        data. It is None if the posterior has no distances.
+        The distance is the geometric mean over the networks. Before tuning, it is relative to the root mean square distance of the
+        training data. The value is None if the posterior has no distances.
         """
         return self._read("distance")
 
@@ -370,7 +370,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def ood_score(self) -> Tensor:
-        """Outlier score (n,); the higher, the more outlying the input. `ood_score_name` is its name."""
+        """Outlier score (n,), higher for more outlying inputs. `ood_score_name` is the name of the score."""
         return self._read("ood_score")
 
     @property
