@@ -405,7 +405,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks, without the noise, due to uncertain weights and distance from the training data."""
+        """Variance (n, D) within the networks, excluding noise, due to uncertain weights and distance from the training data."""
         return self._returned(self._within())
 
     @property

@@ -1,4 +1,4 @@
-"""Rules that tune a posterior, most of them on validation data."""
+"""Rules for tuning a posterior, mostly on validation data."""
 
 from mola.tuning import Calibrated, Distance, Evidence, Outliers, Rule, Score, Threshold, Tuning
 

@@ -10,7 +10,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
 T is the temperature, c is the pooling coefficient and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give
-exactly the paper's MoLA.** Pooling moves the means of the logits; their covariances are divided but not pooled.
+exactly the paper's MoLA.** Pooling changes only the means of the logits; the
+covariances are divided by :math:`s_k^2` but not pooled.
 
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median on
 the validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the
@@ -18,8 +19,8 @@ features, :math:`q_k` is the 99 % quantile of the norms on the validation data, 
 :math:`\gamma = 0`, both :math:`\rho` and :math:`\nu` are omitted.
 
 The factor :math:`\nu_k^2` is needed because distances depend only on the directions of the features. Logits grow no faster than
-features do, since :math:`|m_k| \le a_k |h_k| + b_k`. With the factor, :math:`z_k` and the pooled logits vanish as the features grow,
-and the probabilities tend to 1/C.
+features do, since :math:`|m_k| \le a_k |h_k| + b_k`. With this factor, :math:`z_k` and the pooled logits vanish as the features
+grow, and the probabilities tend to 1/C.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Reference:
         return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
-        """Return the reference as a dictionary that can be written as JSON."""
+        """Return the reference as a JSON-serialisable dictionary."""
         return asdict(self)
 
     @staticmethod
@@ -122,7 +123,7 @@ class LogitScaling:
     pooling: float = 1.0
     """Pooling coefficient c: 1 mixes probabilities, and 0 averages logits."""
     exponent: float = 0.0
-    """Distance exponent gamma. With larger values, logits shrink faster with distance."""
+    """Distance exponent gamma. Larger values make logits shrink faster with distance."""
     onset: float = 1.0
     """Onset o: distance, relative to the median, beyond which logits shrink."""
     reference: Reference | None = None
@@ -144,7 +145,7 @@ class LogitScaling:
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
 
     def log_excess(self, log_norm: Tensor) -> Tensor:
-        """Return the logarithm `log nu` (K, n) of the excess feature norm, which is 0 for typical features."""
+        """Return the log excess norm `log nu` (K, n) of the features, which is 0 for typical features."""
         return (log_norm - self._logs(1, log_norm)).clamp_min(0)
 
     def _logs(self, field: int, like: Tensor) -> Tensor:
@@ -166,8 +167,8 @@ class LogitScaling:
         Args:
             logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distance is not used.
             weights: mixture weights (K,).
-            norms: whether to use feature norms, as for logits. Regression does not need them, because its variance grows with the
-                features.
+            norms: whether to use feature norms, as classification does. Regression does not need them, because its variance grows
+                with the features.
             candidates: candidate settings of a search, which replace the settings of this object.
         """
         at = self if candidates is None else candidates
