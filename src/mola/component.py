@@ -126,7 +126,7 @@ class Component(nn.Module):
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:
-    """Return a list of `count` values, one for each component, given a single value or a sequence of `count` values."""
+    """Return one value per component as a list, given a single value or a sequence of `count` values."""
     single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)

@@ -174,7 +174,7 @@ class _Fields:
 class Prediction(_Fields):
     """For n inputs, the probabilities of C classes (or of "yes" for C labels) and a decomposition of the uncertainty.
 
-    For dense outputs, probabilities have the same layout as the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have the
+    For dense outputs, probabilities have the same layout as the logits, (n, C, H, W) or (n, T, C). Fields of shape (n,) then have
     shape (n, H, W) or (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` are supported.
     """
 

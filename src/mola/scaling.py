@@ -10,8 +10,8 @@ and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
 .. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
 
 T is the temperature, c is the pooling coefficient and :math:`\gamma` is the distance exponent. **T = 1, c = 1 and gamma = 0 give
-exactly the paper's MoLA.** Pooling changes only the means of the logits; the
-covariances are divided by :math:`s_k^2` but not pooled.
+exactly the paper's MoLA.** Pooling changes only the means of the logits; the covariances are divided by
+:math:`s_k^2` but not pooled.
 
 :math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), and :math:`r_k` is its median on
 the validation data. The onset o is the distance, relative to the median, beyond which logits shrink. :math:`|h_k|` is the norm of the

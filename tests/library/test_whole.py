@@ -374,5 +374,5 @@ def test_bad_input_is_explained(monkeypatch):
             use()
     monkeypatch.setattr("mola.laplace.base._free_memory", lambda: 10_000)
     for options in ({"structure": "full"}, {"subnetwork": 100}):
-        with pytest.raises(StructureTooLargeError, match="are free"):
+        with pytest.raises(StructureTooLargeError, match="is free"):
             fit(network, loader, **options)

@@ -62,7 +62,7 @@ class Structure(ABC):
 
     name: str
     smaller: str | None = None
-    """Name of the structure that error messages recommend if this one needs too much memory; if None, the recommendation depends on
+    """Name of the structure that error messages recommend if this one needs too much memory. If None, the recommendation depends on
     the numbers of features and outputs."""
     additive = True
     """True if the sums over the whole training set can be obtained by adding sums over its parts in any order."""

@@ -153,7 +153,7 @@ class FactoredCurvature(Curvature):
 
     def feature_variance(self, phi: Tensor, precision: Precision) -> Tensor:
         """Return `phi' V phi` (..., n)."""
-        # The features are not transposed, because versions of onnxruntime before 1.25 cannot multiply transposed float64 matrices.
+        # The features are not transposed, because onnxruntime versions before 1.25 cannot multiply transposed float64 matrices.
         return (self.squares(phi) @ self.feature_inverse(precision).movedim(-1, 0)).movedim(0, -1)
 
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:

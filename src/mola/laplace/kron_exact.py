@@ -1,6 +1,6 @@
 r"""Kronecker factors with the prior added exactly in their joint eigenbasis, as in laplace-torch's `kron`.
 
-The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda` and is no longer a Kronecker product. The covariance of the
+The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda` but is not a Kronecker product. The covariance of the
 logits is diagonal in A's eigenbasis, and its entries depend on the datum:
 :math:`Q_A\, \mathrm{diag}_i\big(\sum_j (Q_B^\top \phi)_j^2 / (N a_i b_j + \lambda)\big)\, Q_A^\top`.
 """

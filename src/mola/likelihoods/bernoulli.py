@@ -1,7 +1,7 @@
 r"""Binary and multi-label classification: yes or no for each of C labels, with one logit each, :math:`p(\text{yes}) = \sigma(f)`.
 
-Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`, and every direction in
-output space has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
+Labels are independent given the logits, so the curvature has only the separate part, :math:`p_c (1 - p_c)`. Every direction in output
+space therefore has curvature. A missing label contributes neither to the log-likelihood nor to the curvature.
 
 The sigmoid of a logit z is the second entry of the softmax of (0, z), in which the first logit is fixed at 0.
 """

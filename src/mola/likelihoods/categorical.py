@@ -58,7 +58,7 @@ class Categorical(ClassificationLikelihood):
             )
         if not ran and _are_probabilities(outputs):
             raise HeadError(
-                "the outputs sum to 1, so the network returns probabilities. Pass a network that returns logits."
+                "each row of outputs sums to 1, so the network seems to return probabilities. Pass a network that returns logits."
             )
         return outputs
 

@@ -1,6 +1,6 @@
 r"""Links, which map Gaussian logits to probabilities by approximating :math:`\int \mathrm{softmax}(f)\, N(f; m, S)\, df`.
 
-The softmax ignores a shift common to all logits, but the paper's link `Probit` does not. `Probit` uses the full variance of each
+The softmax ignores a shift common to all logits, but the paper's `Probit` link does not. `Probit` uses the full variance of each
 logit, including the part along the hidden direction. Every other link uses only the centred covariance. `MonteCarlo` converges to
 the integral and serves as the reference for the other links (docs/links.md).
 """
