@@ -147,7 +147,7 @@ class Mixture(nn.Module):
                 positional arguments, or a mapping of their keyword arguments.
             generator: source of random numbers for links that draw samples; by default, the link's seed is used.
             progress: whether to show a progress bar if stderr is a terminal.
-            team: processes that predict together. Each process reads its own shard, and every process returns all the predictions,
+            team: processes that predict together. Each process reads its own shard and returns the predictions of all processes,
                 ordered by rank.
 
         Returns:
@@ -171,7 +171,7 @@ class Mixture(nn.Module):
                 "log_prob."
             )
         if isinstance(inputs, np.ndarray):
-            # Copy the array to native byte order, because torch accepts neither read-only arrays nor other byte orders.
+            # Copy the array in native byte order, because torch accepts neither read-only arrays nor other byte orders.
             native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
             if native.dtype.kind not in "biufc":
                 raise DataError(

@@ -696,8 +696,8 @@ class MoLA(Mixture):
         """Save everything except the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
-            directory: folder to write to. If it already contains a posterior, that posterior remains readable until the new one is
-                complete.
+            directory: folder to write to. If the folder already contains a posterior, that posterior remains readable until the new
+                one is complete.
 
         Returns:
             The folder, which can be passed to `mola.load(directory, networks)`.

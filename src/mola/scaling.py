@@ -37,7 +37,7 @@ from mola.errors import OptionError
 from mola.options import is_real
 
 LOG_LARGEST_DISTANCE = 40.0
-"""Logarithm of the largest divisor that distance can cause. This divisor is large enough to make every logit vanish."""
+"""Logarithm of the largest divisor due to distance. This divisor is large enough to make every logit vanish."""
 
 LOG_LARGEST = 600.0
 """Logarithm of the largest total divisor, chosen to stay within the range of float64."""
@@ -57,7 +57,7 @@ class Reference:
     scales: tuple[FeatureScale, ...]
     """Each network's median distance and the 99 % quantile of its feature norms."""
     score: tuple[tuple[float, float], ...] | None = None
-    """Mean and standard deviation of each term of the outlier score, or None if there are no validation data."""
+    """Mean and standard deviation of each term of the outlier score, or None without validation data."""
     energies: tuple[float, ...] | None = None
     """Mean energy of each network, which determines the mean of the energy term for any weights."""
 

@@ -174,7 +174,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def divided(self, by: float) -> Self:
-        """Return the curvature divided by a number, such as the factor by which the noise variance is multiplied."""
+        """Return the curvature divided by a number, such as a factor applied to the noise variance."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def laplacian(weights: Tensor) -> Tensor:
 
 
 def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues (clamped to be non-negative) and eigenvectors of a positive semi-definite matrix, on the CPU."""
+    """Return the eigenvalues (clamped to be non-negative) and eigenvectors of a positive semi-definite matrix, both on the CPU."""
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.clamp_min(0), vectors
 

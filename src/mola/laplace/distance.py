@@ -122,7 +122,7 @@ class ClassDistance:
         """Return the log distances (n,) and the log norms (n,) of features (n, P), with or without the constant 1."""
         tiny = torch.finfo(phi.dtype).tiny
         features = phi[:, : self.width]
-        # Divide by the largest feature first, because the squares of features near 1e200 overflow in float64.
+        # Divide by the largest absolute feature first, because the squares of features near 1e200 overflow in float64.
         largest = features.abs().amax(1, keepdim=True).clamp_min(tiny)
         scaled = features / largest
         norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(tiny)

@@ -59,7 +59,7 @@ class Members:
     weights: Tensor
     """Mixture weights (K,)."""
     divisors: Sequence[Tensor]
-    """Divisors s_k (..., n, 1) or (..., 1, 1); they divide the logits or, in regression, multiply the standard deviations."""
+    """Divisors s_k of the logits, of shape (..., n, 1) or (..., 1, 1); in regression, they multiply the standard deviations."""
     pooling: float | Tensor
     """Pooling coefficient c in `z + c (z_k - z)`, which contracts the members towards their mean z; in a search, a tensor (...)."""
     likelihoods: Sequence[Likelihood]
@@ -148,7 +148,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
-        """Return the outputs of a network as rows (n, C), or raise `HeadError` if they do not fit the likelihood.
+        """Return the outputs of a network as rows (n, C), or raise `HeadError` if the outputs do not suit the likelihood.
 
         Args:
             outputs: outputs returned by the network.

@@ -83,8 +83,8 @@ class Gaussian(RegressionLikelihood):
     Args:
         noise: standard deviation of the targets around the mean, in the targets' units, given as one number or one number per output.
             By default, the noise is estimated from the residuals of the training data, and tuning may change it. For heteroscedastic
-            networks, the noise is a factor that multiplies the predicted standard deviation; its default is 1.
-        shared: True if all outputs share one estimated noise level.
+            networks, the noise is a factor that multiplies the predicted standard deviation; the default is 1.
+        shared: whether to estimate one noise level for all outputs.
         location: mean that was subtracted from the targets for training, given as one number or D numbers.
         scale: standard deviation by which the targets were divided for training, given as one number or D numbers.
         heteroscedastic: True if the network also predicts a variance for each target and therefore has 2 D outputs.

@@ -28,5 +28,5 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     known = ", ".join(name for name, kind in LINKS.items() if kind().applies_to(likelihood))
     raise OptionError(
         f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. The applicable links are: "
-        f"{known or 'none, since the predictive distribution is exact'}. Leave out link= to use the default."
+        f"{known or 'none, because the predictive distribution is exact'}. Leave out link= to use the default."
     )

@@ -19,7 +19,7 @@ class Link(ABC):
 
     name: str
     variance_only = False
-    """True if the link uses only the variance of each logit, which allows a search to evaluate many candidates at once."""
+    """True if the link uses only the variance of each logit, so that a search can evaluate many candidates at once."""
 
     classes_only = False
     """True if the link centres the logits over the classes, which is impossible for a single binary logit."""

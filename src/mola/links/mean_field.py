@@ -50,5 +50,5 @@ class MeanField(Link):
         scale = (half[..., :, None] + half[..., None, :]).sub_(covariance, alpha=math.pi / 4).clamp_min_(1).rsqrt_()
         margins = (mean[..., None, :] - mean[..., :, None]).mul_(scale)
         # Use logarithms: a margin of -1e4 only means a very small probability, but exp(1e4) would overflow. The margin between a
-        # class and itself is 0, so the diagonal of the log-softmax is the negative logarithm of the sum.
+        # class and itself is 0, so the diagonal of the log-softmax is the negative logarithm of the sum of exponentials.
         return torch.softmax(torch.log_softmax(margins, dim=-1).diagonal(dim1=-2, dim2=-1), dim=-1)

@@ -28,8 +28,8 @@ class MonteCarlo(Link):
 
     Args:
         samples: number of draws.
-        over: whether to draw "logits" or "weights" of the last layer. The logits of each datum have the same distribution in both
-            cases.
+        over: whether to draw the "logits" or the "weights" of the last layer. The logits of each datum have the same distribution in
+            both cases.
         seed: seed for the draws, used unless a generator is passed to the call.
     """
 
