@@ -25,15 +25,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 YOURS, PAPER = "Your own networks", "The paper's experiments"
-UNTOUCHED = "Nothing was written. Any earlier result is unchanged."
+UNTOUCHED = "Nothing was written. Any existing output is unchanged."
 RESUMES = "Finished {} are kept. Run the same command again to continue."
 
 add_command(
     app,
     fit.fit,
     panel=YOURS,
-    stopped="No posterior was written. Any earlier posterior is unchanged. "
-    "With --checkpoint, running the same command again resumes from the last checkpoint (saved every 100 batches).",
+    stopped="No posterior was written. Any existing posterior is unchanged. "
+    "If you passed --checkpoint, run the same command again to resume. Progress is saved every 100 batches.",
 )
 add_command(app, predict.predict, panel=YOURS, stopped=UNTOUCHED)
 add_command(app, evaluate.evaluate, panel=YOURS, stopped="The report is missing or incomplete. Run the command again.")
@@ -46,7 +46,7 @@ add_command(app, bench.bench, panel=PAPER, stopped=RESUMES.format("records"))
 add_command(app, report.report, panel=PAPER, stopped="The report is missing or incomplete. Run the command again.")
 
 SHARED = ("fit", "evaluate", "predict", "train", "bench")
-"""Commands whose work can be shared by several processes. Any other command would repeat all of its work in each process."""
+"""Commands whose work can be split between several processes. Any other command would repeat all of its work in each process."""
 
 
 def _version(wanted: bool) -> None:
@@ -64,7 +64,7 @@ def _options(
 ) -> None:
     """Post-hoc uncertainty for trained PyTorch networks: calibration, OOD detection and selective prediction.
 
-    Start with `mola demo`, or fit and evaluate a posterior. The following example first trains its own networks:
+    Start with `mola demo`, or fit and evaluate a posterior. The following example begins by training networks:
 
         mola train digits
 

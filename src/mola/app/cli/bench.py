@@ -18,9 +18,8 @@ from mola.options import one_of
 def bench(options: BenchOptions) -> None:
     """Run a suite of experiments on trained networks.
 
-    The networks' activations are computed once, stored, and reused for every method, prior and ablation. Each record is
-    written as soon as it is complete, and running the same command again resumes after the last record. `mola report` shows the
-    results.
+    The networks' activations are computed once, stored, and reused for every method, prior and ablation. Each record is written
+    as soon as it is complete. Running the same command again resumes after the last record. `mola report` shows the results.
     """
     one_of(options.suite, (*SUITES, "uci"), "suite")
     check_folder(options.results)
@@ -41,8 +40,8 @@ def bench(options: BenchOptions) -> None:
 def _bench_uci(options: BenchOptions) -> None:
     if options.data is None:
         raise OptionError(
-            "the uci suite needs a folder of data sets. Pass it with --data (with one subfolder per set, containing "
-            "data.txt, index_test_0.txt, ...)."
+            "the uci suite needs a folder of data sets. Pass it with --data. Each set needs a subfolder with data.txt, "
+            "index_test_0.txt, ..."
         )
     names = tuple(one_of(name, SETS, "--sets") for name in options.sets or SETS)
     with showing_progress(quiet=options.quiet) as progress:

@@ -23,9 +23,10 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 
 
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
-    """Register a command for a function that takes a dataclass of options (`mola.app.options`); its docstring becomes the help text.
+    """Register a function that takes a dataclass of options (`mola.app.options`) as a command.
 
-    `stopped` is the message shown after Ctrl-C; it says what an interrupted run leaves behind.
+    The function's docstring becomes the help text. `stopped` is the message shown after Ctrl-C; it says what an interrupted run
+    leaves behind.
     """
     kind = get_type_hints(function)["options"]
     declared = options_of(kind)
@@ -68,8 +69,8 @@ def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str
 
 
 def _parameters(one: Option) -> list[tuple[str, Any]]:
-    # Return the name and annotation of each typer parameter. Every default is None, so that flags that were given can be told
-    # apart from defaults.
+    # Return the name and annotation of each typer parameter. Every default is None, which distinguishes omitted flags from given
+    # ones.
     settings: dict[str, Any] = {
         "help": _help(one),
         "metavar": one.metavar or METAVARS.get(one.kind),
@@ -102,7 +103,7 @@ def _help(one: Option) -> str:
 
 
 def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
-    # Return the options given on the command line or in the environment, converted to the types of the fields.
+    # Return the options given on the command line or in the environment, converted to the fields' types.
     given: dict[str, Any] = {}
     for one in declared:
         named: list[Any] = [flags.get(name) for name in (one.name, f"{one.name}_argument")]
@@ -115,7 +116,7 @@ def _given(declared: list[Option], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(command: str, kind: type, declared: list[Option], given: dict[str, Any]) -> dict[str, Any]:
-    # Return the options in a run file. The file may come from a stranger, so running code that only the file names requires the
+    # Return the options in a run file. The file may come from a stranger, so code named only in the file runs only with the
     # user's consent.
     path: Path | None = given.get("config")
     if path is None:
@@ -130,13 +131,13 @@ def _from_file(command: str, kind: type, declared: list[Option], given: dict[str
 
 
 def write_run(options: Any, command: str, path: Path) -> Path:
-    """Write the run file, which can be passed to `--config` to repeat the run."""
+    """Write a run file that can be passed to `--config` to repeat the run."""
     write_atomically(path, to_toml(as_document(options, command, path.parent)).encode())
     return path
 
 
 class Command(TyperCommand):
-    """A command whose compact help lists the common options first and all other options by topic."""
+    """A command with compact help that lists the common options first, then the others by topic."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, with brackets around optional arguments only."""
@@ -151,7 +152,7 @@ class Command(TyperCommand):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section of options for each topic. Arguments are listed with the common options."""
+        """Write the options, with one section per topic. Arguments are listed with the common options."""
         panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         shown: list[Any] = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         for one in shown:
@@ -176,10 +177,10 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The group of all commands, whose help lists them by topic."""
+    """The top-level command group; its help lists the commands by topic."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section of commands for each topic."""
+        """Write the commands, with one section per topic."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             one: Any = self.get_command(ctx, name)

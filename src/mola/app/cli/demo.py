@@ -19,10 +19,10 @@ from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.lab.demo import run_demo
 
 FIGURES_BEGIN = 0.85
-"""Fraction of the total time, as measured, that passes before the figures are drawn."""
+"""Measured fraction of the total time that passes before the figures are drawn."""
 
 LARGEST_SEED = 2**31 - 1
-"""Largest seed allowed: half the largest that scikit-learn's generators accept, because the two-moons data need two seeds."""
+"""Largest seed allowed: half the largest seed that scikit-learn accepts, because the two-moons data need two seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class DemoOptions(Quiet):
 
 
 def demo(options: DemoOptions) -> None:
-    """Compare one network, deep ensembles, and MoLA with the paper's rule and with the default rule, on handwritten digits.
+    """Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.
 
     Trains five small networks on data included in scikit-learn, fits and tunes posteriors, and compares the methods on test data,
     rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
     """
-    # Imported before any work is done, so that a missing extra is reported early.
+    # Imported before any work begins, so that a missing package is reported early.
     from mola.compare.report.writing import write_demo
 
     output, quiet = options.output, options.quiet

@@ -21,7 +21,7 @@ DRAWING_BEGINS = 0.8
 """Fraction of the total time that passes before the figures are drawn."""
 
 MOST_LINES = 25
-"""Maximum number of lines printed to the terminal, including the line that gives the path of the report."""
+"""Maximum number of lines printed to the terminal, including the line with the report's path."""
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -37,7 +37,7 @@ def evaluate(options: EvaluateOptions) -> None:
     """
     import torch
 
-    # Imported before any work is done, so that a missing extra is reported early.
+    # Imported before any work begins, so that a missing package is reported early.
     from mola.app.jobs.folder import open_posterior
     from mola.compare.report.writing import write_evaluation
     from mola.distributed import join
@@ -72,7 +72,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _shown(console: Console, comparison: Comparison) -> list[str]:
-    # Return the main finding, the main table, and as many other results as fit on a screen. The report contains all results.
+    # Return the main finding, the main table, and as many other results as fit on one screen. The report contains all results.
     from mola.compare.report.words import evaluation_findings
 
     first, *others = [f"{escape(one.title)}: {escape(one.text)}" for one in evaluation_findings(comparison)]

@@ -17,9 +17,9 @@ from mola.errors import OptionError
 def explore(options: ExploreOptions) -> None:
     """Change an image on a local web page and watch the confidence change.
 
-    Compares a single network (MAP), the deep ensemble (DE) and MoLA while you rotate, blur or draw an image. Shows the predicted
+    Compares a single network (MAP), the deep ensemble (DE) and MoLA as you rotate, blur or draw an image. Shows the predicted
     classes, the confidence, MoLA's uncertainty, and the OOD score relative to the validation data. Without a folder, opens the
-    digits demo. The page can be opened only on this machine. Press Ctrl-C to stop.
+    digits demo. The page is accessible only from this machine. Press Ctrl-C to stop.
 
         mola explore posterior
     """

@@ -18,10 +18,10 @@ from mola.export import Written
 
 
 def export(options: ExportOptions) -> None:
-    """Export the networks and the Bayesian head to one file that outputs probabilities and uncertainty.
+    """Export the networks and the Bayesian head as one model that outputs probabilities and uncertainty.
 
-    The file accepts batches of any size. Class names, tuning settings and the thresholds for the decisions below are stored as
-    properties that can be changed. The file is compared with PyTorch on random inputs and is written only if the outputs agree.
+    The model accepts batches of any size. Class names, tuning settings and the thresholds for the decisions below are stored in
+    the file as editable properties. The file is written only if its outputs agree with PyTorch's on random inputs.
 
         mola export posterior --onnx model.onnx
     """

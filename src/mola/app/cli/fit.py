@@ -36,7 +36,7 @@ REGRESSION = [
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Reporting, Job):
-    """Options for `mola fit`: the options of the job, and options that do not affect the posterior."""
+    """Options for `mola fit`: the job's options, plus options that do not affect the posterior."""
 
     output: Path = option(
         Path("posterior"), "Folder for the posterior", flags=("--output", "-o"), metavar="DIR", kept=False
@@ -48,12 +48,12 @@ class FitOptions(Reporting, Job):
 
 
 def fit(options: FitOptions) -> None:
-    """Fit a posterior, for calibrated confidence from trained networks.
+    """Fit a posterior to trained networks for calibrated confidence.
 
-    Fits a Laplace approximation to the last layer of each network in one pass over the training data, tunes it on the
-    validation data and writes a folder that the other commands open. Supports classification, multi-label classification,
-    regression and dense outputs. The validation data are also used to calibrate OOD alarms, selective prediction and conformal
-    sets. The networks are neither retrained nor changed.
+    Fits a Laplace approximation to the last layer of each network in one pass over the training data and tunes it on the
+    validation data. Writes a folder that the other commands open. Supports classification, multi-label classification, regression
+    and dense outputs. The validation data are also used to calibrate OOD alarms, selective prediction and conformal sets. The
+    networks are neither retrained nor changed.
 
         mola fit a.pt b.pt --network my:net --train train.npz --val val.npz
     """
@@ -92,12 +92,10 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     measured = found["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
-        # The networks without the posterior have the same mixture weights but no covariances.
+        # The networks alone use the same mixture weights but no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
-        caption = (
-            f"{counted(measured['count'], part)}, also used for tuning. Use `mola evaluate` to measure other data."
-        )
+        caption = f"{counted(measured['count'], part)}, also used for tuning. For other data, use `mola evaluate`."
         headings = [Column(heading, digits=digits) for _, heading, _, digits in columns]
         print_table(console, make_table("On the validation data", caption, headings, values))
     first, *notes = summary["notes"] or ["Not tuned: the given prior precision is used."]

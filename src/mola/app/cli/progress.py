@@ -1,4 +1,4 @@
-"""Show progress on stderr: as a bar in a terminal, and otherwise as one line per step."""
+"""Show progress on stderr: as a bar in a terminal, otherwise as one line per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function that shows the current step and the fraction of the work that is done, from 0 to 1."""
+    """Yield a function that shows the current step and the fraction of the work completed, from 0 to 1."""
     console = Console(stderr=True)
     if quiet:
         yield lambda doing, done: None

@@ -21,7 +21,7 @@ class ReportOptions(Quiet):
 
     suites: tuple[str, ...] = option(
         (),
-        "Names of suites; `mola bench uci` prints its own tables",
+        "Suites to report; for uci, `mola bench uci` prints the tables",
         argument=True,
         metavar="SUITES",
         shown="all suites with results",
@@ -35,7 +35,7 @@ class ReportOptions(Quiet):
 def report(options: ReportOptions) -> None:
     """Present benchmark results as tables, figures and a web page, alongside the paper's numbers.
 
-    Reads only the records that `mola bench` wrote, not the networks. Writes a self-contained index.html, tables.md, tables.tex
+    Reads only the records written by `mola bench`, not the networks. Writes a self-contained index.html, tables.md, tables.tex
     and the figures. Takes a few seconds.
     """
     # Imported here so that the other commands start without loading matplotlib.

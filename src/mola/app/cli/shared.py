@@ -1,4 +1,4 @@
-"""Helpers shared by several commands, which check the output folder and report inputs that were left out."""
+"""Helpers shared by several commands, for example to check the output folder and to report inputs that were left out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mola.distributed import Team
 from mola.errors import OptionError
 
 LEFT_OUT = 3
-"""Exit code of a command that succeeded but left inputs out."""
+"""Exit code of a command that succeeded but left some inputs out."""
 
 
 def check_report_folder(output: Path) -> None:
-    """Raise `OptionError`, before any work, if a report's folder is not writable or contains files but no report."""
+    """Raise `OptionError` before any work begins if a report's folder is not writable or contains files but no report."""
     check_writable(output)
     if output.is_file():
         raise OptionError(f"{output} is a file, but the report needs a folder. Choose another --output.")
@@ -37,7 +37,7 @@ def check_report_folder(output: Path) -> None:
 def finish(account: Account, summary: dict[str, Any], team: Team, *, as_json: bool, quiet: bool) -> None:
     """Report inputs that were left out, or print the summary as JSON. Exit with code 3 if inputs were left out.
 
-    With several processes, the exit code is 0, because torchrun treats every other exit code as a failure.
+    With several processes, the exit code is 0, because torchrun treats any other exit code as a failure.
     """
     if as_json:
         typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))

@@ -1,7 +1,7 @@
 """The explorer's page: a single gradio HTML component whose script calls `Explorer.look` whenever the user changes something.
 
 Plain requests are used instead of gradio's events, because gradio's queue loses an answer if a request arrives while the server
-is closing the stream of answers.
+is closing the answer stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mola.app.explore.pictures import MAX_SIDE, SLIDERS, change, read_changes, t
 from mola.app.explore.subject import Subject
 from mola.errors import MolaError, OptionError, importing
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this when it is imported
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads this variable on import
 with importing("the explorer", "gradio", "explore"):
     import gradio as gr
 
@@ -36,11 +36,11 @@ SLOW = 0.15
 
 MAX_CLASSES = 12
 PAD, PEN = 280, 1.15
-"""Side length of the drawing pad in pixels on the page, and width of a stroke in pixels of the network input."""
+"""Side length of the drawing pad in page pixels, and stroke width in pixels of the network input."""
 
 
 def percent(share: float) -> str:
-    """Return a probability as a percentage; only values of exactly 0 and 1 are shown as 0 % and 100 %."""
+    """Return a probability as a percentage; only exactly 0 and 1 are shown as 0 % and 100 %."""
     if 0.9995 <= share < 1:
         return "> 99.9\N{NO-BREAK SPACE}%"
     return "< 0.1\N{NO-BREAK SPACE}%" if 0 < share < 0.0005 else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
@@ -52,12 +52,12 @@ TEMPLATES.filters["percent"] = percent
 
 
 class Explorer:
-    """Stateless handler for the page's requests, all of which concern one subject."""
+    """Stateless handler for the page's requests about one subject."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._lock = threading.Lock()  # several pages may be open at once
-        self._predict([subject.examples[0][1]])  # the first call is slower than later calls
+        self._predict([subject.examples[0][1]])  # a warm-up, because the first call is slow
         began = time.perf_counter()
         self._predict([subject.examples[0][1]])
         self.has_curve = time.perf_counter() - began < SLOW
@@ -75,7 +75,7 @@ class Explorer:
         return dict(zip(METHODS, (alone[0], mean, prediction.probs), strict=True))
 
     def look(self, request: Mapping[str, Any]) -> str:
-        """Return the HTML for a request that contains `picture` as a `data:` URL, a value for each of `SLIDERS`, and `invert`."""
+        """Return the HTML for a request that contains `picture` as a `data:` URL, the values of the sliders, and `invert`."""
         try:
             if not request.get("picture"):
                 return "<article>Draw something, drop a picture, or choose an example.</article>"
@@ -86,7 +86,7 @@ class Explorer:
             return f'<article class="missing">{escape(str(error))}</article>'
 
     def answer(self, image: Image.Image, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply `change` to a picture of the right size, and return everything that the page shows for the result."""
+        """Apply `change` to a picture of the right size, and return the values that the page shows for the result."""
         subject = self.subject
         seen = change(image, **changes)
         prediction = self._predict([seen])
@@ -146,7 +146,7 @@ def launch(explorer: Explorer, port: int | None = None) -> tuple[gr.Blocks, str]
 
     with gr.Blocks(title="mola explorer", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
-            controls(explorer.subject),  # passed as `value`, because gradio would evaluate a template
+            controls(explorer.subject),  # passed as `value`, not as a template, which gradio would evaluate
             js_on_load=(ASSETS / "page.js").read_text(encoding="utf-8"),
             server_functions=[look],
             apply_default_css=False,

@@ -1,4 +1,4 @@
-"""Pictures for the explorer: reading them from the page, resizing them for the networks, and changing them with sliders."""
+"""Read pictures from the explorer's page, resize them for the networks, and change them with sliders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_CHARACTERS = 8 * MAX_SIDE**2
 
 
 class Slider(NamedTuple):
-    """A slider on the page."""
+    """A slider on the page, with its range, its neutral value and its step."""
 
     label: str
     low: float
@@ -51,7 +51,7 @@ SLIDERS = {
 
 
 def read_changes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for `change` that a request from the page contains; values outside a slider's range are clipped."""
+    """Return the arguments for `change` from a page's request, with each value clipped to its slider's range."""
     values = {
         name: max(slider.low, min(slider.high, float(request.get(name, slider.neutral))))
         for name, slider in SLIDERS.items()
@@ -76,7 +76,7 @@ def change(
     if (contrast, brightness) != (1, 0):
         table = [round((level - 127.5) * contrast + 127.5 + 255 * brightness) for level in range(256)]
         image = image.point([min(255, max(0, level)) for level in table] * len(image.getbands()))
-    if scale < 1:  # bilinear sampling reads only two pixels per side and would skip the rest
+    if scale < 1:  # blur first: bilinear sampling reads only 2 x 2 pixels and would skip the others
         image = image.filter(ImageFilter.GaussianBlur(0.4 * (1 / scale - 1)))
     if (rotation, scale) != (0, 1):
         cos, sin = math.cos(math.radians(rotation)) / scale, math.sin(math.radians(rotation)) / scale
@@ -111,18 +111,18 @@ class Sight:
     def read(self, text: str) -> Image.Image:
         """Decode a picture from the page (`data:image/png;base64,...`), and convert it to the size and mode of the network inputs."""
         if not text.startswith(PREFIX) or len(text) > MAX_CHARACTERS:
-            raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels as {PREFIX}...")
+            raise DataError(f"expected a picture of at most {MAX_SIDE} x {MAX_SIDE} pixels, encoded as {PREFIX}...")
         try:
             image = Image.open(io.BytesIO(base64.b64decode(text.removeprefix(PREFIX), validate=True)), formats=["PNG"])
             if max(image.size) > MAX_SIDE:
                 raise ValueError(f"expected at most {MAX_SIDE} pixels per side, got {image.width} x {image.height}")
             image.load()
-        except Exception as error:  # for a damaged file, Pillow may raise almost any exception
+        except Exception as error:  # Pillow may raise almost any exception for a damaged file
             raise DataError(f"the picture cannot be decoded: {error}.") from error
         return self.fit(image)
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize and crop a picture in the same way as the training data; crop the centre if the size still differs."""
+        """Resize and crop a picture like the training data; if its size is still wrong, scale and centre-crop it instead."""
         mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
         prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):

@@ -1,7 +1,7 @@
 """Contents of the explorer: a posterior, the preparation of its pictures, examples, and OOD scores of the validation data.
 
-`open_subject` reads a folder written by `mola fit`; `digits_subject` trains the networks of the digits demo, and fits and tunes
-their posterior, in a few seconds.
+`open_subject` reads a folder written by `mola fit`. `digits_subject` takes a few seconds to train the networks of the digits demo
+and to fit and tune their posterior.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reference:
     """Size of the validation set."""
 
     def share_below(self, score: float) -> float:
-        """Return the fraction of the validation data that have a lower score."""
+        """Return the fraction of validation inputs with a lower score."""
         return float((self.scores < score).double().mean())
 
 
@@ -108,7 +108,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
 
 
 def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
-    """Open the posterior's folder given in the options."""
+    """Open the posterior's folder that the options specify."""
     progress("loading networks", 0.0)
     folder = Path(str(options.posterior))
     fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)

@@ -38,7 +38,7 @@ class Arrays(Set):
     """Pixels as bytes, or network inputs, of shape (n, ...)."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches with indices first, first + step, ..."""
+        """Yield the batches with indices `first`, `first + step`, ..."""
         size, shape = self.intake.batch_size, self.intake.shape
         for start in range(first * size, len(self.values), step * size):
             some = self.values[start : start + size]
