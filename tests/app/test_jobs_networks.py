@@ -55,7 +55,7 @@ def test_networks_by_name_and_by_import(desk, tmp_path):
         (["lenet"], [], "lenet has no trained weights"),
         (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
         (["{m}:build"], ["strange"], "strange contains no weights"),
-        (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 files of weights for 2 networks"),
+        (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 weight files for 2 networks"),
         (["{m}:gone"], ["0"], "has no 'gone'"),
         (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
         (["{m}:broken"], ["0"], "failed .KeyError"),

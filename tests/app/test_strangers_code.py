@@ -24,7 +24,7 @@ from mola.hub import FORMAT
 from mola.lab.imported import import_builder, import_function
 from tests.own_work import job_for, make_desk, with_job
 
-OWN_WORD_OR_TRUST = r"specify it on the command line: --(network|val) \S+\. .*add --trust"
+OWN_WORD_OR_TRUST = r"name it on the command line: --(network|val) \S+\. .*add --trust"
 PLACED = ("dl", "src", "other", "posterior", "torchvision", "looks_like_mine", "evil", "mine")
 """Beginnings of the names of the modules that are placed below."""
 
@@ -238,7 +238,7 @@ def test_the_file_of_a_run_is_not_the_users_word_for_code(place, mola_command, c
     (place.root / "dl" / "run.toml").write_text("\n".join([f'command = "{command}"', "[options]", *lines]))
     code, _, words = mola_command(command, "--config", "dl/run.toml")
     assert code == 1
-    assert re.search(rf"specify it on the command line: {label} dl\.evil.*add --trust", " ".join(words.split()))
+    assert re.search(rf"name it on the command line: {label} dl\.evil.*add --trust", " ".join(words.split()))
     assert not place.witness.exists()
 
 

@@ -5,8 +5,8 @@
         seed: int = option(0, "Random seed", minimum=0)
 
 `mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file
-with which a run can be repeated. Paths declared with `is_path=True` are stored relative to the file, so that a folder can be
-moved together with the files that it names.
+that is used to repeat a run. Paths declared with `is_path=True` are stored relative to this file, so that it can be moved
+together with the files it names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     Path: ("a path", lambda value: isinstance(value, str)),
     tuple: ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
-"""For each field type, a description of the value expected in a run file, and a check of the value."""
+"""For each field type, a description of the value expected in a run file, and a function that checks it."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Option:
     metavar: str = ""
     """Placeholder for the value in the help."""
     shown: str | None = None
-    """Text shown in the help for the default value."""
+    """Text that the help shows as the default value."""
     parse: Callable[[Any], Any] | None = None
     """Function that converts a string from the command line or a value from a run file.
 
-    The message of its `ValueError` describes the expected value.
+    If it raises `ValueError`, the message describes the expected value.
     """
     minimum: float | None = None
     maximum: float | None = None
@@ -90,7 +90,7 @@ class Option:
         return self.default is MISSING
 
     def check(self, value: Any, where: str) -> Any:
-        """Convert a value from a run file to the field's type; the message of an `OptionError` begins with `where`."""
+        """Convert a value from a run file to the field's type; error messages begin with `where`."""
         if self.parse is not None:
             return parsed(self.parse, value, where)
         expected, holds = KINDS[self.kind]
@@ -130,7 +130,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def parsed(parse: Callable[[Any], Any], value: Any, where: str) -> Any:
-    """Convert a value with the `parse` function of its option; the message of an `OptionError` describes the expected value."""
+    """Convert a value with its option's `parse` function; error messages describe the expected value."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
@@ -162,13 +162,13 @@ FLAGS: tuple[tuple[str, Any], ...] = (
     (r"\bval_loader\b", "--val"),
     (r"\b(training|validation|outlier|prediction|test) loader\b", r"\1 data"),
 )
-"""Patterns in messages of the Python interface, and their replacements for the command line."""
+"""Patterns in messages from the Python interface, with their replacements for the command line."""
 
 
 def in_flags(message: str, declared: Iterable[Option] = ()) -> str:
     """Rewrite a message from the library for the command line; for example, `rule='nll'` becomes `--rule nll`.
 
-    Messages from the library refer to an option by the name of its argument, which is also the name of the declared option.
+    The library's messages refer to options by their Python argument names, which match the names of the declared options.
     """
     for one in declared:
         message = re.sub(rf"(?:^|(?<=[.,:;] )){one.name}(?= must\b|: )", one.label, message)
@@ -231,7 +231,7 @@ def _located(value: str, names: Collection[str], folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OptionError`, before any work, if a file or folder cannot be created."""
+    """Raise `OptionError` before any work begins if a file or folder cannot be created."""
     above = next(one for one in (path, *path.absolute().parents) if one.is_dir() or (one != path and one.exists()))
     try:
         with tempfile.TemporaryFile(
@@ -245,7 +245,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise `OptionError`, before any work, if a folder cannot be created or is a file."""
+    """Raise `OptionError` before any work begins if a folder cannot be created or is a file."""
     if path.is_file():
         raise OptionError(f"{path} is a file; expected a folder.")
     check_writable(path)

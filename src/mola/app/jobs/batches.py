@@ -26,9 +26,9 @@ SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """A posterior as a function that maps batches to columns. Any engine can apply it to its partitions.
+    """A posterior as a function that maps batches to columns. Any engine can apply the function to its partitions.
 
-    A batch is a pandas frame or a mapping from names to NumPy arrays. The result has the same type as the batch and the same
+    A batch is a pandas DataFrame or a mapping from names to NumPy arrays. The result has the same type as the batch and the same
     columns as the output of `mola predict`. Inputs are passed to the networks unchanged. Each process loads the posterior when it
     receives its first batch.
 
@@ -40,8 +40,8 @@ class BatchPredictor:
         keep: columns to copy to the output, such as a key.
         shape: shape of one input; by default, the shape of a cell or, with several columns, of a row.
         dtype: NumPy type to which the inputs are converted.
-        probabilities: whether to add a column "probs" with a list of probabilities, one for each class.
-        trust: True if you trust the author of the source. Files written by `mola.export.torch_export`, and folders that name
+        probabilities: whether to add a "probs" column that lists the probability of each class.
+        trust: whether you trust the author of `source`. Files written by `mola.export.torch_export`, and folders that name
             functions, require trust because they can run code.
         batch_size: number of inputs per forward pass, independent of the engine's batches.
     """
@@ -63,7 +63,7 @@ class BatchPredictor:
     def __call__(self, batch: Any) -> Any:
         """Return the predictions for a batch, which may be empty. Frames keep their index."""
         if not isinstance(batch, Mapping) and not hasattr(batch, "columns"):
-            raise DataError(f"expected a pandas frame or a mapping of arrays, got {type(batch).__name__}.")
+            raise DataError(f"expected a pandas DataFrame or a mapping of arrays, got {type(batch).__name__}.")
         missing = [name for name in (*self.inputs, *self.keep) if name not in batch]
         if missing:
             raise DataError(f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, batch))}.")
@@ -135,7 +135,7 @@ class _Loaded(NamedTuple):
 
 @cache
 def _load(path: Path, changed: int, trust: bool) -> _Loaded:
-    # `changed`, the time of the last change, is part of the cache key, so that a changed file is read again.
+    # `changed`, the modification time, is part of the cache key, so that a modified file is read again.
     if path.is_file():
         exported = export.load(path, trust=trust)
         if not {"probs", "label"} <= set(exported.outputs):

@@ -33,8 +33,8 @@ class BenchOptions(Computing, Device):
     components: int | None = option(None, "Number of networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
-        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all, which "
-        "excludes tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO) and whole (all layers)",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all of "
+        "these; also tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO) and whole (all layers)",
         metavar="NAMES",
     )
     results: Path = option(
@@ -83,7 +83,7 @@ class BenchOptions(Computing, Device):
         False, "ImageNet without training images: use five folds of the validation images", panel=DATA
     )
     stream: bool = option(
-        False, "Do not store training activations, which saves disk space but allows fewer ablations", panel=DATA
+        False, "Do not store training activations (saves disk space, but allows fewer ablations)", panel=DATA
     )
     swag: str = option(
         "",
@@ -126,7 +126,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             raise OptionError(
                 "--train needs a folder of networks, but --networks lists trained networks. Omit --train."
             )
-        # Networks that are listed individually resize and normalise images themselves.
+        # Networks listed by name resize and normalise images themselves.
         data = replace(data, normalisation=data.normalisation or "none")
         networks = open_named(given, suite.outputs)
         name = ", ".join(network.label for network in networks)

@@ -1,9 +1,9 @@
-"""Require consent to run code that a file names, such as `package.module:function` in a posterior's document or in a run file.
+"""Require consent to run code named in a file, such as `package.module:function` in a posterior's document or a run file.
 
 The file may come from a stranger. Importing a module runs it, and many installed functions can do harm: `pytest:main` would run
 tests that a stranger put into the folder. Code named on the user's command line is not checked here. A file may name torchvision
-networks and modules in the current folder, but not modules that came with the file, such as `downloads.evil` in a downloaded
-folder. All other code needs `--trust`.
+networks. It may also name modules in the current folder, but not modules that came with the file, such as `downloads.evil` in a
+downloaded folder. All other code needs `--trust`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mola.lab.imported import split_name
 from mola.saving.files import DOCUMENT
 
 HARMLESS = "torchvision.models"
-"""Package that a file may name, because its functions only build networks."""
+"""Package whose functions a file may name, because they only build networks."""
 
 
 def check_values(values: Mapping[str, Any], source: Path, *, trust: bool) -> None:
@@ -47,13 +47,13 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
         top = module.partition(".")[0]
         if _is_here(top) or (top not in sys.modules and find_spec(top) is None):
             raise OptionError(
-                f"cannot import {module!r}, which {source} names: the module does not exist here. Run the command in the folder in "
-                f"which the posterior was fitted."
+                f"cannot import {module!r}, which is named in {source}: no such module exists here. Run the command in the "
+                f"folder where the posterior was fitted."
             )
         if f"{module}.".startswith(f"{HARMLESS}."):
             return
     where = "is installed, but not in the current folder" if file is None else f"came with a posterior ({file})"
-    own_word = "" if option is None else f"If the code is yours, specify it on the command line: {option} {name}. "
+    own_word = "" if option is None else f"If this is your own code, name it on the command line: {option} {name}. "
     raise OptionError(
         f"{source} names {name}, which {where}. Importing it could run a stranger's code. {own_word}If you trust the folder, add "
         f"--trust."
@@ -75,8 +75,8 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # Return the outermost folder that contains a file but not the current folder, before and after links are resolved. The
-    # contents of such a folder were probably downloaded together.
+    # Return the outermost folder that contains the file but not the current folder: once for the path as given, and once with
+    # links resolved. The contents of such a folder were probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):

@@ -1,6 +1,6 @@
 """Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
 
-Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their numbers. For dense
+Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their indices. For dense
 outputs, tables contain means over positions. Arrays have the same layout as in the library.
 """
 
@@ -111,7 +111,7 @@ class Columns:
         return pandas.DataFrame(table)
 
     def _counts(self, label: Tensor, axis: int) -> NDArray[Any]:
-        # Return the number of positions at which each class or label is predicted, of shape (n, C).
+        # Return the number of positions (n, C) at which each class or label is predicted.
         if self.likelihood.mutually_exclusive:
             return np.stack([np.bincount(one.flatten(), minlength=len(self.names)) for one in label])
         return label.movedim(axis, 1).reshape(len(label), len(self.names), -1).sum(2).numpy()
@@ -147,7 +147,7 @@ def _field(column: str) -> str:
 
 
 def output_names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets, or their numbers if they have no names."""
+    """Return the names of the classes, labels or targets, or their indices if they have no names."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.num_uncertain(count)  # variances are not targets

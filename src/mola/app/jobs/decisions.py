@@ -1,7 +1,7 @@
 """Decisions for a posterior's folder: thresholds computed from the saved scores of the validation data.
 
-Along with the posterior's tensors, `mola fit` saves a few numbers for each validation datum. Any false-alarm rate, error rate or
-coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
+Along with the posterior's tensors, `mola fit` saves a few numbers for each validation example. Any false-alarm rate, error rate
+or coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
 answered, and the error rate is guaranteed for all other inputs.
 
 The prior precision, a single number, is tuned on the same data; docs/decisions.md reports how this affects the guarantees.
@@ -39,7 +39,7 @@ FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA, MOST_NUMBERS = 100_000, 2**23
-"""Limits on the numbers of validation examples and values that are saved. For larger sets, an evenly spaced subset is saved."""
+"""Maximum numbers of validation examples and of values that are saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix for the names of the saved tensors."""
@@ -93,7 +93,7 @@ def usual_alarm(scores: Tensor) -> tuple[float, float]:
 
 
 def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
-    """Return the OOD score above which inputs are outlying, or None if there are no validation data."""
+    """Return the OOD score above which inputs are flagged as outliers, or None if there are no validation data."""
     validation = fitted.document["result"].get("validation")
     if validation is None and false_alarm_rate is None:
         return None
@@ -109,9 +109,9 @@ class Decisions:
     """Thresholds for new inputs."""
 
     alarm: float | None
-    """OOD score above which inputs are outlying; None if there are no validation data."""
+    """OOD score above which inputs are flagged as outliers; None if there are no validation data."""
     answer: AnswerThreshold | None = None
-    """Confidence above which inputs are answered unless they are outlying; None if no error rate is given."""
+    """Confidence above which inputs are answered unless they are flagged as outliers; None if no error rate is given."""
     sets: PredictionSets | None = None
     """Conformal prediction sets; None if no coverage is given."""
     intervals: PredictionIntervals | None = None
@@ -153,7 +153,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
         if columns[SCORE].shape != known.confidence.shape:
-            raise DataError("expected an OOD score for each datum")
+            raise DataError("expected an OOD score for each example")
     except DataError as error:
         raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
     return known, columns[SCORE]
@@ -168,7 +168,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     if not shaped or not len(means) or not exact or not bool((variances > 0).all()):
         raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected the means and variances of "
-            f"{len(weights)} networks, and a target for each datum. Fit again."
+            f"{len(weights)} networks, and a target for each example. Fit again."
         )
     means, variances = (values.transpose(0, 1).contiguous() for values in (means, variances))
     # The intervals use neither the noise variance nor OOD scores.
@@ -179,7 +179,7 @@ def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
     if fitted.posterior.is_dense:
         raise OptionError(
             f"{option} does not support dense outputs, but the networks of {fitted.folder} have dense outputs. The positions of an "
-            f"input are correlated, so no guarantee would hold. Omit {option}. The OOD alarm works for each position."
+            f"input are correlated, so no guarantee would hold. Omit {option}. The OOD alarm is available for each position."
         )
     _require_validation(fitted, option)
     return read_columns(fitted.folder)

@@ -64,8 +64,8 @@ POSITIONS = 256
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
-"""Suffix for the names of scaled networks without Laplace approximations: "-T" for temperature scaling (classes),
-"-N" for scaled noise (regression)."""
+"""Suffix for the names of scaled methods without Laplace approximations: "-T" for temperature scaling (classes), "-N" for scaled
+noise (regression)."""
 
 LOGITS = "DE-L"
 """Name of the method that averages the networks' logits and scales the mean by a temperature."""
@@ -77,7 +77,7 @@ class EvaluateOptions(Opening, Reporting):
 
     posterior: Path = option(help="Folder written by `mola fit`", argument=True, metavar="POSTERIOR")
     test: str = option(help="Labelled test data, in any form that `mola fit --train` accepts", metavar="DATA")
-    ood: tuple[str, ...] = option((), "OOD data, whose labels are not read; can be repeated", metavar="DATA")
+    ood: tuple[str, ...] = option((), "OOD data (labels are ignored); can be repeated", metavar="DATA")
     output: Path = option(
         Path("evaluation"), "Folder for the page, the figures and the numbers", flags=("--output", "-o"), metavar="DIR"
     )
@@ -114,7 +114,7 @@ class _Methods:
         return LAPLACE if self.single is self.posterior else MIXTURE
 
     def chosen(self, method: str) -> dict[str, Any]:
-        """Return the values that were tuned for a method."""
+        """Return the values tuned for a method."""
         discrete, found = self.posterior.likelihood.classification, dict[str, Any]()
         if method in self.alone:
             factor = self.alone[method]
@@ -206,7 +206,7 @@ def run_evaluate(
     }
     held_out = None
     if tuned_on is not None:
-        # A folder that was moved may refer to data that no longer exist.
+        # If the folder was moved, it may refer to data that do not exist here.
         absent = None if val else "specify the validation data with --val DATA."
         source = fitted.open_set(
             tuned_on, labelled=True, directory=options.data, by_user=val is not None, absent=absent
@@ -311,7 +311,7 @@ def _tuned(
 
 
 def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, Any], list[str]]:
-    # Return the plain and scaled networks without Laplace approximations (see `_Methods.alone`), and notes.
+    # Return the contents of `_Methods.alone`, for methods with and without scaling, and notes.
     count, likelihood = len(posterior.components), posterior.likelihood
     members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
     if held_out is None:
@@ -361,7 +361,7 @@ def _read(methods: _Methods, loader: Loader, team: Team) -> dict[str, Tally]:
 
 
 def _guarantees(fitted: PosteriorFolder) -> tuple[PredictionSets | None, dict[float, PredictionIntervals]]:
-    # Return conformal sets, or calibrated intervals at the coverages for which the validation data suffice.
+    # Return conformal sets, or calibrated intervals at each coverage for which there are enough validation data.
     intervals: dict[float, PredictionIntervals] = {}
     with suppress(OptionError, DataError):
         if fitted.posterior.likelihood.classification:

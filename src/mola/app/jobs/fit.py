@@ -54,7 +54,7 @@ ROWS = 1024
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
-    """Return a job's rule with its settings, or None if the prior precision is kept."""
+    """Return a job's rule with its settings, or None if the prior precision is not tuned."""
     name = one_of(job.rule_name, RULE_NAMES, "--rule")
     settings = {"confidence": ("--threshold", job.threshold), "price": ("--price", job.price)}
     given = {field: value for field, (_, value) in settings.items() if value is not None}
@@ -118,7 +118,7 @@ def run_fit(
     check_job(job)
     if bundle and (not job.weights or any(map(is_folder, job.network))):
         raise OptionError(
-            "--bundle copies the files given by --weights into the folder. Networks with their own weights cannot be bundled."
+            "--bundle copies the files passed with --weights into the folder. Networks with their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
@@ -138,8 +138,8 @@ def run_fit(
     data = Material(job, built, account, progress, together)
     if job.download and together.first:
         together.share(None)
-    # The validation data are read only once, and first, so that a wrong class order is found before the pass over the training
-    # data, which may take hours.
+    # The validation data are read first, and only once. A wrong class order is thus found before the pass over the training data,
+    # which may take hours.
     held_out = None
     if data.val is not None:
         held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
@@ -170,7 +170,8 @@ def run_fit(
     job = replace(job, weights=tuple(map(str, weights)))
     document = as_document(job, "fit", output) | {"result": _result(posterior, data, measured)}
     if together.first:
-        # Write the posterior and its job atomically. Then write the job again, for human readers and for `mola fit --config`.
+        # Write the posterior and its job atomically. Then write the job to its own file, for human readers and for
+        # `mola fit --config`.
         text = to_toml(document)
         packed, tensors = pack(posterior)
         write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors | saved_columns(columns))
@@ -225,10 +226,10 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics for the networks alone and for the posterior, and, for each datum, the values that decisions need.
+    # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
-    # For regression, the networks without the posterior use the noise that minimises the loss on these data.
+    # For regression, the networks alone use the noise that minimises the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
@@ -236,7 +237,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
-        # The networks without the posterior use the same mixture weights, so that only the Laplace approximations differ.
+        # The networks alone use the same mixture weights, so that only the Laplace approximations differ.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
             plain.add(Answer(alone, likelihood=likelihood).columns(labels))
@@ -328,7 +329,7 @@ class Material:
         counts = {job.classes if isinstance(job.classes, int) else self.outputs, len(listed) or self.outputs}
         for many in counts - {self.outputs}:
             advice = (
-                f"Remove folders or names that are not classes from {job.train}, or use networks with {many} outputs"
+                f"Remove from {job.train} any folders or names that are not classes, or use networks with {many} outputs"
                 if listed == train.classes and many > self.outputs
                 else "Pass all class names, in the order of the outputs, with --classes"
             )
@@ -352,9 +353,8 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not accept images of {height}x{width} pixels with {channels} channels. With "
-                f"--resize HEIGHTxWIDTH (and --crop), set the size that it was trained on, and with --mode RGB or L, "
-                f"its channels. {error}"
+                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Set the "
+                f"size it was trained on with --resize HEIGHTxWIDTH (and --crop), and its channels with --mode RGB or L. {error}"
             ) from error
 
     def _open(self, name: str, *, labelled: bool) -> Set:

@@ -1,8 +1,8 @@
 """Check, read and open a posterior's folder.
 
-The posterior's document also contains the job: its options and, under `result`, the results of the fit, such as the classes,
-the shape of the inputs and the alarm threshold. Both are replaced atomically, so that a posterior is never used with the
-preparation of another posterior. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
+The posterior's document also contains the job: its options and, under `result`, the results of the fit, such as the classes, the
+shape of the inputs and the alarm threshold. The posterior and its job are replaced together, so that a posterior is never used
+with another posterior's preparation. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
-        """Open data by name and prepare them like the training data. Unless `by_user` is true, check code that the folder names."""
+        """Open data by name and prepare them like the training data. Unless `by_user` is true, check code named in the folder."""
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
@@ -127,7 +127,7 @@ def open_posterior(
 ) -> PosteriorFolder:
     """Open a posterior written by `mola fit`: build its networks, load their weights and load the posterior.
 
-    `mola.app.jobs.code` checks the functions that the folder names.
+    `mola.app.jobs.code` checks the functions named in the folder.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -198,7 +198,7 @@ def example_of(result: dict[str, Any]) -> Any:
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has any other content."""
+    """Return True if the folder contains a posterior, which will be replaced; raise `OptionError` if it has other contents."""
     if output.is_file():
         raise OptionError(f"{output} is a file, but the posterior needs a folder. Choose another --output.")
     check_writable(output)

@@ -76,9 +76,7 @@ class Deciding:
     false_alarm_rate: float | None = option(
         None, "Fraction of in-distribution inputs that may be flagged as OOD", shown="0.05", panel=DECISIONS
     )
-    error_rate: float | None = option(
-        None, "Selective prediction: maximum fraction of answers that are wrong", panel=DECISIONS
-    )
+    error_rate: float | None = option(None, "Selective prediction: maximum fraction of wrong answers", panel=DECISIONS)
     certainty: float | None = option(None, "Confidence level for --error-rate", shown="0.95", panel=DECISIONS)
     coverage: float | None = option(
         None,

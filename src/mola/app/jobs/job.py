@@ -1,4 +1,4 @@
-"""A job: the options of `mola fit` as one value, stored as `job.toml` next to a posterior.
+"""A job: the options of `mola fit` as one value, stored in `job.toml` next to a posterior.
 
 Consent to run code (`--trust`) is never saved, because a file may come from a stranger.
 """
@@ -186,7 +186,7 @@ class Job:
         parse=parse_price,
     )
     outliers: str | None = option(None, "OOD data for --rule outliers", panel=METHOD, metavar="DATA", is_path=True)
-    distances: bool = option(True, "Do not compute class distances, to save memory", panel=METHOD)
+    distances: bool = option(True, "Do not compute class distances (saves memory)", panel=METHOD)
 
     noise: tuple[float, ...] | None = option(
         None,

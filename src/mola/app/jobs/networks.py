@@ -39,7 +39,7 @@ KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
 }
-"""Suffixes of architecture names, each with the transformers class that loads such architectures."""
+"""Transformers class that loads an architecture, keyed by the suffix of the architecture's name."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Built:
     files: list[Path]
     """Files that contain the weights."""
     hints: Intake
-    """Preparation of inputs that the networks' configuration specifies."""
+    """Input preparation specified by the networks' configuration."""
     classes: tuple[str, ...] | None = None
-    """Class names that the networks' configuration specifies."""
+    """Class names specified by the networks' configuration."""
 
 
 def weight_files(names: Sequence[str]) -> list[Path]:
@@ -89,7 +89,7 @@ def build_networks(names: Sequence[str], weights: Sequence[str] = (), *, classes
         takers = takers * len(files)
     if files and len(files) != len(takers):
         raise OptionError(
-            f"got {counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} without weights "
+            f"got {counted(len(files), 'weight file')} for {counted(len(takers), 'network')} without weights "
             f"({', '.join(takers) or 'none'}). Pass one network for all files, or one network for each file. Hugging "
             f"Face folders contain their own weights."
         )
@@ -218,8 +218,8 @@ def load_transformers(folder: Path) -> nn.Module:
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
     if absent:
         raise StorageError(
-            f"{folder} lacks some of the network's weights ({absent[0]} and {len(absent) - 1} more), which would be random. Save "
-            f"the model again."
+            f"{folder} lacks some of the network's weights ({absent[0]} and {len(absent) - 1} more), which would be initialised "
+            f"at random. Save the model again."
         )
     loaded: nn.Module = network
     return loaded
@@ -262,7 +262,7 @@ def _side(size: Any) -> int | tuple[int, int] | None:
 
 
 def timm_hints(network: nn.Module) -> Intake:
-    """Return the image preparation that timm's configuration of a network specifies."""
+    """Return the image preparation specified by timm's configuration of a network."""
     found: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
     mean, std = _statistics(found, "mean", "std")
     if not found.get("input_size"):

@@ -48,7 +48,7 @@ class Pictures(Set):
     """Reasons why images are unusable, if known before their files are opened; None for all other images."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches with indices first, first + step, ...; the next batch is decoded while the current batch is used."""
+        """Yield the batches with indices `first`, `first + step`, ...; decode the next batch while the current one is used."""
         size = self.intake.batch_size
         places = range(len(self.paths))
         starts = places[first * size :: step * size]
@@ -196,8 +196,8 @@ def _column(heading: Sequence[str], known: Sequence[str], message: str) -> str:
     if found is None:
         raise DataError(
             f"{message}: expected a column with one of the names {', '.join(known)}; found "
-            f"{', '.join(heading) or 'nothing'}. A CSV file lists image "
-            f"files. Save tables of numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
+            f"{', '.join(heading) or 'nothing'}. A CSV file must list image files. Save tables of "
+            f"numbers as .npz: numpy.savez('data.npz', x=inputs, y=labels)."
         )
     return found
 

@@ -71,7 +71,7 @@ def run_predict(
 ) -> dict[str, Any] | None:
     """Make predictions for a set, batch by batch, and write each batch as soon as it is ready.
 
-    Unusable inputs also get a row, which gives the reason. Rank 0 of a team writes the file and returns a summary as plain
+    Unusable inputs also get a row, which states the reason. Rank 0 of a team writes the file and returns a summary as plain
     values: counts, the means of `mola.app.jobs.columns.Columns.sums`, thresholds, and the inputs that were left out. All other
     ranks return None.
     """
@@ -127,7 +127,7 @@ def _check_likelihood(fitted: PosteriorFolder, output: Path, *, probabilities: b
             f"--probabilities. Rows contain the mean, the standard deviation and an interval."
         )
     if probabilities and posterior.is_dense and output.suffix != ARRAYS:
-        raise OptionError(f"--probabilities of dense outputs can be written only to {ARRAYS} files; got {output}.")
+        raise OptionError(f"for dense outputs, --probabilities can be written only to {ARRAYS} files; got {output}.")
 
 
 def _portions(posterior: MoLA, batches: Iterator[Rows], columns: Columns, *, arrays: bool) -> Iterator[Portion]:
@@ -150,6 +150,6 @@ def _in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
     more = True
     while more:
         everyone = team.collect(next(own, None))
-        # Batches are assigned to the processes in turn. If a process has no batch in this round, this is the last round.
+        # Batches are assigned to the processes in turn. A round in which a process has no batch is the last.
         more = None not in everyone
         yield from (portion for portion in everyone if team.first and portion is not None)

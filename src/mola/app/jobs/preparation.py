@@ -34,7 +34,7 @@ class Intake:
     shape: tuple[int, ...] | None = None
     """Shape of one input without the batch dimension; None until the training data are read."""
     dtype: str = "float32"
-    """Floating-point type of the inputs, the same as that of the networks."""
+    """Floating-point type of the networks and their inputs."""
     batch_size: int = 256
     workers: int = 2
     """Number of threads that decode images."""
@@ -76,7 +76,7 @@ class Intake:
 def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
     """Return the intake specified by the options or the network's configuration.
 
-    The training data determine settings that are None.
+    The training data later determine any setting that is None.
     """
     if job.mode is not None:
         one_of(job.mode, MODES, "--mode")

@@ -70,7 +70,7 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """Return the metrics that a folder's document stores."""
+    """Return the metrics that are stored in a folder's document."""
     found = {name: one.value for name, one in measured(tally).items()}
     if "rmse" not in found:
         return found

@@ -1,8 +1,8 @@
-"""Batches of a user's data. Unusable inputs are reported and left out, and all other inputs become tensors.
+"""Batches of a user's data. Unusable inputs are reported and left out; the rest become tensors.
 
 A set yields `Rows`: the names of all inputs in a batch, an error for each unusable input, and the usable inputs as tensors.
-Fitting and evaluation read rows through a `Loader`, which records the inputs that were left out in an `Account`. Prediction
-writes a row for each input.
+Fitting and evaluation read rows through a `Loader`, whose `Account` records the inputs that were left out. Prediction writes a
+row for each input.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Set:
     """Number of inputs, if known."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches with indices first, first + step, first + 2 step, ..., so that several processes can share a set."""
+        """Yield the batches with indices `first`, `first + step`, ..., so that several processes can share a set."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class Account:
         return sum(len(one) for one in self.left_out.values())
 
     def require_some(self, count: int, where: str) -> None:
-        """Raise `DataError` with the first reason if no input in a set could be used."""
+        """Raise `DataError`, giving the first reason, if no input in a set is usable."""
         if count == 0:
             first = next(
                 (f" The first error: {name}: {why}." for name, why in self.left_out.get(where, {}).items()), ""
@@ -82,7 +82,7 @@ class Account:
             raise DataError(f"{where} contains no usable inputs.{first}")
 
     def lines(self, shown: int = 5) -> list[str]:
-        """Return lines that list the first few inputs left out of each set and give the number of others."""
+        """Return lines that list the first few inputs left out of each set and count the rest."""
         lines = []
         for where, entries in self.left_out.items():
             lines.append(f"{where}: {counted(len(entries), 'input')} left out")
@@ -112,7 +112,7 @@ class Loader:
     labelled: bool = True
     """True if labels are required."""
     on_share: Callable[[float], None] = lambda share: None
-    """Function that is called with the fraction of the set that has been read."""
+    """Callback that receives the fraction of the set that has been read."""
     team: Team = field(default_factory=Team.single)
     """Processes that share the set."""
 
@@ -142,7 +142,7 @@ def read_shared(source: Set, team: Team, on_share: Callable[[float], None]) -> I
 
 
 def as_loaded(rows: Rows) -> Any:
-    """Return inputs and labels as a loader yields them: a tuple, or a mapping that contains the labels."""
+    """Return inputs and labels in the form that a loader yields: a tuple, or a mapping that contains the labels."""
     if isinstance(rows.inputs, Mapping):
         return dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
     return (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)

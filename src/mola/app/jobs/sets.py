@@ -38,7 +38,7 @@ from mola.options import counted, did_you_mean, one_of
 DIGITS = "digits"
 BUILT_IN = (DIGITS, *DATASETS)
 SPLITS = ("train", "val", "report", "test")
-"""Splits of a built-in set. `val` contains the 2000 test images that the paper tunes on, and `report` the remaining test images."""
+"""Splits of a built-in set. `val` contains the 2000 test images that the paper tunes on, and `report` contains the rest."""
 
 DEFAULTS = Job()
 
@@ -51,7 +51,7 @@ class Own(Set):
     labelled: bool
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Call the function and yield the batches with indices first, first + step, ..."""
+        """Call the function and yield the batches with indices `first`, `first + step`, ..."""
         start = 0
         for index, raw in enumerate(self._raw_batches()):
             where = f"batch {index} of {self.name}"
@@ -95,7 +95,7 @@ def _size(inputs: Any, where: str) -> int:
 
 
 def is_own_function(name: str) -> bool:
-    """Return True if data are named in the form `package.module:function`."""
+    """Return True if a data set's name has the form `package.module:function`."""
     if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
         return False
     return not Path(name).expanduser().exists()

@@ -40,7 +40,7 @@ class Portion(NamedTuple):
 
 
 def check_output(output: Path, data: str) -> None:
-    """Raise `OptionError`, before any work, if the output cannot be written or is the input file."""
+    """Raise `OptionError` before any work begins if the output cannot be written or is the input file."""
     source = Path(data).expanduser()
     if output.exists() and source.exists() and output.samefile(source):
         raise OptionError(f"{output} is the input file, which would be overwritten. Choose another --output.")
@@ -71,7 +71,7 @@ def open_writer(output: Path, names: Sequence[str]) -> Iterator[Writer]:
 
 
 class Writer:
-    """Base class of writers, which write predictions in batches.
+    """Base class for writers that receive predictions in batches.
 
     Batches are held back until a batch that contains a usable input determines the columns.
     """
