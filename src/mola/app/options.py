@@ -5,7 +5,7 @@
         seed: int = option(0, "Random seed", minimum=0)
 
 `mola.app.cli.command` turns the fields into flags. `as_document` and `read_options` convert options to and from the TOML file
-that is used to repeat a run. Paths declared with `is_path=True` are stored relative to this file, so that it can be moved
+that is used to repeat a run. Paths declared with `is_path=True` are stored relative to this file, so that a run file can be moved
 together with the files it names.
 """
 
@@ -64,7 +64,7 @@ class Option:
     parse: Callable[[Any], Any] | None = None
     """Function that converts a string from the command line or a value from a run file.
 
-    If it raises `ValueError`, the message describes the expected value.
+    If the function raises `ValueError`, the message describes the expected value.
     """
     minimum: float | None = None
     maximum: float | None = None

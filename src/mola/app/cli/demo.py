@@ -1,4 +1,4 @@
-"""`mola demo`: fit and tune posteriors on data included in scikit-learn, and compare methods."""
+"""`mola demo`: fit and tune posteriors on data bundled with scikit-learn, and compare methods."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DemoOptions(Quiet):
 def demo(options: DemoOptions) -> None:
     """Compare a single network, deep ensembles and MoLA (with the paper's rule and the default rule) on handwritten digits.
 
-    Trains five small networks on data included in scikit-learn, fits and tunes posteriors, and compares the methods on test data,
-    rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
+    Trains five small networks on data bundled with scikit-learn, fits and tunes posteriors, and compares the methods on test
+    data, rotated digits and OOD inputs. Writes a web page with tables and figures. Takes about a minute.
     """
     # Imported before any work begins, so that a missing package is reported early.
     from mola.compare.report.writing import write_demo

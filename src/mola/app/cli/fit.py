@@ -48,7 +48,7 @@ class FitOptions(Reporting, Job):
 
 
 def fit(options: FitOptions) -> None:
-    """Fit a posterior to trained networks for calibrated confidence.
+    """Fit a posterior to calibrate the confidence of trained networks.
 
     Fits a Laplace approximation to the last layer of each network in one pass over the training data and tunes it on the
     validation data. Writes a folder that the other commands open. Supports classification, multi-label classification, regression

@@ -70,7 +70,7 @@ def change(
     contrast: float = 1.0,
     invert: bool = False,
 ) -> Image.Image:
-    """Change a grey or RGB picture according to the values of the sliders. Neutral values leave it unchanged."""
+    """Change a grey or RGB picture according to the values of the sliders. Neutral values leave the picture unchanged."""
     if invert:
         image = ImageOps.invert(image)
     if (contrast, brightness) != (1, 0):

@@ -39,7 +39,7 @@ FALSE_ALARMS = 0.05
 """Default false-alarm rate."""
 
 MOST_DATA, MOST_NUMBERS = 100_000, 2**23
-"""Maximum numbers of validation examples and of values that are saved. For larger sets, an evenly spaced subset is saved."""
+"""Limits on how many validation examples and values are saved. For larger sets, an evenly spaced subset is saved."""
 
 VALIDATION = "validation."
 """Prefix for the names of the saved tensors."""

@@ -118,7 +118,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     if not inside:
         raise DataError(f"{root} contains no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
-    # A file name that is not UTF-8 can be opened but not written, so its bytes are escaped.
+    # A file name that is not valid UTF-8 cannot be written to the output, so its bytes are escaped.
     names = tuple(os.fsencode(path.as_posix()).decode(errors="backslashreplace") for path in inside)
     made = pictures(str(root), [root / path for path in inside], names, intake)
     if not labelled:
