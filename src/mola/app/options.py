@@ -292,5 +292,5 @@ def _value(value: Any) -> str:
         return f"[{', '.join(parts)}]" if sum(map(len, parts)) < 90 else "[\n  " + ",\n  ".join(parts) + ",\n]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Strings, numbers and Booleans have the same form in JSON and TOML, except for one character.
+    # Strings, numbers and Booleans have the same form in JSON and TOML, except for the character U+007F.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

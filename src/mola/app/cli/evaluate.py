@@ -28,10 +28,10 @@ def evaluate(options: EvaluateOptions) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
     Classification, including multi-label: accuracy, NLL, Brier score and calibration (ECE), overall and for each class, plus
-    selective prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood:
-    OOD detection with every score of each method. All numbers come with standard errors. Dense outputs are compared at up to
-    256 positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file
-    for --config.
+    selective prediction and conformal sets. Regression: RMSE, NLL, CRPS, and the coverage and width of intervals. With --ood: OOD
+    detection using every score of each method. All numbers come with standard errors. Dense outputs are compared at up to 256
+    positions in each input. Writes a self-contained index.html, numbers.json, tables.md, the figures, and a run.toml file for
+    --config.
 
         mola evaluate posterior --test images/test --ood images/strange
     """

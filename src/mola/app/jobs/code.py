@@ -75,8 +75,8 @@ def _is_here(top: str) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    # Return the outermost folder that contains the file but not the current folder: once for the path as given, and once with
-    # links resolved. The contents of such a folder were probably downloaded together.
+    # Return the outermost folders that contain the file but not the current folder: one for the path as given, and one for the
+    # path with links resolved. The contents of such a folder were probably downloaded together.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):

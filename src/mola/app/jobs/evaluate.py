@@ -100,7 +100,7 @@ class _Methods:
     # All methods, derived from one posterior. The ensemble uses the posterior's weights.
     posterior: MoLA
     single: MoLA
-    """The posterior of the first network alone, tuned by the same rule."""
+    """The posterior of the first network alone, tuned with the same rule."""
     alone: Mapping[str, Any]
     """Temperature or noise factors (D,) of each method without Laplace approximations, or None if the method is not scaled."""
     sets: PredictionSets | None = None
@@ -268,7 +268,7 @@ def _set_info(posterior: MoLA, name: str, options: EvaluateOptions, tally: Tally
 def _tuned(
     fitted: PosteriorFolder, held_out: HeldOut | None, exposed: Loader | None, team: Team
 ) -> tuple[_Methods, list[str]]:
-    # Return the methods, tuned on the validation data by the posterior's rule, and notes for the report.
+    # Return the methods, tuned on the validation data with the posterior's rule, and notes for the report.
     posterior, notes = fitted.posterior, []
     discrete = posterior.likelihood.classification
     if held_out is None:

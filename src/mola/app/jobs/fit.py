@@ -123,7 +123,7 @@ def run_fit(
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
         warn(
-            "the validation data are the training data, on which accuracy and confidence are too high. Use held-out data."
+            "the validation data are the same as the training data, on which accuracy and confidence are too high. Use held-out data."
         )
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
@@ -353,8 +353,8 @@ class Material:
                 raise
             channels, height, width = self.intake.shape
             raise DataError(
-                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Set the "
-                f"size it was trained on with --resize HEIGHTxWIDTH (and --crop), and its channels with --mode RGB or L. {error}"
+                f"the network does not accept images of {height}x{width} pixels with {channels} channels. Use --resize "
+                f"HEIGHTxWIDTH (and --crop) to set the size it was trained on, and --mode RGB or L to set its channels. {error}"
             ) from error
 
     def _open(self, name: str, *, labelled: bool) -> Set:

@@ -97,7 +97,7 @@ class Job:
 
     weights: tuple[str, ...] = option(
         (),
-        "Files of trained weights (safetensors or torch.save), one per network, or a folder of them; also --weights",
+        "Weight files (safetensors or torch.save), one per network, or a folder of such files; also --weights",
         argument=True,
         flags=("--weights",),
         metavar="WEIGHTS",

@@ -162,7 +162,7 @@ def list_csv(
 
     The file has a header and a column of paths relative to its folder. For classification, one column contains class names or
     indices. Names are numbered alphabetically unless `classes` gives their order. For multi-label data and regression, each
-    output has a column of numbers or of the words yes and no.
+    output has a column that contains numbers or the words yes and no.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:

@@ -94,7 +94,7 @@ def make_intake(job: Job, hints: Intake, dtype: str) -> Intake:
         mean, std = chosen.mean, chosen.std
     elif job.mean is not None and job.std is not None:
         mean, std = job.mean, job.std
-    Normalisation(mean, std)  # checks that the settings match before any image is read
+    Normalisation(mean, std)  # checks the mean and std before any image is read
     made = replace(hints, mean=mean, std=std, dtype=dtype, batch_size=job.batch_size, workers=job.workers)
     if job.resize is not None or job.crop is not None:
         made = replace(made, resize=job.resize, crop=job.crop)

@@ -99,7 +99,7 @@ class Writer:
 
 
 class TableWriter(Writer):
-    """Writer of tables in CSV, JSON Lines or Parquet format. Unusable inputs have empty cells."""
+    """Writer for tables in CSV, JSON Lines or Parquet format. Unusable inputs have empty cells."""
 
     def __init__(self, path: Path, output: Path, stack: ExitStack) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class TableWriter(Writer):
 
 
 class ArrayWriter(Writer):
-    """Writer of archives with an array for each field. Unusable inputs are stored as NaN, or as -1 in integer arrays.
+    """Writer for archives with an array for each field. Unusable inputs are stored as NaN, or as -1 in integer arrays.
 
     Fields are collected in temporary files, so that memory use does not grow with the data.
     """
