@@ -1,6 +1,6 @@
-"""Fit, tune and predict with several processes: each process reads its own shard of the data, and sums are taken over all processes.
+"""Fit, tune and predict with several processes: each process reads its own shard of the data, and the processes combine their sums.
 
-Every process calls the same functions in the same order. If a process fails, it exits with its exception, torchrun stops the other
+Every process calls the same functions in the same order. If a process raises an exception, it exits, torchrun stops the other
 processes, and the fit can be resumed from its checkpoint.
 """
 
@@ -21,8 +21,8 @@ from mola.errors import OptionError, warn
 
 if dist.is_available():
     # Functions in torch.distributed.nn keep, as a default argument, the process group that existed when the module was imported. The
-    # threads of that group would outlive destroy_process_group and could abort Python at exit. The module is therefore imported here,
-    # before any group exists; otherwise it could be imported later, for example by torch.optim.
+    # threads of that group would outlive destroy_process_group and could abort Python at exit. Import the module here, before any
+    # group exists, because torch.optim, for example, may import it later.
     import torch.distributed.nn.functional
 
 
@@ -84,7 +84,7 @@ class Team:
         return self.collect(document if self.first else None)[0]
 
     def agree(self, document: Mapping[str, Any], what: str) -> None:
-        """Raise an `OptionError` that begins with `what` on every rank, unless all ranks pass the same named options."""
+        """Raise an `OptionError` on every rank unless all ranks pass the same named options; the message begins with `what`."""
         documents = self.collect(dict(document))
         expected = documents[0]
         for rank, got in enumerate(documents):
@@ -108,7 +108,7 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Return the rows (n, ...) of all ranks in rank order, in main memory.
+        """Gather the rows (n, ...) of all ranks in main memory, in rank order.
 
         The number of rows may differ between ranks. A rank without rows passes None.
         """
@@ -118,7 +118,7 @@ class Team:
         if len(kinds) != 1:
             found = "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
             raise OptionError(
-                f"expected rows on at least one rank, with the same dtype and shape on all ranks; got {found}."
+                f"expected rows on at least one rank, all with the same dtype and row shape; got {found}."
             )
         parts = []
         for rank, form in enumerate(forms):
@@ -136,8 +136,8 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
     """Set up torchrun's process group and yield its team; without torchrun, yield a team of one process.
 
     Args:
-        backend: torch.distributed backend. The default is Gloo on machines without GPUs, and Gloo with NCCL on machines with GPUs,
-            where each process makes its own GPU the current device.
+        backend: torch.distributed backend. The default is Gloo, plus NCCL on machines with GPUs. On those machines, each process
+            makes its own GPU the current device unless `backend` is "gloo".
     """
     if dist.is_available() and dist.is_initialized():
         yield Team()
@@ -156,8 +156,8 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
 def shard(data: Any, rank: int, size: int) -> Any:
     """Return the part of the data that the process with the given rank reads. Each datum is in exactly one part.
 
-    Parts are consecutive ranges in rank order, and their sizes differ by at most one. Parts are not padded with repeated data, because
-    repeated data would be counted twice. A part may be empty.
+    Parts are consecutive ranges in rank order, and their sizes differ by at most one. Parts are not padded: repeated data would be
+    counted twice. A part may be empty.
 
     Args:
         data: a list of examples or batches, a tensor, an array, or a dataset that supports `len` and indexing.
@@ -184,10 +184,10 @@ def shard(data: Any, rank: int, size: int) -> Any:
 
 
 def check_sampler(loader: Any) -> None:
-    """Warn if the loader's DistributedSampler drops data or gives some of the data to two processes."""
+    """Warn if the loader's DistributedSampler drops data or gives the same data to two processes."""
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
         warn(
-            "the loader's DistributedSampler drops or repeats data to make all parts equal in size, which mola does not need. "
+            "the loader's DistributedSampler drops or repeats data so that all parts have equal size; mola does not require this. "
             "Use team.shard(dataset), which gives each datum to exactly one process."
         )

@@ -1,7 +1,7 @@
 """Errors raised by this library. Each message states what was expected, what was given, and what to do.
 
-Every error raised deliberately derives from `MolaError`, so `except mola.errors.MolaError` catches all of these errors and no others.
-Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
+Every error that this library raises deliberately derives from `MolaError`; `except mola.errors.MolaError` catches these errors and no
+others. Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OptionError(MolaError, ValueError):
 
 
 class HeadError(MolaError, ValueError):
-    """The network's last linear layer cannot be found, or its output is not that of the network."""
+    """The network's last linear layer cannot be found, or its output is not the network's output."""
 
 
 class DataError(MolaError, ValueError):

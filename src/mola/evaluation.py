@@ -1,7 +1,7 @@
-"""Evaluation of predictors on test data, shifted data and outliers, giving a table of metrics with standard errors.
+"""Evaluate predictors on test data, shifted data and outliers, and tabulate metrics with their standard errors.
 
-Standard errors (`mola.measurement`) treat inputs as independent draws. All positions of a dense output are treated as one group, as
-are all labels of a multi-label input. Differences between predictors on the same data vary less than these errors suggest.
+Standard errors (`mola.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do the
+labels of a multi-label input. Differences between predictors on the same data vary less than these errors suggest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, found: Measurement) -> Estimate:
-        """Convert a measurement to its value and standard error, which is NaN for a single input."""
+        """Convert a measurement to an estimate; for a single input, the standard error is NaN."""
         return cls(found.value, math.nan if found.error is None else found.error)
 
     def __str__(self) -> str:
@@ -57,7 +57,8 @@ class Evaluation:
     counts: Mapping[tuple[str, str], int]
     """Number of inputs on which each row is based."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
-    """For labelled classes, sums in 15 confidence bins, of shape (15, 3): predictions, confidences and correct predictions."""
+    """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
+    predictions in each of 15 confidence bins."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
@@ -66,7 +67,7 @@ class Evaluation:
         return self.rows[place]
 
     def to_frame(self) -> Any:
-        """Return a pandas data frame with one row per predictor and data set, and columns for each metric and its error (`_se`)."""
+        """Return a pandas data frame with a row per predictor and data set, and columns for each metric and its error (`_se`)."""
         with importing("to_frame", "pandas", "bench"):
             import pandas
         records = [
@@ -109,19 +110,19 @@ def evaluate(
     """Evaluate one or more predictors on test data, shifted data and outliers, and return metrics with standard errors.
 
     For classification, the metrics are accuracy, log loss (nll), Brier score, expected calibration error (ece), area under the
-    risk-coverage curve (aurc) and mean confidence. For multi-label data, they are means over all known labels. For regression, the
-    metrics are rmse, nll, crps and the coverage of 90 % intervals. For outliers, auroc and fpr95 measure how well low confidence (or a
-    high predicted standard deviation, in regression) and a high `ood_score` distinguish them from the test data.
+    risk-coverage curve (aurc) and mean confidence. For multi-label data, these metrics are computed over all known labels. For
+    regression, the metrics are rmse, nll, crps and the coverage of 90 % intervals. The metrics auroc and fpr95 measure how well
+    low confidence (in regression, a high predicted standard deviation) and a high `ood_score` separate outliers from the test data.
 
     Args:
         predictors: a posterior, an ensemble, an exported model, or any callable that maps inputs to probabilities of shape (n, C); or
             a dict that maps names to predictors.
-        test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
+        test_loader: batches of (inputs, labels). Every loader is read once per predictor.
         ood: loaders of outliers, keyed by name; labels are ignored.
-        shifted: loaders of labelled data that differ from the test data, such as corrupted images, keyed by name.
+        shifted: loaders keyed by name, with labelled data that differ from the test data, such as corrupted images.
         likelihood: likelihood for callables that do not come from this library; by default, "categorical".
         positions: for dense outputs, the number of positions to draw from each input, or "all" for every position.
-        ignore_index: label of positions to ignore.
+        ignore_index: label that marks positions to ignore.
         progress: whether to show a progress bar when stderr is a terminal.
         team: processes that share the evaluation, each reading its own shard of the data.
     """
@@ -155,7 +156,9 @@ def evaluate(
                     mixture, loader, f"{data} loader", labelled=data in labelled
                 )
             except DataError as error:
-                message = str(error).removeprefix("predictors[0]: ")  # a `_Callable` has only one predictor
+                message = str(error).removeprefix(
+                    "predictors[0]: "
+                )  # a `_Callable` has one predictor, so its index is omitted
                 raise DataError(f"predictor {predictor!r} on the {data} loader: {message}") from error
             inliers = found if inliers is None else inliers
             measured = _metrics(scored) if data in labelled else _against(inliers, found)

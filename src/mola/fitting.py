@@ -1,4 +1,4 @@
-"""Functions that create a posterior: `fit`, or `ensemble` for networks without a Laplace approximation."""
+"""Functions that create a posterior: `fit` with a Laplace approximation, and `ensemble` without one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def as_networks(
 
     Args:
         networks: one or more networks.
-        logits: function that extracts the logits from a network's output, or one such function per network; not needed if the output
-            is the logits.
+        logits: function that extracts the logits from a network's output, or one such function per network; not needed if the network
+            returns the logits.
     """
     given: list[Any]
     if isinstance(networks, Iterable) and not isinstance(networks, (str, Mapping)):
@@ -135,8 +135,8 @@ def fit(
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
             "labels".
         val_loader: optional validation data on which the posterior is tuned.
-        rule: the tuning rule, by name or as an object from `mola.rules`; by default, the likelihood's default rule. Without validation
-            data, no rule is applied by default, and `prior_precision` is kept.
+        rule: the tuning rule, by name or as an object from `mola.rules`; by default, the likelihood's default rule. Without
+            validation data, the default is to apply no rule and keep `prior_precision`.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object from `mola.structures`.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object from `mola.links`.
         likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label) or "gaussian" (regression), or an object from
@@ -144,17 +144,17 @@ def fit(
         prior_precision: prior precision lambda, used unless a rule chooses one: a single number, or K numbers.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, or one name per network; by default, the layer is found automatically.
-        logits: function that extracts the logits from a network's output, such as `lambda output: output[0]`, or one such function per
-            network; not needed if the output is the logits. Pass the same function to `mola.load`.
-        distances: whether to compute the sums needed for distances from the training classes. For each network, these are tables of C
-            x P and P x P numbers.
+        logits: function that extracts the logits from a network's output, such as `lambda output: output[0]`, or one such function
+            per network; not needed if the network returns the logits. Pass the same function to `mola.load`.
+        distances: whether to compute the sums needed for distances from the training classes. For each network, these sums are
+            matrices of shapes C x P and P x P.
         positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
-            treats each input as a single datum. If this is a number, that many positions are drawn from each input.
-        ignore_index: label of positions to ignore.
+            treats each input as a single datum. A number draws that many positions from each input.
+        ignore_index: label that marks positions to ignore.
         team: processes that share the fit, from `mola.distributed.join()`. Each process reads its own shard, and every process returns
             the posterior for the combined data.
-        checkpoint: folder in which intermediate sums are saved. After an interruption, the same call resumes from them. The folder is
-            removed when the fit is complete.
+        checkpoint: folder in which intermediate sums are saved. If the fit is interrupted, repeating the call resumes from these
+            sums. The folder is removed when the fit is complete.
         checkpoint_every: number of batches between checkpoints.
         progress: whether to show a progress bar when stderr is a terminal.
 
@@ -178,8 +178,8 @@ def fit(
         check_loader(val_loader, "validation loader")
         if val_loader is train_loader:
             warn(
-                "the validation data are the same as the training data. Networks are more accurate and more confident on these than "
-                "on new data, so pass held-out data instead."
+                "the validation data are the same as the training data. Networks are more accurate and more confident on training "
+                "data than on new data, so pass held-out data instead."
             )
     if rule is not None or val_loader is not None:
         as_rule(rule, likelihood, val_loader)
@@ -199,7 +199,7 @@ def fit(
             labels = labels.to(outputs.device)
             later = likelihood.label_sums(
                 outputs, labels
-            )  # sums from which the log-likelihood is computed later, if it is not known yet
+            )  # sums for computing the log-likelihood later, if it cannot be computed yet
             tensors |= later
             log_likelihood = 0.0 if later else float(likelihood.log_likelihood(outputs, labels).sum())
         if distances:
@@ -245,7 +245,7 @@ def fit(
             positions=positions,
             ignore_index=ignore_index,
             first_batch=done.batches,
-            first_input=done.inputs + (team.rank << 40),  # so that each process draws its own positions
+            first_input=done.inputs + (team.rank << 40),  # each process draws different positions
             required=team.size == 1,
         ):
             if len(batch):
@@ -265,7 +265,7 @@ def fit(
             totals = [one.scaled(number / one.count, number) for one in totals]
         components = []
         for network, one, total, precision in zip(models, heads, totals, precisions, strict=True):
-            fitted = likelihood.fitted(total)  # for regression, sets the noise, which is computed from the sums
+            fitted = likelihood.fitted(total)  # for regression, computes the noise from the sums
             solved = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
             components.append(Component(network, one, solved, precision, fitted))
     if likelihood.classification:

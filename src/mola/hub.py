@@ -1,6 +1,6 @@
-"""Folders for a model hub, which contain networks, a posterior and a model card.
+"""Save and load model-hub folders that contain networks, a posterior and a model card.
 
-This module uploads and downloads nothing, and runs no code from a folder. A folder contains:
+This module does not upload or download anything, and never runs code from a folder. A folder contains:
 
 config.json                     class names, and the type and precision of each network; written last
 networks/0/model.safetensors    weights of each network; for transformers, also the network's own config.json
@@ -66,8 +66,8 @@ def save(
         license: identifier of the licence, such as "mit".
         tags: additional tags for the hub.
         pipeline_tag: the hub's task name, such as "tabular-classification"; by default, the task of a transformers network.
-        tokenizer: any object with a `save_pretrained` method that prepares texts; it is saved in the folder.
-        processor: any object with a `save_pretrained` method that prepares images; it is saved in the folder.
+        tokenizer: any object that prepares texts and has a `save_pretrained` method; it is saved in the folder.
+        processor: any object that prepares images and has a `save_pretrained` method; it is saved in the folder.
 
     Returns:
         The path of the folder. `StorageError` is raised if the folder contains a model from another library.
@@ -140,13 +140,13 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | type | Sequence[nn
 
     Args:
         folder: the downloaded folder.
-        build: a function that builds one network of the right architecture, whose weights are then replaced; a class with a
+        build: a function that builds a network of the right architecture, into which the weights are loaded; a class with a
             `from_pretrained` method, such as `AutoModelForImageClassification` from transformers; or a list of networks that already
             have their weights. Not needed for transformers networks.
 
     Returns:
-        The posterior. `StorageError` is raised if a file is missing, is damaged, is newer than this library or belongs to a different
-        network, and `OptionError` is raised if `build` is required but not given.
+        The posterior. `StorageError` is raised if a file is missing or damaged, is newer than this library, or belongs to a different
+        network. `OptionError` is raised if `build` is required but not given.
     """
     place = Path(folder)
     config = _read_config(place)
@@ -189,7 +189,7 @@ def _plain(text: str) -> str:
 
 
 def _clear(folder: Path) -> None:
-    # Remove the previous model from this folder, which then cannot be loaded until the new model is complete.
+    # Remove the previous model; the folder then cannot be loaded until the new model is complete.
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file. Pass the path of a folder.")
     if (folder / CONFIG).exists():
@@ -274,7 +274,7 @@ def _load_network(place: Path, entry: dict[str, Any], build: Any) -> nn.Module:
 
 
 def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
-    # Look up only transformers classes by name, since importing anything else could run code.
+    # Only transformers classes are looked up by name: importing anything else could run arbitrary code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
         raise OptionError(
@@ -287,7 +287,7 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise StorageError(
-            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. Pass build, a function "
-            f"that builds the network."
+            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. As build, pass a function that "
+            f"builds the network."
         )
     return found

@@ -1,4 +1,4 @@
-r"""Metrics with standard errors, and differences between the metrics of predictors on the same data.
+r"""Metrics with standard errors, and differences in metrics between predictors on the same data.
 
 To first order, every metric is a sum of sample means. The samples are the test data and, for outlier scores, the outliers. Datum i
 contributes :math:`m_i` to the mean of its sample, and
@@ -6,9 +6,9 @@ contributes :math:`m_i` to the mean of its sample, and
 .. math:: \mathrm{error}^2 = \sum_{\text{samples}} \frac{G}{(G - 1)\, n^2} \sum_g \Big(\sum_{i \in g} (m_i - \bar m)\Big)^2
 
 where g runs over the G groups of dependent data, such as the labels of one input or the pixels of one image. The error of a difference
-between two metrics is computed from the differences between their contributions. Predictors are correlated on the same data, so the
-difference usually has a smaller error than either metric. The error of an ECE does not account for its bias: chance alone raises every
-ECE above 0.
+between two metrics is computed from the differences between their contributions. The contributions of two predictors on the same data
+are correlated, so the difference usually has a smaller error than either metric. The error of an ECE does not account for its bias:
+chance alone raises every ECE above 0.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Groups = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """The value of a metric, and the contribution of each datum to it."""
+    """A metric's value, and the contribution of each datum to that value."""
 
     value: float
     contributions: tuple[Tensor, ...]
-    """Contributions of the data in each sample, of shape (n,) and in float64, up to an additive constant."""
+    """For each sample, the float64 contributions of its data, of shape (n,), up to an additive constant."""
     groups: tuple[Tensor | None, ...] = ()
-    """Group indices of the data in each sample, of shape (n,), or None if the data are independent."""
+    """For each sample, the group indices of its data, of shape (n,), or None if the data are independent."""
 
     @property
     def error(self) -> float | None:
@@ -55,7 +55,7 @@ class Measurement:
 
 
 def standard_error(values: Tensor, groups: Tensor | None = None) -> float:
-    """Return the standard error of the mean of values (n,) that are dependent within groups, or NaN if there is only one group."""
+    """Return the standard error of the mean of values (n,), which may be dependent within groups; return NaN for a single group."""
     totals, count = values - values.mean(), len(values)
     if groups is not None:
         totals = totals.new_zeros(int(groups.max()) + 1).index_add_(0, groups, totals)
@@ -69,13 +69,13 @@ def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
 
 
 def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
-    """Return the root of the mean of squares of shape (n,) as a measurement."""
+    """Return the root mean square as a measurement, given squares of shape (n,)."""
     root = math.sqrt(float(squares.mean()))
     return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15, groups: Tensor | None = None) -> Measurement:
-    """Return the expected calibration error of float64 confidences (n,); `correct` (n,) is 1 for correct predictions, else 0."""
+    """Return the expected calibration error of float64 confidences (n,); `correct` (n,) is 1 for correct predictions, 0 otherwise."""
     sums = metrics.bin_sums(confidence, correct, bins)
     # Each datum's contribution takes the sign of its bin's gap, so that the mean contribution is the calibration error.
     signs = (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
@@ -93,7 +93,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
     _, risk = metrics.risk_coverage_curve(uncertainty, correct)
     accepted = torch.arange(1, len(risk) + 1, dtype=risk.dtype)
 
-    def from_here(values: Tensor) -> Tensor:  # the sum of the values from each place onwards
+    def from_here(values: Tensor) -> Tensor:  # sum of each value and all later ones
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
@@ -128,13 +128,13 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (N
 
 
 def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
-    """Return the mean AUROC over labels, or None if no label has both yes and no among its true answers.
+    """Return the mean AUROC over labels, or None if no label has both positive and negative examples.
 
     Args:
         yes: float64 probabilities of yes, of shape (n,), one for each label of each input.
         truth: true answers, of shape (n,): 1 for yes and 0 for no.
-        labels: index of the label in each row, of shape (n,).
-        groups: index of the input in each row, of shape (n,).
+        labels: label index of each row, of shape (n,).
+        groups: input index of each row, of shape (n,).
     """
     areas, contributions = [], torch.zeros_like(yes)
     for label in torch.unique(labels).tolist():

@@ -1,4 +1,4 @@
-"""A posterior in the form of a module that maps named tensors to the fields of a prediction and can be traced for export."""
+"""A posterior as a traceable module that maps named tensors to the fields of a prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mola.options import did_you_mean
 from mola.posterior import MoLA
 
 OUTPUTS = ("probs", "label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
-"""Fields of `mola.Prediction` that are exported by default; "distance" is included only if the posterior has distances."""
+"""Fields of `mola.Prediction` that are exported by default; "distance" is included only if the posterior can compute distances."""
 
 REGRESSION_OUTPUTS = ("mean", "std", "variance", "epistemic", "aleatoric", "ood_score", "distance")
 """Fields of `mola.RegressionPrediction` that are exported by default."""
@@ -40,7 +40,7 @@ class Signature:
 
     @staticmethod
     def of(example: Inputs, network: nn.Module) -> Signature:
-        """Return the signature of a batch, in which positional arguments are named as in the network's `forward`."""
+        """Return the signature of a batch; positional arguments are named after the parameters of the network's `forward`."""
         kind, tensors = "tensor", {"input": example}
         if isinstance(example, Mapping):
             kind, tensors = "mapping", {key: value for key, value in example.items() if key != LABELS}
@@ -64,7 +64,7 @@ class Signature:
         return Signature(kind, tuple(tensors))
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
-        """Return a batch's tensors in order; the batch must have the structure of the example, and NumPy arrays are converted."""
+        """Return the tensors of a batch in order, converting NumPy arrays; the batch must be structured like the example."""
         try:
             values = [inputs] if self.kind == "tensor" else inputs
             if self.kind == "mapping":
@@ -95,8 +95,8 @@ class Pixels(nn.Module):
         super().__init__()
         if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
             raise OptionError(
-                f"Pixels: expected as many means as positive standard deviations, and at least one of each; got "
-                f"mean={mean} and std={std}."
+                f"Pixels: expected one positive standard deviation for each mean, and at least one mean; got mean={mean} and "
+                f"std={std}."
             )
         self.statistics: tuple[tuple[float, ...], tuple[float, ...]] = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
@@ -113,7 +113,7 @@ class Pixels(nn.Module):
 
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
-    """Check the requested outputs and return them in field order; by default, select all default outputs that the posterior has."""
+    """Check the requested outputs and return them in field order; if none are given, return the posterior's defaults."""
     default = OUTPUTS if posterior.likelihood.classification else REGRESSION_OUTPUTS
     if outputs is None:
         return tuple(name for name in default if name != "distance" or posterior.has_distances)
@@ -131,10 +131,10 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 
 
 class PosteriorGraph(nn.Module):
-    """A module that maps the tensors of a batch to the fields that `posterior.predict` returns, using the posterior's own code.
+    """A module that uses the posterior's own code to map the tensors of a batch to the fields that `posterior.predict` returns.
 
-    If `float16` is True, floating-point inputs are converted to half precision for the networks. If given, the module `preparation` is
-    applied to the single input first.
+    If `float16` is True, floating-point inputs are converted to half precision for the networks. The module `preparation`, if given,
+    is first applied to the single input.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class PosteriorGraph(nn.Module):
         self.float16: bool = float16
         self.preparation: nn.Module | None = preparation
         self.networks: nn.ModuleList = nn.ModuleList(posterior.networks)
-        # The posterior is not registered as a submodule, so that only the tensors that it uses become constants of the trace.
+        # A posterior inside a tuple is not registered as a submodule, so only the tensors that the trace uses become constants.
         self.held: tuple[MoLA] = (posterior,)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training flag of this module only; the networks keep their flags, and each forward pass runs them in eval mode."""
+        """Set the training flag of this module only. The networks keep their flags; each forward pass runs them in eval mode."""
         self.training = mode
         return self
 
@@ -169,7 +169,7 @@ class PosteriorGraph(nn.Module):
         return self.signature.inputs(tensors)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the requested fields keyed by name, with the shapes that `posterior.predict` returns."""
+        """Return the requested fields, keyed by name and shaped as in `posterior.predict`."""
         posterior = self.held[0]
         prediction = posterior.make_prediction(posterior.capture(self.network_inputs(tensors)))
         return {name: getattr(prediction, name) for name in self.outputs}

@@ -1,7 +1,7 @@
 """Load an exported file and run it.
 
-PyTorch's reader for `.pt2` files can run code that they contain. It unpickles constants and old weight formats, evaluates size
-expressions, and compiles guards and names as Python code. A `.pt2` file is therefore read only if the user trusts its author.
+PyTorch's `.pt2` reader can run code from the file. It unpickles constants and old weight formats, evaluates size expressions, and
+compiles guards and names as Python code. A `.pt2` file is therefore read only with `trust=True`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROPERTIES = "mola.json"
 """Name of the archive entry that holds the properties of a `.pt2` file."""
 
 THRESHOLDS = ("ood_threshold", "answer_threshold", "set_threshold")
-"""Thresholds for decisions. They are not part of the graph, so they can be changed after the export."""
+"""Thresholds for decisions. They are not part of the graph, so they can be changed after export."""
 
 SCHEMA: dict[str, Any] = {
     "format_version": int,
@@ -52,7 +52,7 @@ DECISIONS = (
     ("answer", "answer_threshold", "confidence"),
     ("set", "set_threshold", "probs"),
 )
-"""The name of each decision, with the names of its threshold and of the output that is compared with that threshold."""
+"""For each decision: its name, its threshold, and the output that is compared with the threshold."""
 
 
 class LoadedExport:
@@ -75,10 +75,10 @@ class LoadedExport:
         self.signature: Signature = Signature(document["signature"]["kind"], tuple(document["signature"]["names"]))
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Return the outputs for a batch, keyed by name, on the CPU and with the shapes of a prediction's fields.
+        """Return the outputs for a batch, keyed by name; they are on the CPU and shaped like the fields of a prediction.
 
         Args:
-            inputs: a tensor, tuple or mapping with the same structure as the example passed to the export; NumPy arrays are accepted.
+            inputs: a tensor, tuple or mapping with the same structure as the example used for the export; NumPy arrays are accepted.
         """
         tensors = self.signature.tensors(inputs)
         try:
@@ -91,11 +91,10 @@ class LoadedExport:
             ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Apply the thresholds stored in `document`, where you can change them beforehand.
+        """Apply the thresholds stored in `document`; edit them there first if needed.
 
         Args:
-            outputs: outputs of a call, including those that the file's thresholds are compared with: "ood_score", "confidence" or
-                "probs".
+            outputs: outputs of a call, including every output that has a threshold in the file: "ood_score", "confidence" or "probs".
 
         Returns:
             Boolean tensors, one for each threshold in the file: "outlying" and "answer" of shape (n,), and "set" of shape (n, C).
@@ -108,7 +107,7 @@ class LoadedExport:
                 continue
             if output not in outputs:
                 raise DataError(
-                    f"the file has {threshold}, which is compared with the missing output {output!r}. Include this output "
+                    f"the file sets {threshold}, but the output {output!r} to which it applies is missing. Include this output "
                     f"when exporting the posterior."
                 )
             values = outputs[output].double()
@@ -122,9 +121,9 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     """Load a file written by `mola.export.onnx` or `mola.export.torch_export`. ONNX files are run with onnxruntime.
 
     Args:
-        path: file to read; its format is recognised from its content.
-        trust: whether you trust the author of the file. This matters only for `.pt2` files, because PyTorch's reader can run code that
-            they contain.
+        path: file to read; the format is detected from the content.
+        trust: whether you trust the author of the file. This matters only for `.pt2` files: PyTorch's reader can run code from such a
+            file.
     """
     path = Path(path)
     if not path.is_file():
@@ -135,7 +134,7 @@ def load(path: str | Path, *, trust: bool = False) -> LoadedExport:
     if content[:2] == b"PK":  # a zip archive, the format that torch.export writes
         if not trust:
             raise OptionError(
-                f"{path} is a torch.export file, and PyTorch's reader can run code that such a file contains. If you trust its "
+                f"{path} is a torch.export file, and PyTorch's reader can run code from such a file. If you trust its "
                 f"author, read it with mola.export.load(path, trust=True). ONNX files do not require trust."
             )
         run, properties = read_program(content, path)
@@ -209,7 +208,7 @@ def read_program(content: bytes, path: object) -> tuple[Run, dict[str, str]]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and the first line of the error that originally caused this one."""
+    """Return the type of an error's root cause and the first line of its message."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -218,7 +217,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the warnings and log messages of PyTorch's exporters, which are of no use to users of this library."""
+    """Silence the warnings and log messages of PyTorch's exporters, which users of this library do not need."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Export a posterior: trace it for batches of any size, compare its outputs with PyTorch's, and write the file atomically."""
+"""Export a posterior: trace it for batches of any size, compare the exported outputs with PyTorch's, and write the file atomically."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from mola.posterior import MoLA
 from mola.saving.files import write_atomically
 
 TOLERANCE = 1e-4
-"""Largest accepted difference between the outputs of an exported file and those of PyTorch. It is relative for values above 1 (in
-regression, above the standard deviation) and absolute for smaller values. Differences measured in tests/library/test_export.py are
-below 1e-5."""
+"""Largest accepted difference between the outputs of an exported file and those of PyTorch. The difference is relative for values
+above 1 (in regression, above the standard deviation) and absolute for smaller values. Differences measured in
+tests/library/test_export.py are below 1e-5."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""Largest accepted difference for networks in half precision, which has only three significant digits and is rounded differently by
-different runtimes."""
+"""Largest accepted difference for networks in half precision: it has only three significant digits, and runtimes round it
+differently."""
 
 BATCHES = (1, 3, 8)
-"""Sizes of the batches on which the outputs of the file are compared with those of PyTorch."""
+"""Batch sizes at which the file's outputs are compared with PyTorch's."""
 
 OPSET = 18
 """Version of the ONNX operator set: the newest one that PyTorch writes without conversion."""
@@ -80,7 +80,7 @@ class Written:
     """Description stored in the file."""
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as a dictionary that can be serialised to JSON."""
+        """Return all fields as a JSON-serialisable dictionary."""
         return asdict(self) | {"path": str(self.path)}
 
 
@@ -100,9 +100,9 @@ def onnx(
 ) -> Written:
     """Export a posterior to a single ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
-    The outputs have the names and values of the fields that `posterior.predict` returns, and use the same random draws. Batches may
-    have any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior precisions,
-    weights, link, structure and rule as JSON properties whose names begin with "mola.".
+    The outputs have the names and values of the fields that `posterior.predict` returns, and are computed with the same random draws.
+    Batches may have any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior
+    precisions, weights, link, structure and rule as JSON properties whose names begin with "mola.".
 
     Args:
         posterior: posterior from `mola.fit`, `mola.ensemble` or `mola.load`. The posterior and its networks are not changed.
@@ -113,9 +113,8 @@ def onnx(
         outputs: fields of the prediction; by default, `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS` for regression. The
             other available fields are "logit_mean" and "logit_variance" for classification, and "within", "between", "component_mean",
             "component_variance" and "component_noise" for regression. "epistemic" and "aleatoric" are the most expensive to compute.
-        float16: whether to run the networks in half precision. Inputs and outputs stay in float32, and the head's computations in
-            float64.
-        preparation: a module, such as `mola.export.Pixels`, that is applied to the single input first.
+        float16: whether to run the networks in half precision. Inputs and outputs remain float32, and the head computes in float64.
+        preparation: a module, such as `mola.export.Pixels`, that is applied to the input first; the networks must have a single input.
         ood_threshold: OOD score above which an input counts as an outlier.
         answer_threshold: confidence above which the model answers rather than abstains, from `mola.abstain_threshold`.
         set_threshold: lowest probability at which a class is included in a prediction set, from `mola.prediction_sets`.
@@ -200,8 +199,8 @@ def trace(
     if not isinstance(posterior, MoLA):
         raise OptionError(
             f"expected a posterior from mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Only last-layer "
-            f"predictions can be exported; other mixtures need gradients or sampled weights. Pass the networks to mola.fit, or a "
-            f"trained Mimo to mola.baselines.mimo_mola."
+            f"posteriors can be exported; other mixtures need gradients or sampled weights to predict. Pass the networks to "
+            f"mola.fit, or a trained Mimo to mola.baselines.mimo_mola."
         )
     outputs = check_outputs(outputs, posterior)
     signature = Signature.of(example, posterior.networks[0])
@@ -343,8 +342,7 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # remove source lines and paths from the machine on which the file was exported
-        node.doc_string = None
+        node.metadata_props.clear()  # remove source lines and paths of the exporting machine node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:
         raise ExportError(
@@ -387,7 +385,7 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
 
 
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
-    # Return rows of the example with added noise of the same scale; bytes are replaced by random bytes instead.
+    # Return rows of the example with noise of the same scale added; for bytes, return random bytes.
     generator = torch.Generator("cpu").manual_seed(seed)
     picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
     if picked.is_floating_point():

@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast during the posterior's computations, because it is meant only for the networks."""
+    """Disable autocast during the posterior's computations, because autocast is meant only for the networks."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -80,7 +80,7 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs passed without a loader unchanged; raise `DataError` for a list, which is an iterable of batches."""
+    """Return `inputs` unchanged; raise `DataError` for a list, which counts as an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
             "expected one batch, got a list, which counts as an iterable of batches. Pass the list to predict. One batch is a "
@@ -90,9 +90,10 @@ def one_batch(inputs: Inputs) -> Inputs:
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Raise `DataError` if the object cannot be a loader, without reading from it; `where` identifies it in messages."""
+    """Raise `DataError` if the object cannot be a loader, but read no batch; `where` identifies the object in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
-    # A list of tensors is accepted only if all of them have the same dtype and number of dimensions, which a batch [x, y] rarely has.
+    # A list of tensors is accepted only if they all have the same dtype and number of dimensions, because those of a batch [x, y]
+    # usually differ.
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
@@ -147,7 +148,7 @@ class LogitsOf(nn.Module):
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the module wrapped by `torch.compile`, whose layers accept hooks; return any other network unchanged."""
+    """Return the module that `torch.compile` wrapped, because its layers accept hooks; return any other network unchanged."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
@@ -162,7 +163,7 @@ def signature_of(network: nn.Module) -> inspect.Signature:
 def check_network(network: nn.Module) -> None:
     """Raise an error if the network is not a module, or if any of its parameters is lazy or on the meta device."""
     if not isinstance(network, nn.Module):
-        raise HeadError(f"expected a network that is an nn.Module, got {type(network).__name__}.")
+        raise HeadError(f"expected the network to be an nn.Module, got {type(network).__name__}.")
     for name, parameter in network.named_parameters():
         if is_lazy(parameter):
             raise DataError(
@@ -209,7 +210,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def run(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run a network on its own device and return its logits, which are not copied."""
+    """Run a network on its own device and return its logits without copying them."""
     network = unwrapped(network)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
