@@ -1,4 +1,4 @@
-"""The reliability diagram, a plot of accuracy against confidence that can be drawn on any matplotlib axes."""
+"""Draw reliability diagrams, which plot accuracy against confidence, on any matplotlib axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MIN_COUNT, MIN_SHARE = 5, 0.001
 noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""Sums of predictions, confidences and correct predictions in each bin, of shape (bins, 3), and matplotlib options for the line."""
+"""A (bins, 3) tensor with the number of predictions, summed confidence and number of correct predictions in each bin, and matplotlib
+options for the line."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:

@@ -20,7 +20,7 @@ from mola.network import Layout, drawn_positions
 from mola.prediction import Field, RegressionPrediction
 
 INPUT = "input"
-"""Name of the column that holds the index of each row's input, which is used if an input can have several rows."""
+"""Name of the column that holds the index of each row's input; used only if an input can have several rows."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Tally:
 
     columns: tuple[str, ...] = ()
     parts: list[Tensor] = field(default_factory=list)
-    """Rows of each batch, of shape (n, columns) and in float64."""
+    """Rows of each batch: a float64 tensor of shape (n, columns)."""
     inputs: int = 0
     """Number of inputs, counted only if the table has the column `INPUT`."""
 
@@ -110,9 +110,9 @@ def rows_of(
         prediction: predictions for a batch.
         labels: labels of the batch. Positions without a label (NaN or `ignore_index`) are ignored.
         where: name of the batch, used in error messages.
-        ignore_index: label of positions to ignore.
+        ignore_index: label that marks positions to ignore.
         positions: number of positions to draw from each input, or "all" for every position.
-        first: number of inputs before this batch, so that the draw depends only on the index of each input in the data.
+        first: number of inputs before this batch; with it, the draw depends only on each input's index in the data.
     """
     regression = isinstance(prediction, RegressionPrediction)
     outputs = prediction.component_mean[0] if regression else prediction.probs

@@ -431,7 +431,7 @@ def test_options_that_cannot_be_used(tmp_path):
     ):
         with pytest.raises(OptionError, match=words):
             mola.export.onnx(posterior, path, inputs, **options)
-    with pytest.raises(OptionError, match="positive standard deviations"):
+    with pytest.raises(OptionError, match="positive standard deviation"):
         Pixels((0.5,), (0.0,))
     for wrong in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(StorageError, match="a file in an existing folder"):

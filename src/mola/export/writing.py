@@ -342,7 +342,8 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # remove source lines and paths of the exporting machine node.doc_string = None
+        node.metadata_props.clear()  # remove source lines and paths of the exporting machine
+        node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:
         raise ExportError(

@@ -21,7 +21,7 @@ from mola.numerics import float64_device, to_float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Every network's float64 features phi (m, P), including the constant 1, and outputs (m, C) for m rows, with any labels."""
+    """For m rows: every network's float64 features phi (m, P), including the constant 1, its outputs (m, C), and any labels."""
 
     phi: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -49,7 +49,7 @@ class Captured:
 
     @staticmethod
     def of(features: Tensor | None, outputs: Tensor, head: Head | None, axis: int = -1) -> Captured:
-        """Reshape features and outputs, whose class axis is 1 or -1, to (n, positions, width)."""
+        """Reshape features and outputs with class axis 1 or -1 to (n, positions, width)."""
         layout, outputs = Layout.of(outputs, axis), outputs.detach()
         rows = layout.by_position(outputs)
         known = rows[..., :0] if features is None else layout.by_position(features.detach())
@@ -87,7 +87,7 @@ class Captured:
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood) -> Captured:
     """Run one forward pass and capture the input and output of the network's head. Call this function inside `evaluating(network)`.
 
-    The code does not branch on tensor values, so that `torch.export` can trace it.
+    The code does not branch on tensor values, so `torch.export` can trace it.
 
     Args:
         network: a trained network.
@@ -138,7 +138,7 @@ def capture_all(
     shapes = [(one.layout.inputs, *one.layout.sizes, one.outputs.shape[-1]) for one in seen]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(
-            f"expected networks with outputs of the same shape, because a mixture averages them; got the shapes "
+            f"expected networks with outputs of the same shape, because a mixture averages their predictions; got the shapes "
             f"{shapes} (inputs, positions, classes)."
         )
     return seen
@@ -187,7 +187,7 @@ def find_heads(
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """One batch from a loader, captured from every network, with the indices of the rows in use.
+    """Every network's features and outputs for one batch from a loader, with the indices of the rows in use.
 
     Args:
         networks: one `Captured` for each network.
@@ -242,10 +242,10 @@ def stream(
     first_input: int = 0,
     required: bool = True,
 ) -> Iterator[CapturedBatch]:
-    """Read a loader once and yield each batch, captured from every network. Call this function inside `evaluating(*networks)`.
+    """Read a loader once and yield every network's features and outputs for each batch.
 
-    Every network processes a batch before the next batch is read. The data are therefore loaded only once for all networks, and the
-    loader may be an iterator.
+    Call this function inside `evaluating(*networks)`. Every network processes a batch before the next batch is read. The data are therefore
+    loaded only once for all networks, and the loader may be an iterator.
 
     Args:
         networks: the trained networks.
@@ -253,13 +253,12 @@ def stream(
         loader: any iterable of batches.
         where: name of the loader, such as "training loader", shown in messages and on the progress bar.
         likelihood: likelihood of the labels given the outputs.
-        labelled: if True, every batch must have labels; if False, labels are ignored. By default, either all batches or none must have
-            labels.
+        labelled: if True, every batch must have labels; if False, labels are ignored. By default, either all batches must have labels
+            or none may.
         progress: whether to show a progress bar when stderr is a terminal.
         total: number of batches, shown on the progress bar.
-        positions: for dense outputs, the number of positions to draw from each input, or "all" or "average", which both use every
-            position.
-        ignore_index: label of positions to ignore.
+        positions: for dense outputs, the number of positions to draw from each input; "all" and "average" both use every position.
+        ignore_index: label that marks positions to ignore.
         first_batch: index of the first batch that the loader yields; above 0 if a resumed fit skips earlier batches.
         first_input: number of inputs in the skipped batches, needed to draw the same positions as an uninterrupted fit.
         required: whether to raise `DataError` if no batch has a row in use. Pass False when several processes read shards, because a
@@ -316,7 +315,7 @@ def _rows_in_use(
             used = used.any(1)
         labels, in_use = labels[used], in_use[used]
     else:
-        labels = labels.clone()  # a loader may reuse the memory for the next batch
+        labels = labels.clone()  # the loader may reuse this memory for the next batch
     device = float64_device(seen.outputs.device)
     if len(in_use) == len(labels) == 0:  # the likelihood cannot check the range of an empty tensor of labels
         return labels.to(device, torch.float64 if labels.is_floating_point() else torch.int64), in_use

@@ -1,6 +1,6 @@
 """Convert dense outputs, such as one output for each pixel of an image or each token of a text, to rows and back.
 
-A 1x1 convolution applies a linear layer to every pixel, and a linear layer on a sequence is applied to every token. Each position
+A 1x1 convolution applies the same linear map to every pixel, as a linear layer on a sequence does to every token. Each position
 therefore counts as a datum, and all other packages work only with rows of features, outputs and labels. Outputs of shape (n, C) have
 only one position. Dense outputs have one of two layouts:
 
@@ -23,14 +23,14 @@ from mola.errors import DataError, OptionError
 from mola.options import is_real
 
 IGNORE_INDEX = -100
-"""Label of positions to ignore, the same as the default in PyTorch's losses."""
+"""Label that marks positions to ignore; PyTorch's losses use the same default."""
 
 Positions = str | int
 """Positions of each input that a fit uses: "all", "average" (all, with each input counted once), or a number to draw at random."""
 
 
 def check_positions(positions: Positions) -> Positions:
-    """Return `positions` unchanged; raise `OptionError` unless it is "all", "average" or an integer of at least 1."""
+    """Return `positions` if it is "all", "average" or an integer of at least 1; otherwise, raise `OptionError`."""
     if positions in ("all", "average") or (is_real(positions) and isinstance(positions, int) and positions >= 1):
         return positions
     raise OptionError(
@@ -40,7 +40,7 @@ def check_positions(positions: Positions) -> Positions:
 
 @dataclass(frozen=True)
 class Layout:
-    """Order and sizes of the axes of outputs. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
+    """Order and sizes of the output axes. `inputs` is n, `sizes` is (H, W), (T,) or (), and `axis` is the class axis, 1 or -1."""
 
     inputs: int
     sizes: tuple[int, ...]

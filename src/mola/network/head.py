@@ -5,10 +5,10 @@ If a network changes the logits after its last linear layer, the error message i
 
 One kind of change is allowed: the layer may run at every position if the network then only selects, averages or interpolates
 positions. For example, the last layer of a language model computes scores of shape (n, T, C), and the network returns only the scores
-at the last token of each text. Similarly, segmentation networks resize the output of a 1x1 convolution to the size of the image. To
-obtain the head's input at the returned positions, that input is appended to the head's output as additional columns or channels during
-the forward pass. Any averaging of positions then applies to both. Averages whose weights sum to 1 commute with the layer, so the
-logits at the resized features are exact, as are their variances.
+at the last token of each text. Similarly, segmentation networks resize the output of a 1x1 convolution to the size of the image.
+During the forward pass, the head's input is appended to its output as additional columns or channels, so that the input at the
+returned positions can be read. Any averaging of positions then applies to input and output alike. Averages whose weights sum to 1
+commute with the layer, so the logits at the resized features are exact, as are their variances.
 
 A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
 linear layer. In that case, each position is a datum (`dense.py`).
@@ -38,14 +38,14 @@ Layer = nn.Linear | Convolution
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer of a network, represented as a matrix that acts on features including the constant 1.
+    """The last linear layer of a network, represented as a matrix that acts on features that include the constant 1.
 
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: whether the layer runs at every position, after which the network selects, averages or resizes positions.
+        every_position: whether the layer runs at every position before the network selects, averages or resizes positions.
         dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
-        ignore_index: label of the positions to ignore in dense training and validation data.
+        ignore_index: label that marks positions to ignore in dense training and validation data.
     """
 
     name: str
@@ -203,7 +203,7 @@ def find_head(
         network: a trained network.
         inputs: one batch of inputs.
         name: dotted name of the layer that must be the head; by default, the head is found automatically.
-        likelihood: likelihood with which the outputs are checked.
+        likelihood: likelihood against which the outputs are checked.
     """
     check_network(network)
     network = unwrapped(network)
@@ -230,9 +230,9 @@ def find_head(
         features, output = found.tensors or (outputs, outputs)
         if not _is_linear(found.layer, features, output):
             raise HeadError(
-                f"the network's output shares memory with the output of layer {found.name!r} but does not equal its weight times its "
-                f"input plus its bias. Either the logits are overwritten in place after the layer, or the layer computes something "
-                f"else. Pass a network that returns the unmodified output of {found.name!r}."
+                f"the network's output shares memory with the output of layer {found.name!r} but does not equal the layer's "
+                f"weight times its input plus its bias. Either the logits are overwritten in place after the layer, or the layer "
+                f"computes something else. Pass a network that returns the unmodified output of {found.name!r}."
             )
         head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
     else:
@@ -366,9 +366,9 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
 def _hidden_layers(network: nn.Module) -> str:
     kinds = {type(module) for module in network.modules()}
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
-        return " It contains TorchScript modules, whose layers run outside Python and cannot be hooked."
+        return " The network contains TorchScript modules, whose layers run outside Python and cannot be hooked."
     if any(".quantized" in kind.__module__ for kind in kinds):
-        return " Its layers are quantised, so their weights are packed integers. Keep the last layer in floating point."
+        return " The network's layers are quantised, so their weights are packed integers. Keep the last layer in floating point."
     return ""
 
 

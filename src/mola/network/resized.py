@@ -13,9 +13,10 @@ from mola.options import one_of
 
 
 class Resized(nn.Module):
-    """A wrapper that lets a network accept square images of any size, by centre-cropping, resizing and normalising them.
+    """A wrapper that lets a network accept square images of any size by centre-cropping, resizing and normalising them.
 
-    Shrinking averages over all source pixels that a target pixel covers, as in Pillow. Enlarging uses PyTorch's interpolation.
+    When an image is shrunk, each target pixel averages all source pixels that it covers, as in Pillow. Enlarging uses PyTorch's
+    interpolation.
 
     Args:
         network: network that takes images of shape (n, channels, size, size).
@@ -72,7 +73,7 @@ class Resized(nn.Module):
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Use antialiasing only to shrink images, because not every export runtime supports it.
+            # Use antialiasing only to shrink images, because not every export runtime supports antialiasing.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )

@@ -1,1 +1,1 @@
-"""Storage of posteriors, checkpoints and weights, which are written atomically as safetensors and JSON. Nothing is unpickled."""
+"""Save and load posteriors, checkpoints and weights; files are written atomically as safetensors and JSON. Nothing is unpickled."""

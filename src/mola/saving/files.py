@@ -1,7 +1,7 @@
 """Folders that contain a JSON document and a safetensors file. A reader sees either the old or the new state, never a mixture.
 
 First, the tensors are written to a file named after their checksum. Then a document that refers to this file atomically replaces the
-old one. Finally, the old tensors are removed. After a crash at any point, the folder can still be loaded.
+old document. Finally, the old tensors are removed. After a crash at any point, the folder can still be loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOCUMENT = "posterior.json"
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`. A file written there atomically replaces `path`, or is removed after an error."""
+    """Yield a temporary path next to `path`. A file written there atomically replaces `path` on success and is removed on error."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
@@ -90,7 +90,7 @@ def read_folder(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the document and the tensors in a folder.
 
-    Raises `StorageError` if a file is missing, is damaged, was not written by mola or is of a different kind.
+    Raises `StorageError` if a file is missing or damaged, was not written by mola, or is of a different kind.
     """
     folder = Path(directory)
     document = read_document(folder)
@@ -117,7 +117,7 @@ def kind_of(directory: str | Path) -> str | None:
 def read_document(directory: str | Path) -> dict[str, Any]:
     """Read the document in a folder, without the tensors.
 
-    Raises `StorageError` if the document is missing, is damaged, was not written by mola or was written by a newer version.
+    Raises `StorageError` if the document is missing or damaged, was not written by mola, or was written by a newer version.
     """
     path = Path(directory) / DOCUMENT
     try:
@@ -136,7 +136,7 @@ def read_document(directory: str | Path) -> dict[str, Any]:
     if document.get("version") != VERSION:
         raise StorageError(
             f"{path} has format version {document.get('version')!r}, but this version of mola reads only format version {VERSION}. "
-            f"Update mola, or save the posterior again with the version that is installed."
+            f"Update mola, or save the posterior again with the installed version."
         )
     check_seal(document, path)
     check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")

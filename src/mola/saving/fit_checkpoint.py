@@ -1,8 +1,8 @@
 """Checkpoints of a fit in progress: the sums so far, the fit's identity and a checksum of its data.
 
-Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bitwise identical result. The fit's
-identity (networks, heads, structure, likelihood) prevents it from resuming with the sums of a different fit. A running checksum of the
-batches reveals whether the data have changed.
+Because sums are additive, an interrupted fit can resume from its last checkpoint and give a bitwise identical result. Comparing
+identities (networks, heads, structure, likelihood) prevents a fit from resuming with the sums of a different fit. A running checksum
+of the batches reveals whether the data have changed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FitCheckpoint:
     Args:
         folder: folder shared by all processes of the fit, or None to store nothing.
         every: number of batches between checkpoints.
-        rank: rank of this process, which stores the sums over its own shard.
+        rank: rank of this process; each process stores the sums over its own shard.
         size: number of processes.
     """
 
@@ -73,8 +73,8 @@ class FitCheckpoint:
     def load(self, identity: Mapping[str, Any]) -> FitProgress | None:
         """Return the progress of an interrupted fit, with the sums on the CPU, or None if there is no checkpoint.
 
-        Raises `StorageError` if the checkpoint belongs to a different fit. The identity is a mapping that can be serialised to JSON.
-        Its entry "networks" contains a checksum of each network.
+        Raises `StorageError` if the checkpoint belongs to a different fit. The identity is a JSON-serialisable mapping. Its entry
+        "networks" contains a checksum of each network.
         """
         if self.folder is None:
             return None
@@ -139,7 +139,7 @@ class FitCheckpoint:
 
 
 def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return counts and log-likelihoods as JSON, and all tensors keyed by name with the component's index as a prefix."""
+    """Return counts and log-likelihoods as JSON, and all tensors keyed by name; each name is prefixed with the component's index."""
     entries = [{"count": one.count, "log_likelihood": one.log_likelihood} for one in sums]
     return entries, {f"{index}.{name}": value for index, one in enumerate(sums) for name, value in one.tensors.items()}
 
@@ -157,7 +157,7 @@ def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tens
 
 
 def batch_checksum(so_far: str, batch: Any) -> str:
-    """Update the checksum with another batch, using each tensor's shape and dtype, and the sum of its bits for each datum.
+    """Update the checksum with each tensor of a batch: its shape, its dtype and, for each datum, the sum of its bits.
 
     The bits are summed as integers, so that the checksum is the same on every machine.
     """

@@ -98,7 +98,7 @@ def pack_components(
 
 
 def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
-    """Read a posterior from a folder; raise `StorageError` unless it was fitted to `networks`, in the same order."""
+    """Read a posterior from a folder; raise `StorageError` unless the posterior was fitted to `networks` in this order."""
     document, tensors = read_folder(directory, KIND, SCHEMA)
     parts = document["components"]
     try:
@@ -123,7 +123,7 @@ def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA
 
 
 def _shapes(structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]) -> dict[str, Any]:
-    # Return the shape of each sum, which is found by summing over one datum on the meta device, without using memory.
+    # Return the shape of each sum. Summing over one datum on the meta device yields the shapes without using memory.
     outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
     phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
     groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
@@ -180,7 +180,7 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
     """
     if known.get(thing.name) is not type(thing):
         raise StorageError(
-            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load would be unable to rebuild it."
+            f"a custom {what} ({type(thing).__name__}) cannot be saved, because mola.load could not rebuild it."
         )
     return {"name": thing.name, **thing.settings()}
 
@@ -198,9 +198,9 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
 
 
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
-    """Raise `StorageError` unless the checksums of the networks match the saved ones, in the same order."""
-    remedy = f"Pass the same {counted(len(checksums), 'network')}, in the order and precision in which they were saved."
-    if len(networks) != len(checksums):
+    """Raise `StorageError` unless the networks' checksums match the saved checksums in order."""
+    remedy = f"Pass the same {counted(len(checksums), 'network')} in the saved order and precision." if len(networks) !=
+    len(checksums):
         raise StorageError(
             f"the posterior was saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"
         )

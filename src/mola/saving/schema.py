@@ -18,7 +18,7 @@ from mola.errors import StorageError
 
 SEAL = "sha256"  # name of the entry that holds the checksum of all other entries
 MAX_DEPTH = 50  # largest nesting depth of lists and objects; deeper nesting could exceed Python's recursion limit later
-MAX_BYTES = 2**26  # largest size of a document; one with tuning curves takes about 100 kB
+MAX_BYTES = 2**26  # largest size of a document in bytes; a document with tuning curves takes about 100 kB
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Optional:
 
 
 def parse(content: bytes | str, name: object) -> Any:
-    """Parse JSON text; raise a `StorageError` that gives the file's name if the text is invalid, too large or too deeply nested."""
+    """Parse JSON text; raise a `StorageError` that names the file if the text is invalid, too large or too deeply nested."""
     try:
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
@@ -64,7 +64,7 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with a checksum of its content, which does not depend on how the file is formatted."""
+    """Return the document with a checksum of its content; the checksum does not depend on the file's formatting."""
     plain = json.loads(json.dumps(document))  # as read back from a file, with tuples as lists and keys as strings
     return {**plain, SEAL: _checksum(plain)}
 
@@ -79,7 +79,8 @@ def check_seal(document: Mapping[str, Any], name: object) -> None:
 
 
 def check(value: Any, schema: Any, path: str) -> None:
-    """Raise a `StorageError` that states the path, the expected value and the actual value if a value does not match its schema."""
+    """Raise `StorageError` if a value does not match its schema; the message states the path, the expected kind and the value
+    found."""
     if isinstance(schema, Optional):
         if value is not None:
             check(value, schema.kind, path)

@@ -1,6 +1,6 @@
 """Save network weights as safetensors, and load them from safetensors or PyTorch files without running code.
 
-Training scripts often save weights in a dictionary that also holds the state of the optimiser and the epoch. Wrappers (`DataParallel`,
+Training scripts often save weights in a dictionary that also holds the epoch and the optimiser's state. Wrappers (`DataParallel`,
 `torch.compile`, a Lightning module) add a prefix to each name. This module handles both cases.
 """
 
@@ -74,9 +74,9 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """Read a weights file onto the CPU, and return the named tensors, or the training script's dictionary that contains them.
+    """Read a weights file onto the CPU; return its named tensors, or the training script's dictionary that contains them.
 
-    The format, safetensors or `torch.save`, is recognised from the file's content.
+    The format, safetensors or `torch.save`, is detected from the file's content.
     """
     source = Path(path)
     try:
