@@ -244,8 +244,8 @@ def stream(
 ) -> Iterator[CapturedBatch]:
     """Read a loader once and yield every network's features and outputs for each batch.
 
-    Call this function inside `evaluating(*networks)`. Every network processes a batch before the next batch is read. The data are therefore
-    loaded only once for all networks, and the loader may be an iterator.
+    Call this function inside `evaluating(*networks)`. Every network processes a batch before the next batch is read. The data are
+    therefore loaded only once for all networks, and the loader may be an iterator.
 
     Args:
         networks: the trained networks.
