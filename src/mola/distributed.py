@@ -54,7 +54,7 @@ class Team:
 
     @classmethod
     def single(cls) -> Team:
-        """Make a team that consists only of this process, without a process group."""
+        """Make a team of this process alone, without a process group."""
         team = cls.__new__(cls)
         team.rank, team.size, team._group = 0, 1, None
         return team
@@ -96,7 +96,7 @@ class Team:
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sum each tensor over all ranks in float64, and convert the sum back to the tensor's dtype and device.
+        """Sum each tensor over all ranks in float64; each sum keeps its tensor's dtype and device.
 
         The sums are bitwise identical on all ranks.
         """
@@ -154,7 +154,7 @@ def join(*, backend: str | None = None) -> Iterator[Team]:
 
 
 def shard(data: Any, rank: int, size: int) -> Any:
-    """Return the part of the data that the process with the given rank reads. Each datum is in exactly one part.
+    """Return the part of the data for the process with the given rank. Each datum is in exactly one part.
 
     Parts are consecutive ranges in rank order, and their sizes differ by at most one. Parts are not padded: repeated data would be
     counted twice. A part may be empty.

@@ -1,7 +1,7 @@
 """Evaluate predictors on test data, shifted data and outliers, and tabulate metrics with their standard errors.
 
 Standard errors (`mola.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do the
-labels of a multi-label input. Differences between predictors on the same data vary less than these errors suggest.
+labels of a multi-label input. These errors usually overstate the uncertainty of differences between predictors on the same data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mola.prediction import Prediction, RegressionPrediction
 from mola.tally import INPUT, Tally, rows_of
 
 INTERVAL = 0.9
-"""Nominal probability of the intervals whose coverage is measured."""
+"""Nominal coverage of the intervals whose actual coverage is measured."""
 
 
 class Estimate(NamedTuple):

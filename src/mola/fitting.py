@@ -149,9 +149,9 @@ def fit(
         distances: whether to compute the sums needed for distances from the training classes. For each network, these sums are
             matrices of shapes C x P and P x P.
         positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
-            treats each input as a single datum. A number draws that many positions from each input.
+            treats each input as a single datum. With a number, that many positions are drawn from each input.
         ignore_index: label that marks positions to ignore.
-        team: processes that share the fit, from `mola.distributed.join()`. Each process reads its own shard, and every process returns
+        team: processes that share the fit; see `mola.distributed.join`. Each process reads its own shard, and every process returns
             the posterior for the combined data.
         checkpoint: folder in which intermediate sums are saved. If the fit is interrupted, repeating the call resumes from these
             sums. The folder is removed when the fit is complete.

@@ -115,7 +115,7 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass the threshold that 95 % of the inliers pass; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers that pass the threshold passed by 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
 
     Inliers contribute to the error because they determine the threshold.
     """

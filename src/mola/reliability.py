@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIN_COUNT, MIN_SHARE = 5, 0.001
-"""A bin is drawn only if it contains at least this number and this share of all predictions. The accuracy in smaller bins is mostly
-noise. The calibration error includes all bins."""
+"""A bin is drawn only if it contains at least this many predictions and at least this share of all predictions. The accuracy in
+smaller bins is mostly noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
 """A (bins, 3) tensor with the number of predictions, summed confidence and number of correct predictions in each bin, and matplotlib

@@ -28,7 +28,7 @@ MORE_REGRESSION_OUTPUTS = ("within", "between", "component_mean", "component_var
 
 @dataclass(frozen=True)
 class Signature:
-    """Structure of a batch, and the names of its tensors.
+    """Structure of a batch and names of its tensors.
 
     Args:
         kind: structure of the batch: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).

@@ -40,8 +40,8 @@ above 1 (in regression, above the standard deviation) and absolute for smaller v
 tests/library/test_export.py are below 1e-5."""
 
 FLOAT16_TOLERANCE = 5e-2
-"""Largest accepted difference for networks in half precision: it has only three significant digits, and runtimes round it
-differently."""
+"""Largest accepted difference for half-precision networks. Half precision has only three significant digits, and runtimes differ in
+rounding."""
 
 BATCHES = (1, 3, 8)
 """Batch sizes at which the file's outputs are compared with PyTorch's."""
@@ -101,7 +101,7 @@ def onnx(
     """Export a posterior to a single ONNX file that runs without PyTorch and outputs probabilities and uncertainty.
 
     The outputs have the names and values of the fields that `posterior.predict` returns, and are computed with the same random draws.
-    Batches may have any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior
+    Batches may be of any size. Inputs that contain NaN produce outputs that contain NaN. The file stores the classes, inputs, prior
     precisions, weights, link, structure and rule as JSON properties whose names begin with "mola.".
 
     Args:
@@ -116,8 +116,8 @@ def onnx(
         float16: whether to run the networks in half precision. Inputs and outputs remain float32, and the head computes in float64.
         preparation: a module, such as `mola.export.Pixels`, that is applied to the input first; the networks must have a single input.
         ood_threshold: OOD score above which an input counts as an outlier.
-        answer_threshold: confidence above which the model answers rather than abstains, from `mola.abstain_threshold`.
-        set_threshold: lowest probability at which a class is included in a prediction set, from `mola.prediction_sets`.
+        answer_threshold: confidence above which the model answers instead of abstaining; see `mola.abstain_threshold`.
+        set_threshold: lowest probability at which a class is included in a prediction set; see `mola.prediction_sets`.
         check: whether to run the exported model and compare its outputs with the posterior's before the file is written.
 
     Returns:

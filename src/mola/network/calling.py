@@ -90,7 +90,7 @@ def one_batch(inputs: Inputs) -> Inputs:
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Raise `DataError` if the object cannot be a loader, but read no batch; `where` identifies the object in messages."""
+    """Raise `DataError` if the object cannot be a loader; no batch is read. `where` identifies the object in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
     # A list of tensors is accepted only if they all have the same dtype and number of dimensions, because those of a batch [x, y]
     # usually differ.
@@ -196,7 +196,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
     """Put networks in eval mode, and restore the training flag of every module on exit, even after an exception."""
     for network in networks:
         check_network(network)
-    # Read all flags before setting any, because setting the flag of a compiled module also sets that of the module it wraps.
+    # Read all flags before setting any, because setting the flag of a compiled module also sets the flag of the module it wraps.
     flags = [(module, module.training) for network in networks for module in network.modules()]
     try:
         for module, training in flags:

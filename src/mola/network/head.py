@@ -1,7 +1,7 @@
 """Find and check the last linear layer of any network by observing one forward pass.
 
-The head is the linear layer whose output *is* the network's output. It need not be the last layer to be defined, nor the last to run.
-If a network changes the logits after its last linear layer, the error message identifies the layer and the change.
+The head is the linear layer whose output *is* the network's output. It need not be defined last or run last. If a network changes the
+logits after its last linear layer, the error message identifies the layer and the change.
 
 One kind of change is allowed: the layer may run at every position if the network then only selects, averages or interpolates
 positions. For example, the last layer of a language model computes scores of shape (n, T, C), and the network returns only the scores

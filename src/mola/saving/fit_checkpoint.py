@@ -163,7 +163,7 @@ def batch_checksum(so_far: str, batch: Any) -> str:
     """
     digest = hashlib.sha256(so_far.encode())
     for part in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        with suppress(TypeError, ValueError, RuntimeError):  # skip parts such as text, which cannot become tensors
+        with suppress(TypeError, ValueError, RuntimeError):  # skip parts, such as text, that cannot become tensors
             values = torch.as_tensor(part).detach()
             bits = values.reshape(values.shape or (1,)).contiguous().view(INTEGERS[values.element_size()])
             digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
