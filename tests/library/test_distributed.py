@@ -46,7 +46,7 @@ def check_rows(team):
     assert team.gather(torch.arange(6).reshape(2, 3).t()).tolist() == [[0, 3], [1, 4], [2, 5]] * SIZE
     with pytest.raises(OptionError, match="none on any"):
         team.gather(None)
-    with pytest.raises(OptionError, match="same dtype and shape"):
+    with pytest.raises(OptionError, match="same dtype and row shape"):
         team.gather(torch.zeros(2, 3 + team.rank))
 
 
