@@ -1,7 +1,7 @@
 """Evaluate predictors on test data, shifted data and outliers, and tabulate metrics with their standard errors.
 
-Standard errors (`mola.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do the
-labels of a multi-label input. These errors usually overstate the uncertainty of differences between predictors on the same data.
+The standard errors (see `mola.measurement`) treat inputs as independent draws. The positions of a dense output form one group, as do
+the labels of a multi-label input. These errors usually overstate the uncertainty of differences between predictors on the same data.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Evaluation:
 
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
-    """Number of inputs on which each row is based."""
+    """Number of inputs evaluated for each row."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
     predictions in each of 15 confidence bins."""

@@ -131,7 +131,8 @@ def fit(
     The data are read only once, and every network processes each batch. The networks are not modified.
 
     Args:
-        networks: one or more (K) trained networks. Their architectures may differ, but they must all have the same number of outputs.
+        networks: a trained network, or a list of K trained networks. Their architectures may differ, but they must all have the same
+            number of outputs.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
             "labels".
         val_loader: optional validation data on which the posterior is tuned.
@@ -327,7 +328,7 @@ def sum_over_processes(own: Sums, team: Team) -> Sums:
 
 
 def _warn_of_empty_classes(sums: Sums) -> None:
-    # Without labels, the sums count predicted classes, and even a class that is never predicted may have training data.
+    # Without labels, the sums count predicted classes, so a class with a zero count may still have training data.
     counts = None if sums.log_likelihood is None else sums.tensors.get("class_counts")
     if counts is not None and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
@@ -348,7 +349,7 @@ def ensemble(
     """Make a deep ensemble of trained networks, or a plain (MAP) predictor from one network; no data are needed.
 
     Args:
-        networks: one or more (K) trained networks.
+        networks: a trained network, or a list of K trained networks.
         weights: "uniform", or K numbers that sum to 1.
         likelihood: likelihood of the outputs, as for `fit`.
         logits: function that extracts the logits from a network's output, as for `fit`.

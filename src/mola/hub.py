@@ -60,8 +60,8 @@ def save(
 
     Args:
         posterior: the posterior from `mola.fit`.
-        folder: the folder to write, which is created if it does not exist. Its name becomes the model's name.
-        classes: names of the outputs; by default, the names in a transformers configuration, or else numbers.
+        folder: the folder to write; it is created if it does not exist. Its name becomes the model's name.
+        classes: names of the outputs; by default, those in the transformers configuration, if any, or numbers.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         license: identifier of the licence, such as "mit".
         tags: additional tags for the hub.

@@ -1,6 +1,6 @@
 """Tables of scores, collected from all batches and processes, with one row for each input, label or position.
 
-Memory grows with the number of rows, but not with the number of features or classes. Rows that belong to the same input are not
+Memory use grows with the number of rows, but not with the number of features or classes. Rows that belong to the same input are not
 independent, so each row for multi-label data or dense outputs holds the index of its input.
 """
 

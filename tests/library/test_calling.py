@@ -120,7 +120,7 @@ def test_inputs_reach_the_network_in_their_form(case):
 def test_a_pass_that_fails_names_the_inputs():
     with pytest.raises(DataError, match=r"Linear failed on inputs of shape \(6, 5\) and type float64.*was trained"):
         call(nn.Linear(4, 3).double(), X)
-    with pytest.raises(DataError, match="If the last element is the labels"):
+    with pytest.raises(DataError, match="If the last element holds the labels"):
         call(nn.Linear(5, 3).double(), (X, Y))
     with pytest.raises(DataError, match=r"forward, which accepts \['input'\] but not \['ids'\]"):
         call(nn.Linear(5, 3).double(), {"input": X, "ids": Y})

@@ -77,7 +77,7 @@ class Signature:
             ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Assemble tensors into the inputs of the networks."""
+        """Assemble tensors into network inputs."""
         if self.kind == "tensor":
             return tensors[0]
         return tuple(tensors) if self.kind == "tuple" else dict(zip(self.names, tensors, strict=True))

@@ -47,7 +47,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def as_batch(raw: Any, where: str) -> Batch:
-    """Split a loader's batch into inputs and labels; `where` identifies the batch in messages, such as "batch 3 of the loader"."""
+    """Split a loader's batch into inputs and labels; `where` names the batch in messages, as in "batch 3 of the loader"."""
     inputs, labels = raw, None
     if isinstance(raw, Mapping):
         inputs, labels = {key: value for key, value in raw.items() if key != LABELS}, raw.get(LABELS)
@@ -134,11 +134,11 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0, *, required
 
 
 class LogitsOf(nn.Module):
-    """A network followed by a function that extracts the logits from its output, such as `lambda output: output[0]`."""
+    """A network followed by a function, such as `lambda output: output[0]`, that extracts the logits from its output."""
 
     def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
         super().__init__()
-        # The attribute has the same name as in torch.compile, because that prefix is removed from layer names and checksums.
+        # The attribute is named as in torch.compile, because `_orig_mod.` is removed from layer names and checksums.
         self._orig_mod = network
         self.logits: Callable[[Any], Any] = logits
 
@@ -269,7 +269,7 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
         return " The weights are float32, but the inputs are float64. Pass inputs.float()."
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return (
-            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element is the "
+            " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "
             "labels, pass only the inputs."
         )
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):

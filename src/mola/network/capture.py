@@ -130,7 +130,10 @@ def _outputs_alone(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -
 def capture_all(
     networks: Sequence[nn.Module], heads: Sequence[Head | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Captured]:
-    """Capture one pass of every network; all outputs must have the same shape. Call this function inside `evaluating(*networks)`."""
+    """Capture one forward pass of every network; all outputs must have the same shape.
+
+    Call this function inside `evaluating(*networks)`.
+    """
     seen = []
     for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
         with located(f"networks[{index}]"):
@@ -161,7 +164,7 @@ def check_logits(network: nn.Module, inputs: Inputs, outputs: Tensor, likelihood
 def find_heads(
     networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs, likelihood: Likelihood
 ) -> list[Head]:
-    """Find the head of every network, or check the named head; all outputs must have the same width and number of position axes.
+    """Find every network's head, or check it if it is named; all outputs must have the same width and number of position axes.
 
     Call this function inside `evaluating(*networks)`.
     """
@@ -310,7 +313,7 @@ def _rows_in_use(
         used = labels != ignore_index
         if used.dim() == 2:
             if bool((used.any(1) & ~used.all(1)).any()):
-                # NaN marks individual labels as missing. A Bernoulli likelihood allows this; a Gaussian likelihood rejects NaN.
+                # NaN marks individual labels as missing. A Bernoulli likelihood accepts NaN; a Gaussian likelihood rejects it.
                 labels = torch.where(used, labels.double(), torch.nan)
             used = used.any(1)
         labels, in_use = labels[used], in_use[used]

@@ -11,7 +11,7 @@ returned positions can be read. Any averaging of positions then applies to input
 commute with the layer, so the logits at the resized features are exact, as are their variances.
 
 A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
-linear layer. In that case, each position is a datum (`dense.py`).
+linear layer. In that case, each position is a datum (see `dense.py`).
 """
 
 from __future__ import annotations

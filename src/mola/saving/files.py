@@ -51,7 +51,7 @@ def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Ma
     """Save a document and its tensors to a folder, and return the folder's path.
 
     The folder is created if it does not exist. Its previous content stays readable until everything has been written. The document
-    must have an entry "kind", such as "swag"; a folder of a different kind is not overwritten.
+    must have a "kind" entry, such as "swag"; a folder of a different kind is not overwritten.
     """
     folder, kind = Path(directory), document["kind"]
     try:
@@ -115,7 +115,7 @@ def kind_of(directory: str | Path) -> str | None:
 
 
 def read_document(directory: str | Path) -> dict[str, Any]:
-    """Read the document in a folder, without the tensors.
+    """Read the document in a folder, but not the tensors.
 
     Raises `StorageError` if the document is missing or damaged, was not written by mola, or was written by a newer version.
     """

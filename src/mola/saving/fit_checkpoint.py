@@ -131,7 +131,7 @@ class FitCheckpoint:
         write_folder(self.place, {"kind": KIND, "identity": dict(identity), **rest, "sums": entries}, tensors)
 
     def remove(self) -> None:
-        """Remove the checkpoint of a finished fit, and the folder too if it is then empty."""
+        """Remove the checkpoint of a finished fit, and then the folder if it is empty."""
         if self.folder is not None:
             shutil.rmtree(self.place, ignore_errors=True)
             with suppress(OSError):  # the folder may contain other processes' checkpoints or the user's files
@@ -145,7 +145,7 @@ def pack_sums(sums: Sequence[Sums]) -> tuple[list[dict[str, Any]], dict[str, Ten
 
 
 def unpack_sums(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> list[Sums]:
-    """Return the sums of each component; the inverse of `pack_sums`."""
+    """Return the sums of each component (the inverse of `pack_sums`)."""
     return [
         Sums(
             {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{index}.")},

@@ -186,7 +186,7 @@ def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], wh
 
 
 def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
-    """Rebuild an object from its name and settings; the inverse of `describe`."""
+    """Rebuild an object from its name and settings (the inverse of `describe`)."""
     settings = {name: value for name, value in entry.items() if name != "name"}
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this version of mola supports {', '.join(known)}.")

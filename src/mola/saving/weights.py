@@ -52,7 +52,8 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
     if foreign:
         raise OptionError(
-            f"the network's entries {_some(foreign)} cannot be saved as weights, because they are not tensors with a known shape."
+            f"the entries {_some(foreign)} of the network's state dict cannot be saved as weights, because they are not tensors "
+            f"with a known shape."
         )
     # Clone the tensors, because safetensors rejects tensors that share memory, such as tied weights.
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
