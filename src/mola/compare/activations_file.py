@@ -25,7 +25,7 @@ BATCH = 1024
 """Number of rows per batch during fitting and prediction."""
 
 NUMBERS_AT_ONCE = 2**23
-"""Maximum number of feature values that a slice holds for each network."""
+"""Maximum number of feature values per network in a slice."""
 
 WHOLE = ("weight", "bias")
 """Names of the head's tensors, which are stored whole rather than row by row."""
@@ -38,7 +38,7 @@ def write_rows(
     whole: Mapping[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
-    """Write batches (`count` rows in total) and whole tensors to one safetensors file, creating its folder if necessary."""
+    """Write batches (`count` rows in total) and the tensors in `whole` to one safetensors file, creating its folder if necessary."""
     rows = {name: torch.cat([batch[name].detach().cpu() for batch in batches]) for name in batches[0]}
     found = len(next(iter(rows.values())))
     if found != count:
@@ -50,7 +50,7 @@ def write_rows(
 
 
 class TensorFile:
-    """A data set stored in one or more safetensors files, passed in row order; `content` describes the data in error messages."""
+    """A data set stored in safetensors files; `paths` lists the files in row order, and `content` names the data in error messages."""
 
     def __init__(self, paths: Path | Sequence[Path], content: str = "activations") -> None:
         self.parts: list[Any] = []
@@ -59,14 +59,14 @@ class TensorFile:
                 self.parts.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise StorageError(
-                    f"{path} is not a complete file of {content}: {error}. Delete it, and it will be recomputed."
+                    f"{path} is not a complete {content} file: {error}. Delete it, and it will be recomputed."
                 ) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts[0].keys()  # noqa: SIM118  (not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, over all files, of a tensor that has one row per data point."""
+        """Return the total shape, across all files, of a tensor with one row per data point."""
         count = sum(part.get_slice(name).get_shape()[0] for part in self.parts)
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 
@@ -96,7 +96,7 @@ class TensorFile:
 
 
 class HeadOnly(nn.Module):
-    """The last layer of one network, as a module whose input is the stored features of all networks, of shape (n, K, P).
+    """The last layer of one network, as a module that takes the stored features of all networks, shape (n, K, P).
 
     P is the number of features of the widest network. The features of narrower networks are padded with zeros.
     """
@@ -200,5 +200,5 @@ class Stored:
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 
     def logits(self) -> Tensor:
-        """Return the logits for all data at once, of shape (K, n, C); use this only for small sets, such as the validation set."""
+        """Return the logits for all data at once, shape (K, n, C); use this only for small sets, such as the validation set."""
         return torch.stack([file.rows("logits", self.places) for file in self.files])

@@ -17,7 +17,7 @@ SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Names of the outlier scores for classifiers; every score is higher for outliers."""
 
 ALL_SCORES = (*SCORES, "variance")
-"""Names of all outlier scores: those for classifiers, and the predictive variance, which is the score for regression models."""
+"""Names of all outlier scores: those for classifiers, and the predictive variance for regression models."""
 
 FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
 """Columns that are not outlier scores. For multi-label data, "question" is the index of the label. Columns with brackets, such as
@@ -34,8 +34,8 @@ def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tenso
 
     .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
 
-    The sum runs over the M largest probabilities. The small exponent makes the score sensitive to the small probabilities of the other
-    classes when a network is almost certain. The default values of gamma and M are those that the authors chose for 1000 classes.
+    The sum runs over the M largest probabilities. Because gamma is small, the score responds to small probabilities even when a
+    network is almost certain. The defaults for gamma and M are the authors' choices for 1000 classes.
     """
     # The complement of the largest probability is computed as the sum of all others, because 1 - p
     # rounds to 0 for float32 numbers near 1.
@@ -52,7 +52,7 @@ def outlier_scores(
     ood_score: Tensor | None = None,
     likelihood: ClassificationLikelihood = CATEGORICAL,
 ) -> dict[str, Tensor]:
-    """Return the available `SCORES`, each as float64 (n,); those computed from logits (K, n, C) are averaged with `weights` (K,)."""
+    """Return the available `SCORES`, each (n,) in float64; scores computed from logits (K, n, C) are averaged with `weights` (K,)."""
     exact = probs.double()
     uncertain = entropy(likelihood.choices(exact))
     found = {
@@ -82,7 +82,7 @@ class Answer:
     """Index of each row's input, shape (n,), if the rows are positions; None if each row is an input."""
 
     def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of a tally; `labels`, if known, are class indices (n,) or zeros and ones (n, C) for multi-label data."""
+        """Return the columns of a tally; `labels`, if known, are class indices (n,) or, for multi-label data, 0s and 1s (n, C)."""
         probs, labels = self.probs.detach().cpu(), None if labels is None else labels.cpu()
         limits = torch.finfo(probs.dtype)
         if not self.likelihood.mutually_exclusive:  # clamp both ends, because 1 - p may also round to 0

@@ -1,4 +1,4 @@
-"""Results of the demo: a comparison on digits, confidence far from the digits, and confidence maps around two moons.
+"""Results of the demo: a comparison on digits, the confidence far from the digits, and confidence maps for the two-moons data.
 
 The demo's report is written from these results alone. Unless stated otherwise, dictionaries of results are keyed by the names in
 `METHODS`, in the same order.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mola.compare.record import Comparison
 
 DEFAULT = "MoLA (calibrated)"
-"""Name of the method MoLA when it is tuned by the library's default rule."""
+"""Name of MoLA when tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
 """Names of the methods: a single network, an ensemble without and with a temperature, and MoLA tuned by the paper's rule and by the
@@ -54,7 +54,7 @@ class DistanceResult:
     bounds: dict[str, dict[str, float]]
     """Mean of the theorem's bound, by type of input and method, for methods without a distance exponent."""
     precisions: Array
-    """Prior precisions at which the next three curves, all for MoLA, are computed."""
+    """Prior precisions at which the three curves below, all for MoLA, are computed."""
     test_confidence: Array
     """Mean confidence on the test digits, at each prior precision."""
     limit: Array
@@ -65,7 +65,7 @@ class DistanceResult:
 
 @dataclass(frozen=True)
 class MoonsResult:
-    """Confidence maps of the plane around the two moons."""
+    """Maps of the confidence in the plane around the two moons."""
 
     points: Array
     """Training inputs, shape (n, 2)."""

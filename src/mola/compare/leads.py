@@ -27,15 +27,15 @@ class Lead:
     best: Name
     value: float
     level: tuple[Name, ...]
-    """Entries of other methods whose value equals the best value, for example because their scores come from identical logits."""
+    """Entries of other methods that tie with the best entry, for example because their scores come from identical logits."""
     rival: Name | None
     """The second-best entry if the lead is clear; otherwise, the best of the entries that are not clearly behind."""
     ahead: float | None
     """Lead of the best entry over the rival."""
     error: float | None
-    """Standard error of that lead."""
+    """Standard error of `ahead`."""
     clear: tuple[Name, ...]
-    """Entries that lead the entries of every other method by more than `CLEAR` standard errors of the difference."""
+    """Entries that lead all entries of other methods by more than `CLEAR` standard errors of the difference."""
 
 
 Better = Literal["low", "high"]
@@ -46,8 +46,7 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     sign = 1 if better == "high" else -1
 
     def rivals(name: Name) -> dict[Name, tuple[float, float, float | None]]:
-        # Return, for each rival, the lead in standard errors, the difference and its standard error. Rivals with an equal value are
-        # left out.
+        # Return, for each rival, the lead in standard errors, the lead itself, and its standard error. Rivals that tie are left out.
         behind: dict[Name, tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)
@@ -63,7 +62,7 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(
         name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
     )
-    # If the lead is clear, the rival is the second best; otherwise, it is the best of those that are not clearly behind.
+    # If the lead is clear, the rival is the second-best entry; otherwise, the best entry that is not clearly behind.
     near = {name: one for name, one in others.items() if best in clear or one[0] <= CLEAR}
     rival = min(near, key=lambda name: near[name][1], default=None)
     _, ahead, error = (0.0, None, None) if rival is None else others[rival]

@@ -1,4 +1,4 @@
-"""Methods to compare, declared as plain objects, which are then fitted and used for prediction.
+"""Methods to compare: plain objects that can be fitted and then used for prediction.
 
 `LastLayer` covers MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and all their ablations. It applies the public functions
 `mola.fit` and `tune` to stored features.
@@ -29,7 +29,7 @@ from mola.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from mola.uncertainty import entropy
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
-"""Functions that compute outlier scores from stored features and logits, keyed by name."""
+"""Functions, keyed by name, that compute outlier scores from stored features and logits."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fitted:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
-    """Function that returns the batches and labels of the set with a given name."""
+    """Function that returns the batches, with labels, of the set with a given name."""
     answer: Callable[[Any, bool], Answer]
     """Function that returns predictions for a batch, with or without outlier scores."""
     chosen: dict[str, Any]
@@ -109,7 +109,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions that return a rule, keyed by name; each takes the target confidence of the paper's rule as its argument."""
+"""Functions, keyed by name, that return a rule; their argument is the target confidence of the paper's rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
@@ -131,8 +131,8 @@ class LastLayer:
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that the ensemble averages."""
     detectors: bool = False
-    """If True, predictions include all available outlier scores, among them those computed from features and logits; otherwise, only
-    the score based on the largest probability."""
+    """If True, predictions include all available outlier scores, even those computed from features and logits; otherwise, they include
+    only the score based on the largest probability."""
 
     def __post_init__(self) -> None:
         one_of(self.rule, tuple(RULES), "rule")
