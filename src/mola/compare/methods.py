@@ -193,7 +193,7 @@ class LastLayer:
             ):  # a single network without a posterior has no mutual information
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
-                # `chosen` stores the name of this score.
+                # `chosen["ood_score"]` is the name of this score.
                 given["ood score"] = found.ood_score
                 if (distance := getattr(found, "distance", None)) is not None:
                     given["distance"] = distance

@@ -1,7 +1,7 @@
 """Records: the settings, checksums and results of one method in one run. Reports are written from records alone.
 
-Suites store records as JSON (`mola-bench`, version 1). Only single-run comparisons have per-class results and standard errors computed
-over the data points of each set. A suite computes standard errors over runs instead, and its files omit these entries.
+Suites store records as JSON (`mola-bench`, version 1). Per-class results, and standard errors over the data points of a set, exist
+only in single-run comparisons. Suites compute standard errors over runs instead.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class LabelledResult:
     """Results for each class in the data: "count", "accuracy" and mean "confidence". Multi-label data also have "auroc",
     "average_precision" and the "ece" of the label's predicted probability. Dense outputs also have "iou"."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Results for each type of shift: "accuracy", "nll" and "ece", rounded to six digits; empty unless there are several types."""
+    """Results for each type of shift: "accuracy", "nll" and "ece", rounded to six significant digits; empty unless there are several
+    types."""
     regression: RegressionDetail | None = None
 
 
@@ -100,11 +101,11 @@ class OutlierResult:
     confidence: float | None
     """Mean confidence (MMC), where confidence is the largest probability; None for regression."""
     scores: dict[str, dict[str, float]]
-    """Metrics of how well each outlier score separates outliers from the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers
-    are the positive class) and "fpr95_out" (outliers are the positive class). Some stored records lack "fpr95_out"."""
+    """Metrics that show how well each outlier score separates outliers from the test set: "auroc", "aupr_in", "aupr_out", "fpr95"
+    (inliers are the positive class) and "fpr95_out" (outliers are the positive class). Some stored records lack "fpr95_out"."""
     histogram: list[int]
     confidence_error: float | None = None
-    """Standard error of `confidence`, computed over the outliers; None in suites, and if there is only one outlier."""
+    """Standard error of `confidence`, computed over the outliers; None in suites or if there is only one outlier."""
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Standard errors of the "auroc" and "fpr95" of each outlier score, computed over the test data and the outliers."""
     std: float | None = None
@@ -151,8 +152,8 @@ class Record:
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """Additional measures that the suite defines, keyed by name. Files omit this entry if it is empty."""
     overlap: float = 0.0
-    """For a cross-fit, whose runs share data, the number of test examples divided by the number of examples used for fitting and
-    tuning; 0 if every run has its own networks. Files omit this entry because it follows from the settings in the suite's document."""
+    """Ratio of test examples to examples used for fitting and tuning in a cross-fit, whose runs share data; 0 if every run has its own
+    networks. Files omit this entry because it follows from the settings in the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
@@ -169,11 +170,11 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Create a record from the JSON values that `to_json` returned."""
+        """Create a record from JSON values returned by `to_json`."""
         check(document, SCHEMA, "")
         for name, known in ENTRIES.items():
             if unknown := sorted({entry for one in document[name].values() for entry in one} - known):
-                raise StorageError(f"the record is damaged: {name!r} has the unknown entries {unknown[:3]}.")
+                raise StorageError(f"the record is damaged: {name!r} has unknown entries {unknown[:3]}.")
         results = [*document["labelled"].values(), *document["outliers"].values()]
         if any(len(one["histogram"]) not in (0, CONFIDENCE_BINS) for one in results):
             raise StorageError(f"the record is damaged: expected histograms with {CONFIDENCE_BINS} bins.")
@@ -297,15 +298,15 @@ class Comparison:
     classes: tuple[str, ...] = ()
     """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """For single-run comparisons, the best method by each metric on each set. Labelled sets have the metrics "accuracy", "nll",
-    "brier" and "ece", whose entries are named `(method,)`. Outlier sets have "confidence" and "max probability" (the AUROC of this
-    score), whose entries are named `(method,)`, and "auroc" and "fpr95", whose entries are named `(method, score)`."""
+    """For single-run comparisons, the best method by each metric on each set. On labelled sets, the metrics are "accuracy", "nll",
+    "brier" and "ece", with entries named `(method,)`. On outlier sets, "confidence" and "max probability" (the AUROC of this score)
+    have entries named `(method,)`, whereas "auroc" and "fpr95" have entries named `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
     """The first few images of each set that contains images, by set name."""
     notes: tuple[str, ...] = ()
     """Notes from tuning, and other caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """For each set, the inputs that could not be used, and the reasons."""
+    """Inputs of each set that could not be used, with the reason for each."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the comparison: versions, computing time and files."""
     decisions: DecisionResult | None = None

@@ -1,7 +1,7 @@
 """Regression in comparisons: predictions as columns of a tally, and the metrics and intervals computed from these columns.
 
 Let u be the predicted distribution function evaluated at a target. A central interval of probability p covers the target if and only
-if |2 u - 1| <= p. A single number per target, the smallest such p, therefore determines the coverage of intervals of any probability.
+if |2 u - 1| <= p. One number per target, |2 u - 1|, therefore determines the coverage of intervals of any probability.
 
 The log-likelihood is computed jointly over all D outputs. Every other metric is averaged over the outputs. Results are also stored
 separately for each of the first `MOST_OUTPUTS` outputs.
@@ -23,10 +23,10 @@ from mola.prediction import RegressionPrediction
 from mola.tally import INPUT, Tally
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
-"""Coverage probabilities of the intervals in tables."""
+"""Coverage probabilities of the intervals shown in tables."""
 
 NOMINAL = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Coverage probabilities of the intervals in figures, including all `LEVELS`."""
+"""Coverage probabilities of the intervals shown in figures, including all `LEVELS`."""
 
 INTERVAL = 0.9
 """Coverage probability of the intervals shown in examples."""
@@ -35,7 +35,7 @@ MOST_OUTPUTS = 16
 """Maximum number of outputs for which separate results are stored."""
 
 EXAMPLES = 300
-"""Maximum number of targets shown in a figure; they are taken at equal spacing from the data set."""
+"""Maximum number of targets shown in a figure, taken at equal spacing from the data set."""
 
 SPREAD_BINS = 10
 """Number of equal-sized groups into which inputs are split by their predicted standard deviation."""
