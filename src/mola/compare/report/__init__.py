@@ -1,1 +1,1 @@
-"""Tables, figures and pages, which are made from result objects alone, without access to models."""
+"""Tables, figures and pages made from result objects alone, without access to models."""

@@ -98,7 +98,7 @@ def suite_components(suite: SuiteResults) -> Figure:
     """Plot metrics on test data, shifted data and outliers against the number of components, with one line per family."""
     methods = suite.groups["components"]
     numbers = Numbers(methods)
-    # This maps each number of components to one method per family; "DE K=2" belongs to the family "DE".
+    # `sweep` maps each number of components to one method per family; "DE K=2" belongs to the family "DE".
     sweep: dict[float, dict[str, str]] = {}
     for method, records in methods.items():
         sweep.setdefault(int(records[0].settings.get("components", 1)), {})[method.split(" K=")[0]] = method
@@ -227,7 +227,7 @@ def draw_predicted(comparison: Comparison) -> Figure:
 
 
 def demo_distance(result: DemoResult) -> Figure:
-    """Plot the confidence, its limit and its bound against the scale of the input, and all three against the prior precision."""
+    """Plot the confidence, its limit and its bound against the scale of the input and against the prior precision."""
     distance, drawn, green = result.distance, strokes(METHODS), COLOURS["MoLA"]
     common = {"xscale": "log", "ylim": (0, 1.04), "ylabel": "mean confidence"}
     panels = []

@@ -27,7 +27,7 @@ class Estimate:
     """Standard error of the mean; None if it is unknown, for example after a single run."""
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Value for each run, needed to compute differences between methods."""
+    """Values of the individual runs, needed to compute differences between methods."""
     overlap: float = field(default=0.0, compare=False, repr=False)
     """Correction for runs that share data; see `mola.compare.record.Record.overlap`."""
 

@@ -36,7 +36,7 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
         "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
         "the theorem's bound. The last panel shows the limit and the bound at other prior precisions."
     )
-    plane = "Confidence around two moons, in a window six times as wide as the data."
+    plane = "Confidence around the two moons, in a window six times as wide as the data."
     return {
         "examples": Planned("The inputs", inputs, partial(draw_examples, comparison)),
         "histograms": Planned("Confidence in outliers", SHARES, partial(draw_histograms, comparison, outliers)),

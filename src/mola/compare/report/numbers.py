@@ -36,7 +36,7 @@ class On:
 
 
 def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None]]:
-    # Yield every number with its standard error, computed over the data points, or with None if that error is unknown.
+    # Yield every number with its standard error over the data points, or with None if the error is unknown.
     for name, found in record.labelled.items():
         for metric, value in {**found.metrics, **_excess(found)}.items():
             yield On(name, metric), value, found.errors.get(metric)
@@ -55,7 +55,7 @@ def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None
 
 
 class Numbers:
-    """Estimates for several methods, each over its runs; with only one run, the standard error is computed over the data points."""
+    """Estimates for several methods over their runs; with only one run, the standard error is computed over the data points."""
 
     def __init__(self, methods: Mapping[str, Sequence[Record]]) -> None:
         records = [record for found in methods.values() for record in found]
@@ -92,11 +92,11 @@ class Numbers:
         return estimates
 
     def at_level(self, level: float, metric: str, kind: str = "") -> On:
-        """Return the specification of a metric's mean over all sets at one level of shift."""
+        """Specify the mean of a metric over all sets at one level of shift."""
         return On(self._sets.get(level, ()), metric, kind=kind)
 
     def shifted(self, metric: str) -> On:
-        """Return the specification of a metric's mean over all shifted sets."""
+        """Specify the mean of a metric over all shifted sets."""
         return On(tuple(name for level in self.levels if level for name in self._sets[level]), metric)
 
 
@@ -111,12 +111,12 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
 
-LEADS = "Bold numbers lead every other method by more than chance would explain (paired t-test over runs, 95 %)."
+LEADS = "Bold marks a lead over every other method that is larger than chance would explain (paired t-test over runs, 95 %)."
 """Caption that explains bold numbers in the tables of suites."""
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Return a sentence that states the number of runs, for example as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
+    """Return a sentence that gives the number of runs, such as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
         return "With one run, the spread is unknown, so no number is bold."

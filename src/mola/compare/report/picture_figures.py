@@ -1,4 +1,4 @@
-"""Figures with example images and their confidences, confidence maps of the plane, and histograms of confidence."""
+"""Figures that show example images with each method's confidence, confidence maps of the plane, and confidence histograms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, BAR, STEP = 0.86, 0.115, 0.145
 """Side length of an image, height of a bar and distance between bars, relative to the distance between adjacent images."""
 
 MOST_SHIFTED = 2
-"""Number of shifted sets whose images are shown: those at the middle level and at the highest level."""
+"""Number of shifted sets shown as images: one at the middle level and one at the highest level."""
 
 
 def example_sets(comparison: Comparison) -> list[SetInfo]:

@@ -28,7 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Number of classes in tables that show only the worst classes."""
 
-BOLD = f"Apart from ties, bold numbers lead every other method{{}} by more than {CLEAR:g} standard errors of the paired difference"
+BOLD = f"Apart from ties, bold marks a lead over every other method{{}} of more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
