@@ -75,7 +75,7 @@ def _paint(stroke: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def demo_moons(result: DemoResult) -> Figure:
-    """Draw a map of each method's confidence around two moons, on a common colour scale."""
+    """Draw a map of each method's confidence around the two moons, with a common colour scale."""
     moons, drawn = result.moons, colours(METHODS)
     figure, panels = canvas(-(-len(METHODS) // 3), 3, 2.6)
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
@@ -123,7 +123,7 @@ def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo]) -> Figure:
                 panel.stairs(total / total.sum(), np.linspace(0.0, 1.0, len(total) + 1), **style)
         means = {"mean": numbers(On(one.name, "confidence")), "AUROC": numbers(On(one.name, "auroc", BY_CONFIDENCE))}
         words = [f"{name} {found.mean:.3f}" for name, by in means.items() if (found := by[method]) is not None]
-        # The text is placed above the panel because it would hide bars inside the panel.
+        # Inside the panel, the text would hide bars, so it is placed above.
         panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=7)
     figure.supxlabel("filled: outliers, outline: test data" if sets else "share of the test data", fontsize=8)
     return figure

@@ -41,7 +41,7 @@ METHODS = {
     "MoLA (all layers)": "all networks, each with a linearised Laplace approximation of all its weights (K-FAC)",
     "MoLA (subnetwork)": "all networks, each with a Laplace approximation of the 1000 weights with the largest variance",
 }
-"""Descriptions of known methods, in table order. In tables, unknown methods follow, sorted by name."""
+"""Descriptions of known methods, in table order. Tables list unknown methods last, sorted by name."""
 
 SCORE_ORDER = (
     "max probability",
@@ -234,7 +234,7 @@ def _disagreements(suite: str, records: Sequence[Record]) -> Iterator[str]:
         yield f"This folder contains records from another suite, for these methods: {', '.join(strangers)}."
     for run, found in groupby(sorted(records, key=lambda one: one.run), key=lambda one: one.run):
         together = list(found)
-        different: dict[str, list[str]] = {}  # maps methods that used different data to the names of those sets
+        different: dict[str, list[str]] = {}  # maps each method to the names of the sets that differ
         for name in dict.fromkeys(name for record in together for name in record.data):
             methods: dict[str, list[str]] = {}
             for record in together:

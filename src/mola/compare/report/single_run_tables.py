@@ -28,7 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Number of classes in tables that show only the worst classes."""
 
-BOLD = f"Apart from ties, bold marks a lead over every other method{{}} of more than {CLEAR:g} standard errors of the paired difference"
+BOLD = f"Ties aside, bold marks a lead over every other method{{}} of more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
@@ -60,7 +60,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (for regression) or per class, limited to the `most` worst classes if given."""
+    """Return a table with one row per output (for regression) or per class; `most` limits it to that many of the worst classes."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -143,7 +143,7 @@ CLASS_COLUMNS = {
 
 def _class_table(comparison: Comparison, most: int | None) -> Table:
     methods = [comparison.baseline, comparison.own]
-    # For dense outputs, the classes are counted per position; otherwise, classes and labels are counted per input.
+    # For dense outputs, classes are counted per position; otherwise, classes and labels are counted per input.
     unit = "position" if comparison.test.parts == "position" else "input"
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
     order = sorted(results[1], key=lambda name: (results[1][name]["accuracy"], -results[1][name]["count"]))
@@ -182,7 +182,7 @@ def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
-    """Return the number of decimals for a metric on the test data; it depends on the unit of the targets."""
+    """Return the number of decimals for a metric on the test data, chosen from its values and standard errors."""
     found = [one.labelled[comparison.test.name] for one in comparison.methods.values()]
     return _digits((one.metrics[metric], one.errors.get(metric)) for one in found)
 
@@ -226,7 +226,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     if len(found[0]) < 2:
         return None
     values: dict[str, list[Number]] = {output: [] for output in found[0]}
-    for output, row in values.items():  # outputs may have different units, so each is formatted separately
+    for output, row in values.items():  # each output is formatted separately, because units may differ
         for metric in OUTPUT_COLUMNS:
             pairs = [(one[output].metrics[metric], one[output].errors[metric]) for one in found]
             factor, digits = (100, 1) if metric == "coverage_90" else (1, _digits(pairs))
@@ -234,7 +234,7 @@ def _output_table(comparison: Comparison) -> Table | None:
     columns = [Column(method, title) for title in OUTPUT_COLUMNS.values() for method in methods]
     many = len(comparison.classes)
     title = "Output by output" if many == len(values) else f"The first {len(values)} of {many} outputs"
-    return make_table(title, "Results for each output are in its own unit, with standard errors.", columns, values)
+    return make_table(title, "Each output's results are in its own unit, with standard errors.", columns, values)
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

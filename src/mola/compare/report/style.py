@@ -19,7 +19,7 @@ with importing("drawing figures", "matplotlib", "bench"):
     from matplotlib.figure import Figure as Figure
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
-"""Colours of the main methods from Okabe and Ito's palette for colour-blind readers, with grey for the plain network."""
+"""Colours of the main methods, taken from Okabe and Ito's palette for colour-blind readers; the plain network is grey."""
 
 DASHED = (0, (3.2, 1.6))
 
@@ -40,14 +40,14 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MIMO": ("#9467bd", DASHED),
     "MIMO-MoLA": ("#9467bd", "-"),
 }
-"""Colour and line style of each known method. Related methods share a colour; the lines of the less important ones are dashed."""
+"""Colour and line style of each known method. Related methods share a colour; the less important ones have dashed lines."""
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
 PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 INK = "#25303b"
-"""Colour of text and axes. Pages replace it with their own text colour, so that figures match the light or dark theme."""
+"""Colour of text and axes. Pages replace this colour with their own text colour, so that figures match the light or dark theme."""
 
 PAPER = "#ffffff"
 
@@ -167,7 +167,7 @@ def render(name: str, planned: Planned) -> Drawn:
     with drawing():
         figure = planned.make()
         figure.draw_without_rendering()
-        figure.set_layout_engine(None)  # compute the layout only once, not once per format
+        figure.set_layout_engine(None)  # compute the layout once, not once per format
         return Drawn(name, planned.title, planned.caption, as_svg(figure, name), as_png(figure))
 
 
