@@ -77,7 +77,7 @@ def labelled_result(
     classes: Sequence[str] = (),
     types: Sequence[str] = (),
 ) -> LabelledResult:
-    """Return a method's results on labelled data, including every metric that is defined.
+    """Return a method's results on labelled data, with every metric that is defined.
 
     If `detail` is True, the result includes the bins needed for figures. If `classes` is given (for regression, the names of the
     outputs), results for each class are added; if `types` is given, results for each type of shift are added. Data point i has the

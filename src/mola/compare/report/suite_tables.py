@@ -158,8 +158,8 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
-        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus that obtained "
-        f"by rejecting all errors first, so it depends only on the ranking of the predictions."
+        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus its minimum, "
+        f"reached by rejecting all errors first, so it measures only the ranking of the predictions."
         f"{' The column for shifted data is a mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
@@ -259,7 +259,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
     caption = (
         f"AUROC in %, averaged over the outlier sets ({', '.join(one.title for one in sets)}). {runs_words(suite.runs)} Bold "
-        f"numbers compare the scores within each method. Higher scores indicate outliers."
+        f"marks the best score for each method. Higher scores indicate outliers."
         f"{f' The ood score is defined as {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
@@ -296,10 +296,10 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
         f"data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as the "
         f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
-        f"and logits. The set-up differs from OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and DE and "
-        f"MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images are {counts}; "
-        f"Textures and Places365 are not included. TinyImageNet classes that also occur in CIFAR-10 are excluded, according to our "
-        f"own list. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
+        f"and logits. The set-up differs from that of OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and "
+        f"DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images are {counts}; "
+        f"Textures and Places365 are not included. TinyImageNet classes that, by our own list, also occur in CIFAR-10 are "
+        f"excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
@@ -312,7 +312,7 @@ def _rejection(suite: SuiteResults, numbers: Numbers) -> Table:
     named = ("in-scope accuracy", "out-of-scope recall")
     columns = [Column(name, better="high", on=On("rejection", f"{name}, {{}}")) for name in named]
     caption = (
-        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold, chosen to maximise the number of "
+        f"In %. {runs_words(suite.runs)} A request is rejected if its score exceeds a threshold chosen to maximise the number of "
         f"correctly handled validation requests (3000 in scope and 100 out of scope). The in-scope accuracy treats rejected requests "
         f"as errors. Larson et al. (EMNLP 2019, arXiv 1909.02027) report the same two metrics for different features and networks."
     )
@@ -430,7 +430,7 @@ def _cost(suite: SuiteResults) -> Table | None:
     settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
         f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN} is the ratio to MAP, or to LLLA for "
-        f"fitting, because MAP is not fitted. The paper's columns contain the same ratios, from its table "
+        f"fitting, because MAP is not fitted. The 'paper' columns give the same ratios from the paper's table "
         f"({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values) if here else None

@@ -26,7 +26,7 @@ REGRESSION_METHODS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding, which consists of a title and a few sentences."""
+    """A finding: a title and a few sentences."""
 
     title: str
     text: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """Values of a metric for MAP and for MoLA with the default rule, and a sentence that lists its values for the other methods."""
+    """A metric's values for MAP and for MoLA with the default rule, and a sentence that lists the values for the other methods."""
 
     title: str
     before: str
@@ -46,7 +46,7 @@ class Headline:
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
-    """Return the headlines, which are shown as cards at the top of the page and are also printed in the terminal."""
+    """Return the headlines shown as cards at the top of the page and printed in the terminal."""
     comparison = result.comparison
     numbers, outliers = Numbers(comparison.runs), comparison.of_role("outlier")
     turned = next(one for one in comparison.of_role("shift") if one.level == 30)
@@ -88,7 +88,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
         f"patches of scikit-learn's two photographs, and uniform noise.",
         f"The networks have {result.comparison.made['parameters']} weights and two hidden layers without biases. They were "
         f"trained for {result.settings.epochs} epochs with little regularisation and are therefore overconfident. "
-        f"With strong weight decay, MoLA is close to the ensemble.",
+        f"With strong weight decay, MoLA performs much like the ensemble.",
         *tuning_remarks(result),
         "This is one run with one seed on a small data set, so small differences between methods may change sign with another seed.",
     ]
@@ -112,7 +112,7 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     else:
         sentences.append(lead_sentence(leads["nll"], "the lowest log loss", 4))
         gap = 100 * (mine["confidence"] - mine["accuracy"])
-        # This is the standard error of the accuracy under the assumption that it equals the mean confidence.
+        # Standard error of the accuracy, assuming that it equals the mean confidence.
         chance = 100 * math.sqrt(max(0.0, mine["confidence"] * (1 - mine["confidence"])) / comparison.test.count)
         if abs(gap) > chance:
             sentences.append(
@@ -153,7 +153,7 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
 
 
 def evaluation_remarks(comparison: Comparison) -> list[str]:
-    """Return sentences about tuned values and about inputs that were left out, followed by the notes."""
+    """Return sentences about tuned values and omitted inputs, followed by the notes."""
     lines = []
     for entry, title in (("prior_precision", "Prior precision"), ("noise", "Noise"), ("temperature", "Temperature")):
         for method, record in comparison.methods.items():
@@ -171,7 +171,7 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
-"""Pairs that consist of a method and the ensemble with which it is compared."""
+"""Pairs of a method and the ensemble with which it is compared."""
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
@@ -223,5 +223,6 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
         f"Data: {sets}.",
         *suite.notes,
         *notes,
-        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, without the networks' forward passes.",
+        f"Fitting, tuning and prediction for {len(records)} records took {seconds:.0f} seconds, excluding the networks' "
+        f"forward passes.",
     ]

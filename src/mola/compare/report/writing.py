@@ -23,7 +23,7 @@ from mola.compare.report.tables import as_latex, as_markdown
 from mola.errors import OptionError
 
 Progress = Callable[[str, float], None]
-"""Callback that receives a description of the current step and the fraction of the work completed so far."""
+"""Callback that receives a description of the current step and the fraction of the work completed."""
 
 
 def _quiet(doing: str, done: float) -> None: ...
