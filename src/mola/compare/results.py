@@ -79,9 +79,9 @@ def labelled_result(
 ) -> LabelledResult:
     """Return a method's results on labelled data, with every metric that is defined.
 
-    If `detail` is True, the result includes the bins needed for figures. If `classes` is given (for regression, the names of the
-    outputs), results for each class are added; if `types` is given, results for each type of shift are added. Data point i has the
-    type with index i modulo the number of types.
+    If `detail` is True, the result includes the bins needed for figures. `classes` (for regression, the names of the outputs) adds
+    results for each class, and `types` adds results for each type of shift. Data point i has the type with index i modulo the number
+    of types.
     """
     found = measured(tally)
     values = {name: one.value for name, one in found.items()}
@@ -112,7 +112,7 @@ def _class_metrics(tally: Tally, values: Mapping[str, float], classes: Sequence[
         "mce": metrics.largest_gap(metrics.bin_sums(confidence, correct)),
         "aurc": metrics.area_under_risk_coverage(uncertainty, correct),
     }
-    if bool(legacy[:, 0].sum() > 0):  # False if every prediction is certain
+    if bool(legacy[:, 0].sum() > 0):  # False if every confidence is at least 0.99
         found |= {"ece_legacy": metrics.calibration_gap(legacy), "mce_legacy": metrics.largest_gap(legacy)}
     if "question" in tally.columns:
         found |= {name: float(each.nanmean()) for name, each in _by_label(tally).items() if name != "ece"}
@@ -166,7 +166,7 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     for place, name in enumerate(types[: tally.count]):
         part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
         numbers = {metric: one.value for metric, one in part.classified().items()}
-        # Six digits are more than metrics on a few hundred examples can resolve, and keep files small.
+        # Six digits exceed the precision of metrics on a few hundred examples and keep files small.
         found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return found
 
@@ -224,7 +224,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return, for each metric in `BETTER` that all methods have, the best method on labelled data."""
+    """Return the best method on labelled data by each metric in `BETTER` that all methods have."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     return {
         name: lead({(method,): one[name] for method, one in found.items()}, end)
@@ -252,7 +252,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best methods on outliers, over all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
+    """Return the best methods on outliers by all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

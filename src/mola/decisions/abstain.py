@@ -8,25 +8,26 @@ of the answers above a threshold. From n labelled examples, the procedure choose
 over draws of these data. The procedure tests one threshold after another, from few answers to many (Learn then Test, Angelopoulos et
 al., 2021).
 
-*One threshold.* Given the number m of examples with scores above a fixed :math:`\tau`, the number of errors among them is
+*One threshold.* Given the number m of examples with scores above a fixed :math:`\tau`, the number of errors among them follows
 Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` is an exact p-value for the null hypothesis
 :math:`R(\tau) > \varepsilon`, for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given
 :math:`\tau`, the m larger scores are independent draws from the distribution above :math:`\tau`.
 
 *Many thresholds.* The thresholds are tested in an order that is fixed in advance: all real numbers, from high to low. In this order, a
-significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts, each of
-size :math:`\delta / J`, at n/2, n/4, n/8, ... answers, as long as that many answers without an error would pass the test (the fallback
-procedure: Wiens, 2003; with J = 1, fixed-sequence testing). A confident mistake at the top therefore costs only part of the level. If
-no test fails, the last tests use the full :math:`\delta`. Testing more thresholds costs nothing, so every score in the data serves as
-a threshold, and ties need no special treatment.
+significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of size
+:math:`\delta / J`, at n/2, n/4, n/8, ... answers; J is the largest number for which :math:`n / 2^J` answers without an error would
+pass the test. This is the fallback procedure (Wiens, 2003) or, if J = 1, fixed-sequence testing. A mistake among the most certain
+answers therefore costs only part of the level. If no test fails, the last tests use the full :math:`\delta`. Testing more thresholds
+costs nothing, so every score in the data serves as a threshold, and ties need no special treatment.
 
-*Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. A wrong choice
-requires a test below :math:`\tau^*` to succeed. There are two cases. In the first case, the level was passed on from above, and the
+*Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. The choice is
+wrong only if a test below :math:`\tau^*` succeeds. There are two cases. In the first case, the level was passed on from above, and the
 test at :math:`\tau^*` succeeded at a level equal to the sum of the parts spent above it. Given the number M of examples above
 :math:`\tau^*`, the probability of this case is at most that sum. In the second case, one of the remaining parts was spent below
-:math:`\tau^*`. Given the score at which it was spent, the probability that the test succeeds is at most this part. The probabilities
-of the two cases add up to at most :math:`\delta`. The assumption is violated if the most certain predictions are wrong more often than
-less certain ones. Each further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the probability of failure.
+:math:`\tau^*`. Given the score at which this part was spent, the test succeeds with a probability of at most the size of the part. The
+probabilities of the two cases add up to at most :math:`\delta`. The assumption is violated if the most certain predictions are wrong
+more often than less certain ones. Each further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the
+probability of failure.
 
 The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
 over draws of the calibration data. The guarantee does not extend to shifted data.
@@ -69,7 +70,7 @@ class AnswerThreshold(float):
     answered: int
     """Number of calibration examples that are answered."""
     errors: int
-    """Number of wrong answers among the calibration examples that are answered."""
+    """Number of calibration examples that are answered incorrectly."""
 
     def __new__(cls, value: float, **guarantee: Any) -> Self:
         """Create a number with the guarantee attached."""
@@ -116,7 +117,7 @@ def abstain_threshold(
 
     The bound is exact for any sample size and any predictor. `mola.decisions.abstain` describes the procedure and its one assumption.
     The networks must not have been trained on the data. Tuning the prior precision on the same data violates this condition slightly;
-    docs/decisions.md measures the effect.
+    docs/decisions.md quantifies the effect.
 
     Args:
         prediction: predictions for labelled data that resemble future data, as a `mola.Prediction`, probabilities (n, C), or a
@@ -125,11 +126,11 @@ def abstain_threshold(
         error_rate: largest acceptable error rate of the answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
         score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that are never answered, such
-            as inputs with an alarm. By default, the confidence is the score.
+            as inputs that raise an alarm. By default, the confidence is the score.
 
     Returns:
         The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold has the guarantee, a
-        `DataError` that explains why is raised.
+        `DataError` explains why.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")
@@ -168,7 +169,7 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
         + errors * math.log(rate)
         + (count - errors) * math.log1p(-rate)
     )
-    # Going backwards from the last term, the ratio of successive terms decreases.
+    # Sum from the last term backwards; in this direction, the ratio of successive terms decreases.
     total = term = 1.0
     for place in range(errors, 0, -1):
         term *= place * (1 - rate) / ((count - place + 1) * rate)
@@ -179,12 +180,12 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
 
 
 def _fewest(rate: float, delta: float) -> int:
-    # Return the smallest number of answers that, if all of them are correct, passes a test at level delta.
+    # Return how many answers, all of them correct, are needed to pass a test at level delta.
     return math.ceil(math.log(delta) / math.log1p(-rate))
 
 
 def _starts(count: int, rate: float, delta: float) -> list[int]:
-    # Return the numbers of answers at which the parts of the level are spent.
+    # Return the numbers of answers at which parts of the level are spent.
     least, parts = _fewest(rate, delta), 0
     while count >> (parts + 1) >= _fewest(rate, delta / (parts + 1)):
         parts += 1

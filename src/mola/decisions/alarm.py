@@ -1,8 +1,8 @@
-"""Alarms for outliers: a threshold that the OOD scores of in-distribution inputs exceed at no more than a given rate.
+"""Alarms for outliers: a threshold on OOD scores that bounds the rate of false alarms.
 
-The threshold is the split-conformal quantile from `mola.decisions.ranks`, applied to the OOD scores of validation data. Neither labels
-nor outliers are needed. The rate of false alarms says nothing about the share of outliers that are detected, which depends on the
-outliers (Bates et al., 2023).
+The threshold is the split-conformal quantile (`mola.decisions.ranks`) of the OOD scores of validation data. Neither labels nor
+outliers are needed. The rate of false alarms says nothing about the share of outliers detected, which depends on the outliers (Bates
+et al., 2023).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mola.prediction import Prediction, RegressionPrediction
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     """Find the OOD score above which to raise an alarm, so that the rate of false alarms is at most the given rate.
 
-    The guarantee holds on average over draws of the validation data, for any number n of scores and any distribution of the scores.
+    The guarantee holds on average over draws of the validation data, for any number n and any distribution of the scores.
     The rate of false alarms varies between validation sets, with a standard deviation of about sqrt(alpha (1 - alpha) / n), where
     alpha is `false_alarm_rate`. The plain quantile of the scores has no guarantee: for example, the largest of n = 19 scores is
     exceeded by one in 20 new scores on average.
@@ -28,9 +28,9 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     of three scores on the validation data.
 
     Args:
-        scores: OOD scores (n,) of validation data, higher for outliers, as a tensor, an array or a list, or a `Prediction`, whose
-            `ood_score` is used.
-        false_alarm_rate: largest acceptable rate alpha of false alarms, such as 0.05 for one alarm in twenty in-distribution inputs.
+        scores: OOD scores (n,) of validation data, higher for outliers, as a tensor, array or list; or a `Prediction` with an
+            `ood_score`.
+        false_alarm_rate: largest acceptable rate alpha of false alarms, such as 0.05 for one alarm per twenty in-distribution inputs.
 
     Returns:
         The threshold. Raise an alarm for scores *above* it.

@@ -259,7 +259,7 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
     caption = (
         f"AUROC in %, averaged over the outlier sets ({', '.join(one.title for one in sets)}). {runs_words(suite.runs)} Bold "
-        f"marks the best score for each method. Higher scores indicate outliers."
+        f"marks a score that is clearly best for a method. Higher scores indicate outliers."
         f"{f' The ood score is defined as {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
