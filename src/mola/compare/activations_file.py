@@ -141,7 +141,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored features and logits of K networks for one set; iterating yields batches of (features, labels) for `HeadOnly`."""
+    """Stored features and logits of K networks for one data set; iterating yields (features, labels) batches for `HeadOnly`."""
 
     files: tuple[TensorFile, ...]
     places: Sequence[int]

@@ -29,7 +29,7 @@ class Lead:
     level: tuple[Name, ...]
     """Entries of other methods that tie with the best entry, for example because their scores come from identical logits."""
     rival: Name | None
-    """The second-best entry if the lead is clear; otherwise, the best of the entries that are not clearly behind."""
+    """The second-best entry if the lead is clear; otherwise, the best entry that is not clearly behind."""
     ahead: float | None
     """Lead of the best entry over the rival."""
     error: float | None

@@ -127,7 +127,7 @@ class LastLayer:
     rule: str = "threshold"
     weights: str = "uniform"
     temperature: bool = False
-    """If True, all logits are divided by one temperature, which is chosen to minimise the validation NLL."""
+    """If True, all logits are divided by one temperature, chosen to minimise the validation NLL."""
     mean: Literal["probabilities", "logits"] = "probabilities"
     """Quantity that the ensemble averages."""
     detectors: bool = False

@@ -17,7 +17,7 @@ Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` i
 significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of size
 :math:`\delta / J`, at n/2, n/4, n/8, ... answers; J is the largest number for which :math:`n / 2^J` answers without an error would
 pass the test. This is the fallback procedure (Wiens, 2003) or, if J = 1, fixed-sequence testing. A mistake among the most certain
-answers therefore costs only part of the level. If no test fails, the last tests use the full :math:`\delta`. Testing more thresholds
+answers costs only part of the level. If no test fails, the last tests use the full :math:`\delta`. Testing more thresholds
 costs nothing, so every score in the data serves as a threshold, and ties need no special treatment.
 
 *Proof.* Assume that there is one :math:`\tau^*` below which R exceeds :math:`\varepsilon` and above which it does not. The choice is
@@ -239,6 +239,6 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
     share, answers = min((int(errors[place - 1]) / place, place) for place in _starts(count, rate, delta))
     remedy = "use a better predictor or score" if share >= rate else "pass more data"
     return (
-        f"{start}: of the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). Either "
+        f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). Either "
         f"{remedy}, or allow a higher error rate or a lower certainty."
     )

@@ -1,8 +1,8 @@
 """Calibration data for decisions: a few numbers per labelled example, whatever the number of classes.
 
 A `Calibration` is created from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
-computed from it without running a network again. Calibration data must be exchangeable with future data, and the predictor must not
-have been trained on the labels of the calibration data.
+computed from a `Calibration` without running a network again. Calibration data must be exchangeable with future data, and the
+predictor must not have been trained on the labels of the calibration data.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Calibration:
         return len(self.label)
 
     def rows(self, chosen: Tensor) -> Calibration:
-        """Return the subset of the data that is selected by an index or mask."""
+        """Return the subset of the data selected by an index or mask."""
         return Calibration(**{name: column[chosen] for name, column in self.columns().items()}, classes=self.classes)
 
     def columns(self) -> dict[str, Tensor]:

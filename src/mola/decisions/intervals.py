@@ -1,6 +1,6 @@
 r"""Prediction intervals with guaranteed coverage for regression, either for each of the D outputs or for all outputs at once.
 
-Both methods are split conformal (`mola.decisions.ranks`): q is the conformal quantile of the scores of n labelled examples, and the
+Both methods are split conformal (`mola.decisions.ranks`). Let q be the conformal quantile of the scores of n labelled examples. The
 interval for a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with
 at least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter intervals.
 
@@ -9,7 +9,7 @@ at least the given probability, even if the predicted distribution is wrong. A b
 
 Here, l and u are the ends of the mixture's central interval at the same coverage, and m and :math:`\sigma` are the mixture's mean and
 standard deviation. Conformalised quantiles (Romano et al., 2019) preserve the shape of the mixture, including skew and several modes,
-and add the same length everywhere. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
+and add the same length to every interval. A negative q shortens the intervals of an underconfident predictor. Normalised residuals
 (Papadopoulos et al., 2008; Lei et al., 2018) multiply all lengths by the same factor, so narrow intervals stay narrow. With `joint`,
 the score of a data point is its largest score over the D outputs, and the coverage holds for all of its targets at once.
 """
@@ -49,7 +49,7 @@ class PredictionIntervals:
         """Return the lower and upper ends (n, D), on the CPU; an interval that would be empty shrinks to its midpoint.
 
         Args:
-            prediction: a prediction of the predictor that was calibrated.
+            prediction: a prediction made by the calibrated predictor.
         """
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
@@ -59,7 +59,7 @@ class PredictionIntervals:
 
     def __repr__(self) -> str:
         of = " of all outputs at once" if self.joint else ""
-        return f"PredictionIntervals({self.method}: {self.coverage:.3g} coverage{of}, from {self.count} data)"
+        return f"PredictionIntervals({self.method}: {self.coverage:.3g} coverage{of}, from {self.count} examples)"
 
 
 def prediction_intervals(
@@ -70,13 +70,13 @@ def prediction_intervals(
     *,
     joint: bool = False,
 ) -> PredictionIntervals:
-    """Calibrate, on labelled data, intervals that contain the target with a given probability.
+    """Use labelled data to calibrate intervals that contain the target with a given probability.
 
     The probability is taken over draws of the labelled data and of new data that are exchangeable with them.
-    `mola.decisions.intervals` describes the methods and why the guarantee holds.
+    `mola.decisions.intervals` describes the methods and explains why the guarantee holds.
 
     Args:
-        prediction: predictions for labelled data, which must provide `mean` and `variance` (n, D) and `interval(level)`.
+        prediction: predictions for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
         targets: targets (n, D), or (n,) if D is 1.
         coverage: probability that an interval contains the target, such as 0.9.
         method: conformal method, "quantile" or "normalised".

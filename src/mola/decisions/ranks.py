@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 
 
 def check_share(value: Any, name: str, example: str) -> float:
-    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` that contains the example."""
+    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` that ends with `example`."""
     try:
         share = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -66,7 +66,7 @@ def thresholds(scores: Tensor, coverage: float, always: str) -> Tensor:
 
 
 def as_numbers(values: Any, what: str) -> Tensor:
-    """Convert a tensor, array or list to float64 on the CPU; `what` begins the error message."""
+    """Convert a tensor, array or list to float64 on the CPU; error messages begin with `what`."""
     if isinstance(values, Tensor):
         return values.detach().cpu().double()
     try:

@@ -72,7 +72,7 @@ class PredictionSets:
         return max(0.0, -float(self.threshold))
 
     def __call__(self, prediction: Prediction | Any, *, generator: torch.Generator | None = None) -> Tensor:
-        """Return a mask of the classes in the set for each input, of shape (n, C), on the CPU.
+        """Return a mask (n, C), on the CPU, of the classes in each input's set.
 
         Args:
             prediction: a `mola.Prediction`, or probabilities (n, C).
@@ -90,7 +90,7 @@ class PredictionSets:
 
     def __repr__(self) -> str:
         by = " of each class" if self.threshold.ndim else ""
-        return f"PredictionSets({self.method}: {self.coverage:.3g} coverage{by}, from {self.count} data)"
+        return f"PredictionSets({self.method}: {self.coverage:.3g} coverage{by}, from {self.count} examples)"
 
 
 def prediction_sets(
@@ -106,10 +106,10 @@ def prediction_sets(
     at_least_one: bool = False,
     generator: torch.Generator | None = None,
 ) -> PredictionSets:
-    """Calibrate, on labelled data, sets of classes that contain the true class with a given probability.
+    """Use labelled data to calibrate sets of classes that contain the true class with a given probability.
 
     The probability is taken over draws of the labelled data and of new data that are exchangeable with them. `mola.decisions.sets`
-    describes the methods and why the guarantee holds.
+    describes the methods and explains why the guarantee holds.
 
     Args:
         prediction: predictions for labelled data, as a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`,
@@ -117,7 +117,7 @@ def prediction_sets(
         labels: class indices (n,), or None if `prediction` is a `Calibration`.
         coverage: probability that a set contains the true class, such as 0.9.
         method: conformal method, "lac", "aps" or "raps".
-        by: "class" to guarantee the coverage for each class; by default, it is guaranteed only on average over the classes.
+        by: "class" to guarantee the coverage for each class; by default, the coverage holds only on average over the classes.
         randomised: let "aps" and "raps" drop the last class at random, so that the coverage is not higher than requested.
         penalty: penalty lambda of "raps", added for each rank beyond `free`.
         free: number k of ranks that "raps" does not penalise.

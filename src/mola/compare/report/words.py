@@ -175,7 +175,7 @@ COMPARED = (("MoLA", "DE"), ("MoLA (calibrated)", "DE-T"))
 
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
-    """Return findings about the clear differences between MoLA and the ensembles."""
+    """Return findings about clear differences between MoLA and the ensembles."""
     if not suite.runs:
         return []
     numbers = Numbers(suite.runs)
