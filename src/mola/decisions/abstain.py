@@ -239,6 +239,6 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
     share, answers = min((int(errors[place - 1]) / place, place) for place in _starts(count, rate, delta))
     remedy = "use a better predictor or score" if share >= rate else "pass more data"
     return (
-        f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). Either "
-        f"{remedy}, or allow a higher error rate or a lower certainty."
+        f"{start}: among the {answers:,} most certain of {count:,} answers, {int(errors[answers - 1]):,} are wrong ({share:.2%}). "
+        f"Either {remedy}, or allow a higher error rate or a lower certainty."
     )

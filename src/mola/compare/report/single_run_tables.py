@@ -32,10 +32,10 @@ BOLD = f"Ties aside, bold marks a lead over every other method{{}} of more than 
 
 
 def set_words(one: SetInfo) -> str:
-    """Return the size and name of a set as text, such as "300 inputs of test.npz" or "900 labels of 300 inputs of test.npz"."""
+    """Return the size and name of a set as text, such as "300 inputs from test.npz" or "900 labels of 300 inputs from test.npz"."""
     if one.inputs is None:
-        return f"{counted(one.count, 'input')} of {one.name}"
-    return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
+        return f"{counted(one.count, 'input')} from {one.name}"
+    return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} from {one.name}"
 
 
 # --- classification --------------------------------------------------------------------------------------------------
