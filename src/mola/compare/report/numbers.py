@@ -111,7 +111,7 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
 
-LEADS = "Bold marks a lead over every other method that is larger than chance would explain (paired t-test over runs, 95 %)."
+LEADS = "Bold numbers lead every other method by more than chance would explain (paired t-test over runs, 95 %)."
 """Caption that explains bold numbers in the tables of suites."""
 
 

@@ -28,7 +28,7 @@ SCORE_NAMES = {
 FEW = 10
 """Number of classes in tables that show only the worst classes."""
 
-BOLD = f"Ties aside, bold marks a lead over every other method{{}} of more than {CLEAR:g} standard errors of the paired difference"
+BOLD = f"Ties aside, bold numbers lead every other method{{}} by more than {CLEAR:g} standard errors of the paired difference"
 
 
 def set_words(one: SetInfo) -> str:
@@ -169,7 +169,7 @@ MOST_DIGITS = 8
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Return the number of decimals that shows two digits of the smallest error, but at most five digits of the largest value: the
+    # Return the number of decimals that shows two digits of the smallest error, but at most five digits of the largest value. The
     # error of a constant quantity is almost zero and would otherwise require too many decimals.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
