@@ -113,7 +113,7 @@ class HeadOnly(nn.Module):
         return logits
 
     def scaled(self, temperature: float) -> HeadOnly:
-        """Return a head whose logits are those of this head divided by a temperature."""
+        """Return a head whose logits are divided by a temperature."""
         bias = None if self.head.bias is None else self.head.bias.detach() / temperature
         return HeadOnly(self.head.weight.detach() / temperature, bias, self.index).eval()
 

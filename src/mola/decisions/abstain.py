@@ -13,7 +13,7 @@ Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` i
 :math:`R(\tau) > \varepsilon`, for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given
 :math:`\tau`, the m larger scores are independent draws from the distribution above :math:`\tau`.
 
-*Many thresholds.* The thresholds are tested in an order that is fixed in advance: all real numbers, from high to low. In this order, a
+*Many thresholds.* The thresholds are tested in an order fixed in advance: all real numbers, from high to low. In this order, a
 significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of size
 :math:`\delta / J`, at n/2, n/4, n/8, ... answers; J is the largest number for which :math:`n / 2^J` answers without an error would
 pass the test. This is the fallback procedure (Wiens, 2003) or, if J = 1, fixed-sequence testing. A mistake among the most certain
@@ -50,7 +50,7 @@ from mola.options import counted
 from mola.prediction import Prediction
 
 NEGLIGIBLE = 1e-17
-"""Relative size below which the remaining terms of a decreasing series are dropped."""
+"""Relative size of a term below which the rest of a decreasing series is dropped."""
 
 
 class AnswerThreshold(float):

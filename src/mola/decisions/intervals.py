@@ -72,7 +72,7 @@ def prediction_intervals(
 ) -> PredictionIntervals:
     """Use labelled data to calibrate intervals that contain the target with a given probability.
 
-    The probability is taken over draws of the labelled data and of new data that are exchangeable with them.
+    The probability is taken over draws of the labelled data and of exchangeable new data.
     `mola.decisions.intervals` describes the methods and explains why the guarantee holds.
 
     Args:

@@ -108,7 +108,7 @@ def prediction_sets(
 ) -> PredictionSets:
     """Use labelled data to calibrate sets of classes that contain the true class with a given probability.
 
-    The probability is taken over draws of the labelled data and of new data that are exchangeable with them. `mola.decisions.sets`
+    The probability is taken over draws of the labelled data and of exchangeable new data. `mola.decisions.sets`
     describes the methods and explains why the guarantee holds.
 
     Args:

@@ -21,7 +21,7 @@ SHARES = "Share of inputs by confidence, on a square-root scale. A good method i
 BANDS = "Lines are means over runs, and bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
-"""Metrics that are plotted against the level of shift in ablations and in the demo."""
+"""Metrics plotted against the level of shift in ablations and in the demo."""
 
 
 def demo_figures(result: DemoResult) -> dict[str, Planned]:

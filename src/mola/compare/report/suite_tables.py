@@ -21,7 +21,7 @@ from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table, on_set, records_table
 
 TERMINAL = ("outliers", "in-distribution", "cost")
-"""Names of the tables that are printed in the terminal; the written files contain all tables."""
+"""Names of the tables printed in the terminal; the written files contain all tables."""
 
 SHIFT_METRICS = {
     "log_likelihood": Column("log-likelihood", better="high", digits=3),
@@ -30,7 +30,7 @@ SHIFT_METRICS = {
     "accuracy": Column("accuracy", better="high", factor=100),
     "confidence": Column("mean confidence", factor=100),
 }
-"""Metrics that are shown as a function of the level of shift."""
+"""Metrics shown as a function of the level of shift."""
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",

@@ -60,7 +60,7 @@ class Table:
     best: Collection[tuple[str, int]]
     """Row name and column index of each bold cell."""
     aside: Collection[str]
-    """Rows that are excluded from the comparison, such as published numbers."""
+    """Rows excluded from the comparison, such as published numbers."""
 
     def marked(self, escape: Callable[[str], str], bold: str, italic: str) -> pd.DataFrame:
         """Return the escaped text of all cells; templates such as "**{}**" mark the best cells and the names of excluded rows."""

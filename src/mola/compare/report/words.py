@@ -80,7 +80,7 @@ def tuning_remarks(result: DemoResult) -> list[str]:
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
-    """Return the remarks about data, networks, tuned values and limitations that are shown at the end of the demo's page."""
+    """Return the remarks shown at the end of the demo's page: data, networks, tuned values and limitations."""
     sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
         f"The data are scikit-learn's 1797 handwritten digits of 8 by 8 pixels, split at random into {sizes['train']} for training, "
@@ -214,7 +214,7 @@ def _compared(suite: SuiteResults, numbers: Numbers, own: str, base: str) -> Fin
 
 
 def suite_remarks(suite: SuiteResults) -> list[str]:
-    """Return the remarks about data, tuning and computing time that are shown below the results of a suite."""
+    """Return the remarks shown below the results of a suite: data, tuning and computing time."""
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
     notes = {str(note): None for record in records for note in record.chosen.get("notes", [])}
