@@ -1,14 +1,14 @@
 r"""The paper's confidence bounds and the exact far-field limit.
 
-Under the probit link, the weights give a bound on every scaled logit that holds for all inputs:
+Under the probit link, the weights bound every scaled logit for all inputs:
 
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
 
 By the paper's Lemma, a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. By its
 Theorem, the mixture's probability is at most the weighted sum of the components' bounds. The paper states both results for bias-free
-ReLU networks far from the data. The inequality shows that they hold for every input and, if the bias is treated as one more weight,
-for every head.
+ReLU networks far from the data. The inequality shows that both results hold for every input and, if the bias is treated as one more
+weight, for every head.
 
 Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
 
@@ -16,12 +16,12 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
 its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
-logit, the predicted answer has probability :math:`\sigma(|z_i|)`. Its bound is the Lemma's for two classes, one of which has zero
-weights and no variance.
+logit, the predicted answer has probability :math:`\sigma(|z_i|)`. The bound on this probability is the Lemma's bound for two classes,
+one of which has zero weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
-\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so that, far
-from the data, both the bound and the limit are 1/C. A temperature alone does not change the limit.
+\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so far from
+the data both the bound and the limit are 1/C. A temperature alone does not change the limit.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def class_bounds(largest: Tensor) -> Tensor:
-    """Return upper bounds on the class probabilities, of shape (..., C), given bounds on the scaled logits of the same shape."""
+    """Return upper bounds on the class probabilities, given bounds on the scaled logits; both have shape (..., C)."""
     # exp(-b) is at most 1, so nothing overflows, and rounding errors in the sum of the other terms are negligible compared with 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
 def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
-    """Return the Lemma's upper bounds (K, n, C) on the class probabilities of each component; they are 1 without a covariance."""
+    """Return the Lemma's upper bounds (K, n, C) on each component's class probabilities, or ones if there is no covariance."""
     weights, scaling = posterior.weights, posterior.scaling
     divisors = posterior.divisors(rows, weights)
     free = (scaling.temperature, scaling.pooling, scaling.exponent) == (1, 1, 0)
@@ -71,8 +71,8 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
             return torch.ones_like(torch.stack(list(rows.outputs)))
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
-        # The numerator is |mu| |phi| / s, and the denominator is the square root divided by s. Without scaling, |phi| is left out of
-        # both, and their ratio is the bound that holds for every input.
+        # The numerator of the bound is |mu| |phi| / s, and its denominator is the square root divided by s. Without scaling, |phi| is
+        # left out of both, and their ratio is the bound that holds for every input.
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())
@@ -83,7 +83,7 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
 
 
 def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
-    """Return the Theorem's upper bound on the confidence, of shape (n,), or the Lemma's for each component, of shape (K, n).
+    """Return the Theorem's upper bound (n,) on the confidence or, if `lemma`, the Lemma's bound (K, n) for each component.
 
     For multi-label data, the result has an additional last dimension for the labels.
     """
@@ -107,7 +107,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
     Args:
         posterior: posterior of networks whose features scale with their inputs.
         once: features and outputs captured for the inputs themselves.
-        far: features and outputs captured for the inputs times `SCALE`, to test whether the features scale.
+        far: features and outputs captured for the inputs multiplied by `SCALE`, to test whether the features scale.
     """
     if once[0].layout.sizes:
         raise BoundError(
@@ -135,7 +135,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         growing.append(direction @ layer.weights.T)
         spreads.append(component.spread(direction))
         grows.append(features.any(1, keepdim=True))
-    # A network whose features are all 0 at an input has the same logits at every distance in that direction.
+    # If a network's features are all 0 at an input, its logits are the same at every positive multiple of that input.
     rows = Rows([phi for phi, _ in near], [outputs for _, outputs in near])
     here, around = replace(posterior.members(rows), pooling=1.0).scaled()
     still = pooled([torch.where(grow, 0.0, one) for grow, one in zip(grows, here, strict=True)], weights, pooling)
@@ -148,7 +148,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
         if posterior.scaling.exponent == 0:
             limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
-            # Features that are all 0 have no growing variance; if growing logits are pooled with them, the prediction becomes certain.
+            # If all features are 0, the variance does not grow; pooling with growing logits then makes the prediction certain.
             largest = mean.abs().amax(1, keepdim=True)
             certain = torch.where(largest > 0, CERTAIN * mean / largest.clamp_min(TINY), logits)
             logits = torch.where(grow, limit, certain)
@@ -157,7 +157,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
 
 def require_probit(link: Link) -> None:
-    """Raise `BoundError` unless the link is the probit, the only link for which the bounds and the limit are proven."""
+    """Raise `BoundError` unless the link is probit, the only link for which the bounds and the limit are proven."""
     if type(link) is not Probit:
         raise BoundError(
             f"the bounds and the limit are proven only for the 'probit' link, but this posterior uses {link.name!r}. Use "

@@ -1,6 +1,6 @@
 """Metrics for predicted probabilities and for outlier scores, as pure functions of tensors.
 
-A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics for the
+A higher outlier score means a more outlying input, as everywhere in this package. Papers often define these metrics in terms of
 confidence, with in-distribution data as positives. With score = -confidence, both definitions give the same values. The treatment of
 ties never depends on the order of the data.
 """
@@ -23,7 +23,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> float:
 
 
 def mean_confidence(probs: Tensor) -> float:
-    """Return the mean over the data of the largest class probability (mean maximum confidence, MMC)."""
+    """Return the largest class probability, averaged over the data (mean maximum confidence, MMC)."""
     return float(probs.double().max(1).values.mean())
 
 
@@ -40,7 +40,7 @@ def brier(probs: Tensor, labels: Tensor) -> float:
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return the number of predictions, the sum of confidences and the number correct in each confidence bin, of shape (bins, 3).
+    """Return the number of predictions, the sum of confidences and the number correct for each confidence bin (bins, 3).
 
     The confidence is the largest probability. The bins have equal width and are closed on the right. Every prediction is counted; the
     last bin includes confidence 1.
@@ -55,7 +55,7 @@ def bin_index(confidence: Tensor, bins: int) -> Tensor:
 
 
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    """Compute the sums of `bin_confidences`, of shape (..., bins, 3), from float64 confidences (..., n) and correctness (..., n)."""
+    """Compute the sums for `bin_confidences`, of shape (..., bins, 3), from float64 confidences (..., n) and correctness (..., n)."""
     index = bin_index(confidence, bins)
     sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
     for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
@@ -69,7 +69,7 @@ def calibration_gap(binned: Tensor) -> float:
 
 
 def calibration_gaps(binned: Tensor) -> Tensor:
-    """Return the calibration gap of each set of sums: shape (..., bins, 3) gives shape (...)."""
+    """Return the calibration gaps (...) of batched sums (..., bins, 3)."""
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
@@ -98,7 +98,7 @@ def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
 
 
 def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    # Sort both in ascending order of the keys, and replace the values of equal keys by their mean.
+    # Sort keys and values by key, and replace the values of equal keys with their mean.
     distinct, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
     means = values.new_zeros(len(distinct)).index_add_(0, inverse, values) / counts
     return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
@@ -111,7 +111,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
     Args:
         uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
-        correct: correctness of each prediction (n,): 1 if correct, 0 if wrong.
+        correct: whether each prediction is correct (1) or wrong (0), of shape (n,).
 
     Returns:
         The coverages 1/n, 2/n, ..., 1 and the error rate at each coverage, both of shape (n,).
@@ -135,13 +135,13 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
 
 
 def least_area_under_risk_coverage(count: int, wrong: int) -> float:
-    """Return the lowest possible AURC of `count` predictions with `wrong` errors, reached if all errors are rejected first."""
+    """Return the lowest possible AURC of `count` predictions with `wrong` errors, obtained by rejecting all errors first."""
     accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
     return float((1 - (count - wrong) / accepted).sum() / count)
 
 
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that both tensors hold one score per input, without NaN, and return them in float64."""
+    """Check that each tensor holds one score per input and no NaN, and return both in float64."""
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
@@ -158,14 +158,14 @@ def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
 
 
 def share_below(values: Tensor, others: Tensor) -> Tensor:
-    """Return, for each of the n values, the share of the m `others` that lie below it; a tie counts as one half."""
+    """Return, for each of the n values, the share of the m `others` below it; a tie counts as one half."""
     ordered = others.sort().values
     ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
     return (ends[0] + ends[1]).double() / (2 * len(others))
 
 
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
-    # The sum over thresholds of the increase in recall times the precision, without interpolation. Positives have high scores.
+    # Sum the precision over the thresholds, weighted by the increase in recall, without interpolation. Positives have high scores.
     scores = torch.cat([positives, negatives])
     _, inverse = torch.unique(-scores, return_inverse=True)
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
@@ -188,29 +188,29 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
     """Return each label's area under the ROC curve: the probability that a positive datum scores higher than a negative datum.
 
     Args:
-        probs: predicted probabilities of yes (n, C).
+        probs: predicted probabilities (n, C) that the labels are 1.
         labels: labels (n, C), each 0 or 1; NaN or -100 marks a missing label.
 
     Returns:
-        Areas (C,) in float64, which are NaN for labels that are always yes or always no. Their mean is the macro-averaged AUROC.
+        Areas (C,) in float64; NaN for labels that are always 0 or always 1. Their mean is the macro-averaged AUROC.
     """
     return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 
 
 def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return the average precision of each label: the precision averaged over the increases in recall, without interpolation.
+    """Return each label's average precision: the mean precision, weighted by increases in recall, without interpolation.
 
-    The arguments are the same as for `auroc_of_labels`. The value depends on the share of positive labels. It is NaN for a label that
-    is never yes.
+    The arguments are the same as for `auroc_of_labels`. The value depends on the share of positive labels. The value is NaN for a
+    label that is never 1.
     """
     return _each_label(probs, labels, lambda no, yes: _average_precision(yes, no) if len(yes) else math.nan)
 
 
 def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return the calibration error of each label: the mean |probability of yes - share of yes| over equal-width bins.
+    """Return each label's calibration error: the mean |probability - share of positives| over equal-width bins.
 
-    The arguments are the same as for `auroc_of_labels`. Bins are closed on the right. The value is NaN for a label that is missing
-    throughout.
+    The arguments are the same as for `auroc_of_labels`. Bins are closed on the right. The value is NaN for a label that is always
+    missing.
     """
 
     def gap(no: Tensor, yes: Tensor) -> float:
@@ -221,13 +221,13 @@ def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of detecting inliers by their low scores. Unlike AUROC, it depends on the share of outliers."""
+    """Return the average precision for detecting inliers by low scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
-    """Return the average precision of detecting outliers by their high scores. Unlike AUROC, it depends on the share of outliers."""
+    """Return the average precision for detecting outliers by high scores. Unlike AUROC, the value depends on the share of outliers."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
@@ -236,8 +236,8 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     """Return the share of outliers accepted as inliers at a threshold that accepts a share `tpr` of the inliers (FPR95).
 
     The best value is 0. Inliers are the positives, as in the paper. An input passes if its score is at most the `tpr` quantile of the
-    inliers' scores, interpolated linearly; if the score is -confidence and `tpr` is 0.95, this threshold is the 5th percentile of
-    their confidence. Some packages treat outliers as the positives instead; see `fpr_at_tpr_out`.
+    inliers' scores, interpolated linearly. If the score is -confidence and `tpr` is 0.95, this threshold is the 5th percentile of the
+    inliers' confidence. Some packages treat outliers as the positives instead; see `fpr_at_tpr_out`.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
@@ -246,20 +246,20 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
     """Return the share of inliers rejected as outliers at a threshold that detects at least a share `tpr` of the outliers.
 
-    The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score that at least
-    this share of the outliers attains, without interpolation.
+    The best value is 0. Outliers are the positives, as in OpenOOD's FPR@95. The threshold is the highest outlier score reached by at
+    least a share `tpr` of the outliers, without interpolation.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:
         raise OptionError(f"tpr must be above 0 and at most 1 (it is the share of outliers to detect), got {tpr!r}.")
-    # The tolerance rounds 0.07 * 100, which is 7.000000000000001, to 7.
+    # The tolerance rounds 0.07 * 100, which is 7.000000000000001 in floating point, to 7.
     found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
     threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
     return float((inliers >= threshold).double().mean())
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
-    """Return the threshold below which a share `tpr` of the inliers' scores (n,) lies: their `tpr` quantile."""
+    """Return the `tpr` quantile of the inliers' scores (n,), interpolated linearly."""
     if not 0 <= tpr <= 1:
         raise OptionError(f"tpr must be between 0 and 1 (it is the share of inliers that pass), got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
@@ -267,5 +267,5 @@ def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
         position = round(position)
     below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
     share = position - int(position)
-    # Equal neighbours are not averaged, because rounding would move the threshold off a tie, and infinities would give NaN.
+    # Do not average equal neighbours: rounding could move the threshold off a tie, and infinities would give NaN.
     return below if share == 0 or below == above else (1 - share) * below + share * above

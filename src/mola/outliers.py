@@ -29,7 +29,7 @@ def max_logit_score(logits: Tensor) -> Tensor:
 
 
 def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
+    r"""Return the free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits along the last axis (Liu et al., 2020).
 
     Unlike the probabilities, the energy changes if a constant is added to all logits, so its level differs between the members of an
     ensemble.
@@ -40,7 +40,7 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def label_energy_score(logits: Tensor) -> Tensor:
-    r"""Return the free energy of multi-label logits, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021), over the last axis.
+    r"""Return the free energy of multi-label logits along the last axis, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021).
 
     An input for which no label is predicted is taken to be unlike the training data. For a single label, however, a confident no is as
     typical as a confident yes, so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
@@ -54,10 +54,10 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
-    As the prior precision goes to 0, the variance that Algorithm 1 gives each logit becomes a constant times
-    :math:`\phi^\top B^{-1} \phi`, and the probit link becomes linear. In this limit, the score ranks inputs in the same order as the
-    mixture's largest probability. It needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit is
-    compared with a second class whose logit is 0, and the scores are averaged over the labels.
+    As the prior precision goes to 0, the variance that Algorithm 1 gives each logit becomes a constant times :math:`\phi^\top B^{-1}
+    \phi`, and the probit link becomes linear. In this limit, the score ranks inputs in the same order as the mixture's largest
+    probability. The score needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit is compared with
+    a second class whose logit is 0, and the scores are averaged over the labels.
 
     Args:
         means: logits (K, n, C).
@@ -84,9 +84,9 @@ def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, floa
 
     .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
 
-    The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score
-    and the energy alone. Among 16 such sums, this one and the one with `max(0, z_distance)` were best, both on the networks used to
-    choose a sum and on those used to confirm the choice (docs/outliers.md).
+    The distance contributes only beyond one standard deviation above its mean, so typical inputs are ranked by the far-field score and
+    the energy alone. Of 16 such sums, this one and the one with `max(0, z_distance)` performed best, both on the networks used to
+    choose a sum and on the networks used to confirm the choice (docs/outliers.md).
 
     Args:
         terms: the far-field scores, the energies and the log distances, each of shape (n,).

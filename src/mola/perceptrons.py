@@ -73,7 +73,7 @@ def train_mlps(
     """
     if not len(inputs):
         raise DataError("expected at least one row of training data, got none.")
-    # Member seeds are drawn at random, so that ensembles with consecutive seeds share no member.
+    # Member seeds are drawn at random, so that ensembles with consecutive seeds share no members.
     seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
     networks, orders = [], []
     with torch.random.fork_rng(devices=[]):

@@ -38,7 +38,7 @@ STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
 """Target number of steps per epoch for the default batch size, and the smallest and largest default batch sizes."""
 
 ROWS = 4096
-"""Number of rows in a batch when fitting and predicting."""
+"""Number of rows per batch for fitting and prediction."""
 
 
 class _Perceptrons(BaseEstimator):  # type: ignore[misc]
@@ -150,7 +150,7 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
         return self.posterior_.predict(batches)
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """Return the OOD scores (n,) of the rows, which are higher for outliers. They do not depend on the prior precision."""
+        """Return an OOD score for each row (n,), higher for outliers. The scores do not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
 
 
@@ -158,15 +158,14 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for classifying tabular data.
 
     `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half cosine) and
-    fits their posterior. By default, it chooses the prior precision that maximises the evidence, which needs no validation data. For
-    other rules, which need held-out data, `fit` sets aside a stratified share of the rows, trains networks on the rest and tunes their
-    posterior on this share. Finally, it retrains the networks on all rows and applies the tuned prior precision and scaling of the
-    logits. Everything is computed in float64, and the same `random_state` gives identical results. Sample weights are not supported,
+    fits their posterior. By default, it chooses the prior precision by maximising the evidence and needs no validation data. Other
+    rules need held-out data: `fit` then sets aside a stratified share of the rows, trains networks on the rest and tunes their
+    posterior on the held-out rows. Finally, it retrains the networks on all rows and applies the tuned prior precision and logit
+    scaling. Everything is computed in float64, and the same `random_state` gives identical results. Sample weights are not supported,
     because the curvature cannot represent them.
 
-    The labels y have shape (n,), with one class per row, or (n, L), with values 0 and 1, for multi-label data. For
-    multi-label data, the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` holds the column
-    indices.
+    The labels y have shape (n,), with one class per row, or (n, L) for multi-label data, with values 0 and 1. For multi-label data,
+    the likelihood is Bernoulli, probabilities and predictions have shape (n, L), and `classes_` holds the column indices.
 
     Args:
         hidden: widths of the hidden layers.
@@ -182,7 +181,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
             held-out data; an object from `mola.rules`; or None to keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         validation_fraction: share of each class set aside for the rule, with at least one row from each class that has two or more
-            rows. With the rule "evidence" or None, no rows are set aside.
+            rows. If `rule` is "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
@@ -272,10 +271,11 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
     """A mixture of Laplace approximations of multilayer perceptrons, for regression on tabular data.
 
     `fit` standardises the features and targets, sets aside a share of the rows, and trains `members` networks on the rest to minimise
-    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior, and chooses the
-    prior precision and the noise on the held-out rows. Finally, it retrains the networks on all rows and applies the chosen prior
-    precision and noise. With `rule="evidence"`, nothing is set aside; the noise is then estimated from the training data, and is too
-    small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical results.
+    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine). It then fits their posterior and uses the
+    held-out rows to choose the prior precision and the noise. Finally, it retrains the networks on all rows and applies the chosen
+    prior precision and noise. With `rule="evidence"`, no rows are set aside, and the noise is estimated from the training data. This
+    estimate is too small if the networks overfit. Everything is computed in float64, and the same `random_state` gives identical
+    results.
 
     Args:
         hidden: widths of the hidden layers.
@@ -291,7 +291,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
             keep `prior_precision`.
         prior_precision: prior precision lambda, used if `rule` is None.
         noise: standard deviation of the targets around the mean; estimated if None.
-        validation_fraction: share of the rows set aside for the rule. With the rule "evidence" or None, no rows are set aside.
+        validation_fraction: share of the rows set aside for the rule. If `rule` is "evidence" or None, no rows are set aside.
         random_state: seed for the split and the networks, as usual in scikit-learn.
 
     Attributes:
@@ -370,7 +370,7 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
         return self._shaped(prediction.mean), self._shaped(prediction.std)
 
     def predict_interval(self, X: Any, probability: float = 0.9) -> tuple[Array, Array]:  # noqa: N803
-        """Return the lower and upper ends of intervals that contain the targets with the given probability."""
+        """Return the lower and upper endpoints of intervals that contain the targets with the given probability."""
         lower, upper = self.prediction(X).interval(probability)
         return self._shaped(lower), self._shaped(upper)
 
@@ -379,9 +379,8 @@ class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
 
 
 def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
-    # Apply the settings tuned on held-out data to the networks trained on all data. No data remain on which to measure these networks'
-    # reference distances, so their training distances are multiplied by the ratio of held-out to training distances of the tuned
-    # networks.
+    # Apply the settings tuned on held-out data to the networks trained on all data. No data remain for measuring these networks'
+    # reference distances, so their training distances are multiplied by the tuned networks' ratio of held-out to training distances.
     scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
     if scaling.reference is not None and before is not None and now is not None:
         scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)

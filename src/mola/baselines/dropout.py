@@ -1,7 +1,7 @@
 """Monte Carlo dropout (Gal and Ghahramani, 2016): average the predictions of a network whose dropout stays active at test time.
 
-Within a draw, all inputs share the same masks, so a prediction does not depend on the other inputs in its batch, except through the
-length to which sequences are padded. For each input, the average has the same distribution as if each input had its own masks.
+Within a draw, all inputs share the same masks, so a prediction depends on the other inputs in its batch only through the length to
+which sequences are padded. For any one input, the average has the same distribution as with separate masks for each input.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from mola.network import Inputs, evaluating
 from mola.numerics import check_seed
 from mola.options import whole_number
 
-MASKS = 0  # purpose in `derived_seeds`, which keeps the seeds for masks apart from other seeds
+MASKS = 0  # the `purpose` that makes the seeds for masks independent of other seeds
 
 _lock = threading.RLock()  # one pass at a time, because the masks are applied by hooks on the user's layers
 
 
 class McDropout(Mixture):
-    """A trained network averaged over random draws of its dropout masks. All other layers are in eval mode.
+    """A predictor that averages a trained network over random dropout masks. Layers other than dropout run in eval mode.
 
     The network, the number of draws and the seed determine the predictions, so there is nothing else to save.
 
     Args:
-        network: the trained network, which is not modified. Its dropout must be implemented by layers (`nn.Dropout` and its variants),
-            because calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of each input is the batch
-            dimension.
+        network: the trained network, which is not modified. Dropout must be applied by layers (`nn.Dropout` or its variants), because
+            calls to `torch.nn.functional.dropout` cannot be detected. The first dimension of each input is the batch dimension.
         samples: number of draws.
         seed: random seed for the masks.
         likelihood: likelihood of the outputs, as in `mola.fit`.
@@ -64,7 +63,7 @@ class McDropout(Mixture):
         self.seed: int = check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module only; the network keeps its own mode but runs in eval mode during every pass."""
+        """Set the mode of this module only; the network keeps its own mode and is switched to eval mode for each pass."""
         self.training = mode
         return self
 
@@ -73,7 +72,7 @@ class McDropout(Mixture):
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
-        """Return the number of draws and the seed, to be shown by `repr`."""
+        """Return the text that `repr` shows: the number of draws and the seed."""
         return f"samples={self.samples}, seed={self.seed}"
 
     def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
@@ -106,7 +105,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # For a given mask, every kind of dropout is an elementwise affine function, so its values at 0 and 1 determine it.
+    # For a given mask, every kind of dropout is an elementwise affine function, which its values at 0 and 1 determine.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

@@ -14,7 +14,7 @@ from mola.numerics import check_seed, to_float64
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
-    """Draw `count` seeds from one seed. Longer lists begin with the seeds of shorter ones; each purpose gets independent seeds."""
+    """Derive `count` seeds from one seed. A larger `count` only appends seeds; different purposes give independent seeds."""
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
     return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()
@@ -36,12 +36,12 @@ def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) ->
 
 
 def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
-    """Return the likelihood; raise `OptionError` if it predicts variances, which a mixture of means would lose."""
+    """Return the likelihood, or raise `OptionError` if it predicts variances, which averaging the means would discard."""
     meaning = as_likelihood(likelihood)
     if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
         raise OptionError(
-            f"{method} averages means, so it would discard predicted variances. Pass networks that also predict variances to mola.fit "
-            f"or mola.ensemble."
+            f"{method} averages means, so it would discard predicted variances. For networks that also predict variances, use "
+            f"mola.fit or mola.ensemble."
         )
     return meaning
 
@@ -52,11 +52,11 @@ def all_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, keyed by their names without the prefix."""
+    """Return the tensors whose names begin with the prefix, keyed by the rest of the name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of tensors that are missing, unknown or of the wrong shape."""
+    """Return the names of missing, unexpected and wrongly shaped tensors."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return sorted({name for name, _ in shapes.items() ^ expected.items()})

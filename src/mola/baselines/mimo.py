@@ -1,6 +1,6 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each input.
 
-In training, the K inputs are copies of the same batch in different orders, and each head classifies its own input
+During training, the K inputs are differently shuffled copies of the same batch, and each head classifies its own input
 (`mola.lab.training.train_mimo`). At test time, all K inputs are the same, and the heads, which share a trunk, are averaged like an
 ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA is the mixture of the heads' Laplace approximations.
 
@@ -35,10 +35,10 @@ FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn
 class Mimo(Mixture):
     """The multi-input multi-output (MIMO) form of an architecture, to be trained with `mola.lab.training.train_mimo`.
 
-    Save it like any module with `mimo.state_dict()`, and load it with `Mimo(network, members, example=x).load_state_dict(...)`.
+    Save the weights with `mimo.state_dict()` and load them with `Mimo(network, members, example=x).load_state_dict(...)`.
 
     Args:
-        network: the architecture with untrained weights; it is copied, not modified.
+        network: an untrained network, which is copied, not modified.
         members: number K of inputs and heads.
         example: a batch of inputs, used to find the first and last layers.
         seed: random seed for the new weights of the first layer and the heads.
@@ -62,7 +62,7 @@ class Mimo(Mixture):
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers, each of which applies the trunk to K copies of the input, and then its own head."""
+        """K ordinary classifiers, each of which applies the trunk to K copies of the input, followed by its own head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tupl
         try:
             if getattr(first, "groups", 1) != 1 or any(map(parametrize.is_parametrized, (first, head.layer))):
                 raise DataError(
-                    "this layer is a grouped convolution, or this layer or the head is parametrised, for example by weight_norm."
+                    "grouped convolutions and parametrised layers or heads (for example with weight_norm) are not supported."
                 )
             wide = _widened_layer(first, members, generator)
             _replace(network, first, wide)

@@ -5,9 +5,9 @@ From snapshots :math:`\theta_1, \dots, \theta_T`, SWAG keeps the mean, the varia
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr), \qquad z_1, z_2 \sim \mathcal N(0, I).
 
-A `Swag` holds a copy of the network, with its parameters set to the mean. For every pass, the weights are drawn again from the moments
-with a fixed seed; only the BatchNorm statistics of each draw are stored. MultiSWAG (Wilson and Izmailov, 2020) is a mixture of several
-SWAGs, each of which starts from a different trained network. `mola.lab.training` fits both methods.
+A `Swag` holds a copy of the network whose parameters are set to the mean. Each pass redraws the weights from the moments with a fixed
+seed; only the BatchNorm statistics of the draws are stored. MultiSWAG (Wilson and Izmailov, 2020) is a mixture of several SWAGs, each
+of which starts from a different trained network. `mola.lab.training` fits both methods.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from mola.saving.posterior import describe, rebuild
 OPTIONS: dict[str, Any] = {"samples": int, "scale": float, "seed": int}
 SCHEMA = {"snapshots": int, "rank": int, **OPTIONS, "likelihood": {"name": str}}
 SMALLEST_VARIANCE = 1e-30  # variance assigned to a weight that did not change
-DRAWS = 1  # purpose in `derived_seeds`, which keeps the seeds for weights apart from other seeds
+DRAWS = 1  # the `purpose` that makes the seeds for weights independent of other seeds
 
 _lock = threading.RLock()  # one pass at a time, because the network holds the weights of a single draw
 
 
 @dataclass
 class Moments:
-    """Means, squared deviations and most recent deviations of named weights over the snapshots, kept in main memory."""
+    """Means, squared deviations and most recent deviations of the weights over the snapshots, all kept in main memory."""
 
     count: int = 0
     """Number of snapshots."""
     mean: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    """Sum of squared deviations from the mean for each weight, computed by Welford's method, which avoids cancellation in float32."""
+    """For each weight, the sum of squared deviations from the mean; Welford's method avoids cancellation in float32."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The last K deviations, of shape (K, ...), oldest first."""
 
@@ -87,7 +87,7 @@ class Moments:
         return (self.squares[name] / self.count).clamp_min(SMALLEST_VARIANCE)
 
     def draw(self, seed: int, scale: float) -> dict[str, Tensor]:
-        """Draw weights from the Gaussian with its covariance multiplied by `scale`."""
+        """Draw weights from the Gaussian after multiplying its covariance by `scale`."""
         generator = torch.Generator("cpu").manual_seed(seed)
         shared = torch.randn(self.rank, generator=generator, dtype=torch.float64, device="cpu")
         drawn = {}
@@ -107,7 +107,7 @@ class Moments:
 
     @staticmethod
     def from_tensors(count: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """Rebuild the moments from the tensors that `tensors` returned."""
+        """Rebuild the moments from the output of `tensors`."""
         return Moments(count, *(below(tensors, f"{kind}.") for kind in ("mean", "squares", "columns")))
 
 
@@ -163,7 +163,7 @@ class Swag(Mixture):
         return self
 
     def extra_repr(self) -> str:
-        """Return the numbers of snapshots and draws, the rank, the scale and the seed, to be shown by `repr`."""
+        """Return the text that `repr` shows: the numbers of snapshots and draws, the rank, the scale and the seed."""
         kept = f"snapshots={self.moments.count}, rank={self.moments.rank}"
         return f"{kept}, samples={self.samples}, scale={self.scale}, seed={self.seed}"
 
@@ -216,8 +216,8 @@ class Swag(Mixture):
         if wrong or not moved or document["snapshots"] < 1 or document["rank"] == 1 or document["scale"] < 0:
             named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
             raise StorageError(
-                f"{directory} does not match {type(network).__name__}: {named} of the saved SWAG is missing or unknown, or has the "
-                f"wrong shape or size. Pass a network with the same architecture as the saved one."
+                f"{directory} does not match {type(network).__name__}: in the saved SWAG, {named} is missing or unexpected, or has "
+                f"the wrong shape or size. Pass a network with the same architecture as the saved one."
             )
         with torch.no_grad():
             for name, tensor in rest.items():
@@ -235,13 +235,13 @@ class Swag(Mixture):
 
 
 def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
-    """Return the weights of draw number `index`, keyed by name. They do not depend on the total number of draws."""
+    """Return the weights of draw number `index`, keyed by name. The weights do not depend on the total number of draws."""
     return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
 
 
 @contextmanager
 def holding(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the named parameters and buffers of a network, and restore them when the context ends."""
+    """Replace the named parameters and buffers of a network, and restore the originals on exit."""
     own = all_tensors(network)
     kept = {name: own[name].clone() for name in tensors}
     with torch.no_grad():
@@ -300,7 +300,7 @@ class MultiSwag(Mixture):
 
         Args:
             directory: the folder.
-            networks: one network with the architecture of all SWAGs, or one network for each SWAG; they are copied, not modified.
+            networks: one network for all SWAGs, or one for each; they are copied, not modified.
         """
         document, _ = read_folder(directory, "multi-swag", {"swags": [str]})
         names, given = document["swags"], as_networks(networks)

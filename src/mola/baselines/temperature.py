@@ -1,6 +1,6 @@
 r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that best fits the validation data.
 
-For K members with weights w, the loss at a temperature T is the mixture's log loss,
+For K members with weights w, the loss at temperature T is the mixture's log loss,
 
 .. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n}.
 
@@ -28,7 +28,9 @@ from mola.posterior import MoLA
 from mola.tuning.search import maximise
 from mola.weights import check_weights, uniform_weights
 
-RANGE = 1e4  # the search covers 1/RANGE to RANGE times the logits' mean range, beyond which the loss barely changes
+RANGE = (
+    1e4  # the search covers 1/RANGE to RANGE times the mean spread of the logits; beyond that, the loss barely changes
+)
 GRID = 129  # number of grid points: seven per factor of e, enough to separate several minima
 CHUNK = 2**22  # number of logits processed at a time
 
@@ -37,12 +39,12 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     """Find, to about 8 digits, the temperature that minimises the mixture's negative log-likelihood.
 
     All members share this temperature. If the labelled class always has the highest logit, the best temperature is 0; if the labels
-    contradict the logits, it is infinite. In both cases, the corresponding end of the search range is returned, with a warning.
+    contradict the logits, it is infinite. In these cases, the function warns and returns the corresponding end of the search range.
 
     Args:
         logits: logits (K, n, C), or (n, C) for one member.
         labels: class indices (n,).
-        weights: weights (K,) of the members, which sum to 1; by default, each member has the weight 1 / K.
+        weights: weights (K,) of the members, which sum to 1; the default is 1 / K each.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
@@ -85,7 +87,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
 
 
 def as_classes(logits: Tensor, labels: Tensor, likelihood: ClassificationLikelihood) -> tuple[Tensor, Tensor]:
-    """Convert binary labels to two classes with the logits 0 and z, dropping missing labels. Class labels are returned unchanged."""
+    """Convert binary labels to two classes with logits 0 and z, dropping missing labels. Class labels are returned unchanged."""
     if likelihood.mutually_exclusive:
         return logits, labels
     targets = likelihood.targets(labels).flatten()
@@ -105,15 +107,15 @@ def temperature_scaled(
 ) -> MoLA:
     """Return a plain ensemble with the temperature that minimises the negative log-likelihood on the validation data.
 
-    The result is `mola.ensemble(networks).with_temperature(T)`; only T, which is `result.temperature`, needs to be saved.
+    The result is `mola.ensemble(networks).with_temperature(T)`; only T (`result.temperature`) needs to be saved.
 
     Args:
-        networks: one or K trained classifiers, which are not modified.
+        networks: one trained classifier, or K of them; they are not modified.
         val_loader: validation data with labels, read once.
         mean: the quantity that is averaged over the networks, "probabilities" or "logits".
         weights: "uniform", or K numbers that sum to 1.
         likelihood: "categorical" or "bernoulli".
-        progress: show a progress bar on stderr if stderr is a terminal.
+        progress: show a progress bar on stderr if it is a terminal.
     """
     one_of(mean, ("probabilities", "logits"), "mean")
     plain = ensemble(networks, weights, likelihood=likelihood)

@@ -1,4 +1,4 @@
-"""Tuning rules, which choose the prior precision and, on held-out data, the scaling of the logits."""
+"""Tuning rules, which choose the prior precision and, given held-out data, the scaling of the logits."""
 
 from mola.errors import OptionError
 from mola.likelihoods import Likelihood
@@ -31,7 +31,8 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
     """Return the rule with the given name, the given rule object itself or, if `rule` is None, the likelihood's default rule.
 
-    Raise `OptionError` if the rule does not apply to the likelihood, or if validation data are missing or not used by the rule.
+    Raise `OptionError` if the rule does not apply to the likelihood, if it needs validation data and none are given, or if it does not
+    use the data given.
     """
     name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):

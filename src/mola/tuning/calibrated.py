@@ -4,8 +4,8 @@ All losses are mean log losses on the validation data, each at the temperature T
 (`SHARPENING`).
 
 1. *Start.* Begin with the temperature-scaled ensemble: no covariance, pooling coefficient c = 1, distance exponent 0.
-2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each only if its paired gain exceeds two standard
-   errors.
+2. *Gain.* Find the best pooling coefficient c, then the best prior precision. Keep each change only if its paired gain exceeds two
+   standard errors.
 3. *Spend.* Choose the largest distance exponent whose loss stays within a budget. The budget is the loss after step 2 plus the larger
    of two amounts: half of the gain over the temperature-scaled ensemble, and `price` times the loss. Logits shrink only beyond the
    90 % quantile of the validation data's distances.
@@ -81,13 +81,13 @@ class Calibrated(Rule):
     It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 
     Args:
-        price: largest relative increase in validation log loss that caution may cause; if half of the gain from pooling and covariance
-            is larger, it is the limit instead.
+        price: caution may raise the validation log loss by this share, or by half of the gain from pooling and covariance if that is
+            more.
     """
 
     price: float = 0.01
     fixes_weights = True
-    """True, because evidence-based weights depend on the prior precision. Without covariance, they would select a single network."""
+    """True, since evidence-based weights depend on the prior precision. Without covariance, such weights would select one network."""
 
     def __post_init__(self) -> None:
         if not (is_real(self.price) and 0 <= self.price <= 1):
@@ -157,7 +157,7 @@ class Search:
         settings = [(NO_COVARIANCE, 1.0, 0.0)]
         plain = Setting(*settings[0], 1.0, self._losses(settings, np.ones((1, 1)))[0, 0])
         before, (rough,) = plain, self._at_best_temperature(settings, 1.0, 2.0)
-        while abs(math.log(rough.temperature / before.temperature)) > 2:  # T left the range, so search around it
+        while abs(math.log(rough.temperature / before.temperature)) > 2:  # T left the range, so search again
             before, (rough,) = rough, self._at_best_temperature(settings, rough.temperature, 2.0)
         return plain, self._at_best_temperature(settings, rough.temperature, 0.3)[0]
 
@@ -207,7 +207,8 @@ class Search:
     def _at_best_temperature(
         self, settings: Sequence[tuple[float, float, float]], around: float, width: float = 1.0
     ) -> list[Setting]:
-        # Return each (precision, pooling, exponent) at its best temperature. The search starts within a factor of e^width of `around`.
+        # Return each setting (precision, pooling, exponent) at its best temperature. The search starts within a factor of e^width of
+        # `around`.
         low, high = math.log(COLDEST), math.log(HOTTEST)
         centres, rows = np.full(len(settings), math.log(around)), np.arange(len(settings))
         for step in (
@@ -229,7 +230,7 @@ class Search:
         return found
 
     def _losses(self, settings: Sequence[tuple[float, float, float]], temperatures: np.ndarray) -> Tensor:
-        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent), each at t temperatures of its own.
+        # Return the log losses (S, t, n) of S settings (precision, pooling, exponent), each at its own t temperatures.
         precision, pooling, exponent = (np.repeat(one, temperatures.shape[1]) for one in zip(*settings, strict=True))
         found = scores(
             self.posterior,

@@ -1,6 +1,6 @@
 """Checks that the labels use the same class order as the networks' outputs.
 
-If the orders differ, a network with an accuracy of 99 % may appear to have an accuracy of 5 %.
+If the orders differ, a network that is 99 % accurate may appear to be 5 % accurate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from mola.errors import DataError
 
 CLEAR = 0.25
-"""Improvement in accuracy or correlation above which a different order fits so much better that the labels are rejected."""
+"""Labels are rejected if a different order raises the accuracy or correlation by more than this."""
 
 CHANCE = 1e-4
 """Largest accepted probability of finding a different order by chance when predictions and labels are unrelated."""
@@ -32,7 +32,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
     Args:
         targets: labels (n,).
         predicted: the classes (n,) predicted by each network.
-        where: name of the loader in messages.
+        where: name of the loader, for messages.
     """
     for index, classes in enumerate(predicted):
         total = len(targets)
@@ -66,12 +66,12 @@ def _divergence(share: float, chance: float) -> float:
 
 
 def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
-    """Raise `DataError` if the columns of multi-label data correlate far better with the outputs in a different order.
+    """Raise `DataError` if reordering the columns of multi-label data makes them correlate far better with the outputs.
 
     Args:
         labels: labels (n, C), each of which is 0, 1, or NaN if missing.
         probs: predicted probabilities (n, C) that each label is 1.
-        where: name of the loader in messages.
+        where: name of the loader, for messages.
     """
     known = ~labels.isnan()
     if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
