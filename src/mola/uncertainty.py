@@ -1,7 +1,7 @@
 r"""Total, aleatoric and epistemic uncertainty in classification.
 
-Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the mixture's members, which more data
-would not remove. The rest is epistemic: the mutual information between the label and the weights.
+Total uncertainty is the entropy of the prediction. Its aleatoric part, which more data would not remove, is the mean entropy of the
+mixture's members. The rest is epistemic: the mutual information between the label and the weights.
 
 A distance exponent adds entropy but no mutual information. Let H be the entropy of the prediction, and let :math:`H_0` and
 :math:`I_0` be the entropy and the mutual information at distance exponent 0. The aleatoric part is then :math:`\min(H, H_0 - I_0)`.
@@ -21,21 +21,22 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest numbers of draws for the epistemic share. Both are powers of two and give each quarter at least two draws."""
+"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, and a quarter of
+either is at least two draws."""
 
 DRAWN_LOGITS = 2**13
-"""Largest number of drawn logits (draws times classes). With many classes, fewer draws are both needed and affordable."""
+"""Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest ratio between the entropy gains from two successive doublings of the number of draws. The ratio tends to 1/2 with many
-draws, and is larger if each draw is certain of a different class."""
+"""Largest ratio between the entropy gains from two successive doublings of the number of draws. The ratio tends to 1/2 as the number
+of draws grows, and is larger if each draw is certain of a different class."""
 
 NODES = 96
 """Number of nodes for the integrals over one logit. Nodes are at most 0.7 apart, and the sigmoid's poles lie at a distance of pi from
 the real line."""
 
 WIDE, FLAT = 9.0, 33.0
-"""Number of standard deviations and absolute value of a logit beyond which the integrands vanish in float64."""
+"""The integrands vanish in float64 beyond this many standard deviations and beyond this absolute value of the logit."""
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -43,8 +44,8 @@ def entropy(probs: Tensor) -> Tensor:
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
-    # The logarithm of a probability near 1 loses the digits of its distance from 1, so this term is computed from the other
-    # probabilities. If a probability exceeds one half, no other probability can be as large.
+    # The logarithm of a probability near 1 loses precision, so this term is computed from the other probabilities. If a probability
+    # exceeds one half, no other probability can be as large.
     largest = top[..., 0]
     return torch.where(largest > 0.5, plain + largest * (largest.log() - _log1p(-rest)), plain)
 
@@ -68,7 +69,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`: (n,), or (n, C) for multi-label data.
+    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, as (n,) or, for multi-label data, (n, C).
 
     Args:
         member_probs: probabilities (K, n, C) of the members.
@@ -87,11 +88,11 @@ def epistemic_share(
     weights: Tensor,
     seed: int = 0,
 ) -> Tensor:
-    """Return the share of a mixture's entropy that is mutual information between the label and the weights, of shape (n,).
+    """Return the share (n,) of a mixture's entropy that is mutual information between the label and the weights.
 
     For multi-label data, the shape is (n, C). For mutually exclusive classes, the mutual information within a component has no closed
-    form, so it is estimated from Sobol draws. As a share of the draws' entropy, it lies between 0 and 1 for every link, and it is
-    exact if the components have no covariance.
+    form, so it is estimated from Sobol draws. Relative to the entropy of the draws, the estimate lies between 0 and 1 for every link;
+    it is exact if the components have no covariance.
 
     Args:
         likelihood: likelihood of the mixture.
@@ -123,9 +124,9 @@ def _share(total: Tensor, within: Tensor) -> Tensor:
 
 
 def _entropy_limit(quarters: Tensor) -> Tensor:
-    # Estimate the entropy of the mean over infinitely many draws from the means (n, 4, C) over the four quarters of the draws. The
-    # entropy of a mean of S draws is too small by an amount that falls as S grows. It is therefore computed for the quarters, the
-    # halves and the whole, and the gains of the two doublings are extrapolated as a geometric series.
+    # From the means (n, 4, C) over the four quarters of the draws, estimate the entropy of the mean over infinitely many draws. The
+    # entropy of a mean of S draws is too small by an amount that falls as S grows. The entropy is therefore computed for the quarters,
+    # the halves and all draws, and the gains of the two doublings are extrapolated as a geometric series.
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
     whole = entropy(halves.mean(1))
     half, quarter = entropy(halves).mean(1), entropy(quarters).mean(1)
@@ -139,14 +140,15 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     r"""Compute the means of the sigmoid and of its binary entropy under Gaussian logits, by one-dimensional quadrature.
 
     The trapezoidal rule converges exponentially for analytic integrands that vanish at both ends. The sigmoid does not vanish on one
-    side, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` does, and the mean of that function
-    has a closed form.
+    side, but its difference from the normal distribution function :math:`\Phi(z \sqrt{\pi/8})` does. The mean of this function has a
+    closed form.
 
     Returns:
         Both means, accurate to about 1e-12 in float64.
     """
     spread = variance.clamp_min(0).sqrt()
-    # The ends are given in standard deviations. For a wide Gaussian, they enclose only the logits at which the integrands are not 0.
+    # The integration limits are given in standard deviations. For a wide Gaussian, they enclose only the logits at which the
+    # integrands are not 0.
     clipped = (WIDE * spread > FLAT) & (mean.abs() < FLAT + WIDE * spread)
     width = torch.where(clipped, spread, 1.0)
     low = torch.where(clipped, ((-FLAT - mean) / width).clamp_min(-WIDE), -WIDE)

@@ -35,8 +35,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Weights that sum to 1 up to rounding are left unchanged, because dividing them by their sum again would change them with every
-    # save and load.
+    # Leave weights that sum to 1 up to rounding unchanged; renormalising would alter them on every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
@@ -52,12 +51,12 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes them nearly one-hot."""
+    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes the weights nearly one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 
 def stacking_weights(likelihoods: Tensor) -> Tensor:
-    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, which is a concave problem on the simplex.
+    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, a concave problem on the simplex.
 
     .. math:: \max_\pi \tfrac1n \sum_n \log \sum_k \pi_k\, p_k(y_n) \quad \text{with } \pi \ge 0,\; 1^\top \pi = 1
 
@@ -71,7 +70,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
         Weights (K,) in float64, whose mean log-likelihood is within 1e-10 nats of the optimum.
     """
     count, tiny = likelihoods.shape[1], torch.finfo(torch.float64).tiny
-    # Likelihood ratios to the best component have the same optimum and do not underflow.
+    # Likelihoods relative to the best component have the same optimum and do not underflow.
     best = likelihoods.double().amax(1, keepdim=True).clamp_min(tiny)
     ratios = (likelihoods.double() / best).clamp_min(tiny)
     weights, barrier = uniform_weights(count), 1.0
@@ -89,8 +88,8 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
 def stacking_in_turn(evaluate: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
     """Find stacking weights for components whose predictions depend on the weights, by updating predictions and weights in turn.
 
-    An update does not follow the gradient of the log-likelihood and may lower it, so updates from each starting point stop when the
-    log-likelihood no longer rises. The result is at least as good as every starting point.
+    An update does not follow the gradient of the log-likelihood and may lower it. Updates from each starting point therefore stop when
+    the log-likelihood no longer rises. The result is at least as good as every starting point.
 
     Args:
         evaluate: function that maps weights (K,) to the likelihoods (n, K) of the components and the log-likelihood of the mixture.

@@ -46,10 +46,10 @@ class Distance(Rule):
     classes.
 
     Args:
-        price: largest cost on the validation data of dividing logits by the distance. By default, the mean confidence may fall to the
-            paper's threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number
-            such as 0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log
-            loss per output; the default is 0.01.
+        price: limit on the validation cost of dividing logits by the distance. By default, the mean confidence may fall to the paper's
+            threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number such as
+            0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per
+            output; the default is 0.01.
         rule: the rule, given by name or as an object, that first chooses the prior precision and the temperature.
     """
 
@@ -94,8 +94,8 @@ class Distance(Rule):
         else:
             if isinstance(self.price, str):
                 raise OptionError(
-                    f"price {self.price!r} is for classification only. For regression, pass a number of nats of log loss per output, "
-                    f"such as 0.01."
+                    f"price {self.price!r} is for classification only. For regression, give the price in nats of log loss per "
+                    f"output, such as 0.01."
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
@@ -118,7 +118,7 @@ class Distance(Rule):
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
     ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
-        # Return the condition that the scores at an exponent must meet, a description of it in words, and notes.
+        # Return the condition that the scores at an exponent must meet, a description of that condition, and notes.
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
@@ -139,7 +139,7 @@ def _largest_exponent(
     first: Sequence[float],
     finest: float,
 ) -> tuple[float, dict[float, dict[str, float]]]:
-    """Return the largest exponent up to which all tried exponents meet the limits (0 if none does), and the scores of all of them."""
+    """Return the largest exponent up to which every exponent tried meets the limits (0 if none does), and all scores."""
     tried: dict[float, dict[str, float]] = {}
     new = list(first)
     while True:
@@ -163,9 +163,9 @@ def _summary(tried: dict[float, dict[str, float]], chosen: float, limit: str) ->
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). Without it, the mean confidence "
-            f"on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, for example "
-            f"with mola.rules.Distance(price=0.02)."
+            f"The distance has no effect, because no exponent above 0 satisfies the limit ({limit}). At exponent 0, the mean "
+            f"confidence on the validation data is {plain['confidence']:.2%} and the log loss is {plain['nll']:.4g}. Set a price, "
+            f"for example with mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
@@ -206,7 +206,8 @@ def _notes(posterior: MoLA) -> tuple[str, ...]:
             notes.append(
                 warned(
                     f"the validation data are {ratio:.1f} times as far from the training classes as the training data are. Either "
-                    f"there are too few training data for the number of features, or the validation data differ from them."
+                    f"there are too few training data for the number of features, or the validation data differ from the training "
+                    f"data."
                 )
             )
     if any(one.num_predicted for one in distances):

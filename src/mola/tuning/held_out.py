@@ -1,4 +1,4 @@
-"""Held-out features and outputs, which are read once, checked, and scored for every candidate in a search."""
+"""Held-out features and outputs: they are read once, checked, and scored for every candidate in a search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = 0.99
 
 COPIES = 0.1
 """Lower bound on the median distance, relative to the training data's distance. A smaller median means that most validation data are
-copies of training data, which do not represent new data."""
+copies of training data and do not represent new data."""
 
 FAR_OFF = 2.0
 """Root mean squared error of a regression, in standard deviations of the targets, above which the targets seem to be in the wrong
@@ -49,8 +49,8 @@ class HeldOut:
     labels: Tensor | None
     likelihood: Likelihood
     independent: float
-    """Ratio of the number of independent data points to the number of rows. It is below 1 for dense outputs, because the positions of
-    one input are correlated."""
+    """Ratio of the number of independent data points to the number of rows. The ratio is below 1 for dense outputs, because the
+    positions of one input are correlated."""
     where: str = "validation loader"
     team: Team = field(default_factory=Team.single)
     """Processes among which the data are divided. Results are computed from the data of all processes."""
@@ -164,7 +164,7 @@ class HeldOut:
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
-        """Return the reference with the mean and spread of the outlier score's terms and the mean energies, from rows (n, 3 + K)."""
+        """Return the reference plus statistics of `terms` (n, 3 + K): the mean and spread of each score term, and mean energies."""
         rows = self.gather(terms)
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
@@ -183,15 +183,15 @@ def read_held_out(
     progress: bool = False,
     team: Team | None = None,
 ) -> HeldOut:
-    """Run every network once on the batches of a loader, and keep the features, outputs and labels.
+    """Run every network once on each batch of a loader, and keep the features, outputs and labels.
 
     Args:
         networks: the trained networks.
         heads: the networks' last layers; None if only outputs are needed.
         loader: any iterable of batches.
         likelihood: likelihood of the outputs.
-        where: name of the loader in messages.
-        labelled: whether every batch must have labels (True), labels are ignored (False), or labels are read if present (None).
+        where: name of the loader, for messages.
+        labelled: True if every batch must have labels, False to ignore labels, None to read labels if present.
         progress: show a progress bar.
         team: processes among which the data are divided; by default, only this process.
     """
@@ -219,7 +219,7 @@ def read_held_out(
             inputs += batch.used_inputs
             for rows in batch.chunks():
                 for index in range(len(networks)):
-                    # Copy the tensors, because a network may reuse its memory for the next batch.
+                    # Copy the tensors, because the network may reuse their memory for the next batch.
                     phi[index].append(rows.phi[index].cpu().clone())
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:

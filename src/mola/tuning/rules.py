@@ -1,4 +1,4 @@
-"""Rules that choose the prior precision on validation data, or by maximising the evidence on the training data.
+"""Rules that use validation data, or the evidence of the training data, to choose the prior precision.
 
 A rule is called with a posterior and held-out data, and returns a `Tuning`. The networks have already been run, so evaluating a
 candidate only requires its predictive distribution.
@@ -45,7 +45,7 @@ ALIKE = 1e-3
 other than the log loss, the difference is relative."""
 
 NEAR = 0.005
-"""Largest excess of the mean confidence over the target that the summary does not mention."""
+"""The summary does not mention a mean confidence that exceeds the target by at most this much."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 """Multiples of the current noise that are tried first in regression. Multiples on a finer grid are tried next."""
@@ -64,7 +64,7 @@ class Threshold(Rule):
         brier: optional threshold that the Brier score must also meet.
         margin: amount by which the default threshold lies below the accuracy.
         grid: prior precisions to choose from. By default, these are the 100 values of the paper's grid from 1e-4 to 1e3, which is
-            extended if its best value is at an end.
+            extended if the best value is at either end.
     """
 
     confidence: float | None = None
@@ -84,11 +84,11 @@ class Threshold(Rule):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """False if a confidence threshold but no Brier threshold is given, because labels are then not needed."""
+        """False if a confidence threshold is given without a Brier threshold, because no labels are then needed."""
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """Return the target mean confidence, an explanation of it, and any notes."""
+        """Return the target mean confidence, its explanation and any notes."""
         if self.confidence is not None:
             return self.confidence, f"{self.confidence:.2%} as given", ()
         accuracy, error = data.accuracy()
@@ -102,7 +102,7 @@ class Threshold(Rule):
             )
         origin = f"the networks' mean accuracy of {accuracy:.2%} minus {points(self.margin)}"
         if target > accuracy - self.margin:
-            origin = f"which is chance, because {origin} would be even lower"
+            origin = f"the level of chance, because {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -142,12 +142,12 @@ class Threshold(Rule):
 class Score(Rule):
     """The rule that chooses the prior precision with the best score on the validation data.
 
-    If the networks are clearly underconfident on these data, a temperature below 1 also sharpens the logits. For regression, the rule
-    also chooses the noise unless it was given.
+    If the networks are clearly underconfident on these data, the rule also sharpens the logits with a temperature below 1. For
+    regression, the rule also chooses the noise unless it was given.
 
     Args:
         score: "nll", "brier" or "ece" for classification, "nll" or "crps" for regression.
-        grid: prior precisions to choose from; by default, the paper's grid, which is extended if its best value is at an end.
+        grid: prior precisions to choose from; by default, the paper's grid, which is extended if the best value is at either end.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
@@ -219,7 +219,7 @@ class Outliers(Rule):
     Args:
         loader: batches of outliers, whose labels are ignored.
         weight: weight of the penalty.
-        grid: prior precisions to choose from; by default, the paper's grid, which is extended if its best value is at an end.
+        grid: prior precisions to choose from; by default, the paper's grid, which is extended if the best value is at either end.
     """
 
     loader: Iterable[Any] = field(repr=False)
@@ -228,7 +228,7 @@ class Outliers(Rule):
 
     def __post_init__(self) -> None:
         if not (is_real(self.weight) and 0 <= self.weight < math.inf):
-            raise OptionError(f"weight must be a finite number that is not negative, got {self.weight!r}.")
+            raise OptionError(f"weight must be finite and non-negative, got {self.weight!r}.")
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
         """Choose the prior precision."""
@@ -259,8 +259,8 @@ class Evidence(Rule):
     """The rule that maximises the log marginal likelihood of the training labels, without any validation data.
 
     Args:
-        shared: choose one prior precision for all components, which maximises the sum of their log evidences. Otherwise, a separate
-            prior precision is chosen for each component.
+        shared: choose a single prior precision, which maximises the sum of the components' log evidences. Otherwise, a separate prior
+            precision is chosen for each component.
     """
 
     shared: bool = True

@@ -34,7 +34,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a function for the scores that need no labels: the confidence and the cross-entropy with the uniform distribution."""
+    """Return a scoring function that needs no labels and gives the confidence and the cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def scores(
     exponent: Sequence[float] | float = 0.0,
     onset: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return scores (L, m) of L candidates on the data of all processes, for each datum or each known label of multi-label data.
+    """Return the scores (L, m) of L candidates on the data of all processes, one per datum or, for multi-label data, per known label.
 
     The settings of the candidates are broadcast against each other.
 
@@ -96,7 +96,7 @@ def scores(
 def mean_scores(
     posterior: MoLA, data: HeldOut, score: ScoreFunction = label_scores, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return the mean (L,) of each score, and the calibration error "ece" for classification with labels."""
+    """Return the mean (L,) of each score and, for classification with labels, the calibration error "ece"."""
     scored = scores(posterior, data, score, **settings)
     found = {name: values.mean(1) for name, values in scored.items()}
     if "correct" in scored:

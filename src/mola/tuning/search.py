@@ -1,7 +1,7 @@
 """The search for the best prior precision.
 
-Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid is extended if its
-best value is at an end.
+Every ninth value of the paper's grid is tried first, followed by finer steps around the best value. The grid is extended if the best
+value is at either end.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PrecisionSearch:
         return first()
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
-        # Extend the grid beyond one end for as long as it may grow there and the score still changes.
+        # Extend the grid beyond one end while it may grow there and the score still changes.
         end, sign = (min, -1) if down else (max, 1)
         while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
             before, last = self.tried[end(self.tried)][score], end(self.tried)
@@ -153,7 +153,7 @@ def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 
 
 def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
-    """Maximise a function of one number on a coarse grid, and then by golden-section search around the best point."""
+    """Maximise a function of one variable on a coarse grid, and then by golden-section search around the best point."""
     places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
     best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
     left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]

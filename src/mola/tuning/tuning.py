@@ -1,4 +1,4 @@
-"""The interface of a tuning rule, and its result."""
+"""The interface of tuning rules, and the result that a rule returns."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rule:
     """True if evidence-based weights keep their values from before tuning, even though the rule changes the prior precision."""
 
     def applies_to(self, likelihood: Likelihood) -> bool:
-        """Return True if the rule is defined for the likelihood. By default, it is defined for every classification likelihood."""
+        """Return True if the rule is defined for the likelihood. By default, a rule is defined for every classification likelihood."""
         return likelihood.classification
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:

@@ -48,7 +48,7 @@ def save_whole(posterior: WholeMoLA, directory: str | Path) -> Path:
 
 
 def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
-    """Load a saved posterior over the networks to which it was fitted.
+    """Load a saved posterior, given the networks to which it was fitted.
 
     Args:
         directory: folder written by `posterior.save`.
@@ -99,7 +99,5 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
 def _checked_places(chosen: Tensor, size: int) -> Tensor:
     rising = chosen.dtype == torch.int64 and chosen.dim() == 1 and len(chosen) > 0 and bool((chosen.diff() > 0).all())
     if not rising or int(chosen[0]) < 0 or int(chosen[-1]) >= size:
-        raise StorageError(
-            f"tensor 'chosen': expected indices in increasing order below {size}. Save the posterior again."
-        )
+        raise StorageError(f"tensor 'chosen': expected increasing indices below {size}. Save the posterior again.")
     return chosen

@@ -57,14 +57,14 @@ def fit(
 ) -> WholeMoLA:
     """Fit a Laplace approximation over all weights of each trained network, rather than over its last layer only.
 
-    The posterior over the weights that require gradients is a Gaussian. Its mean is the vector of trained weights, and its precision
-    is `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
+    The posterior over the trainable weights (`requires_grad`) is Gaussian. Its mean is the vector of trained weights, and its
+    precision is `H + lambda I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not
+    modified.
 
     Args:
-        networks: one or K trained classifiers. Their architectures may differ, but they must have the same number
-            of classes.
+        networks: one trained classifier, or K of them. Their architectures may differ, but they must have the same number of classes.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
-            "labels". For a subnetwork, which needs two passes, an iterator is not accepted.
+            "labels". Iterators are rejected for a subnetwork, which needs two passes.
         val_loader: validation data. If given, the posterior is tuned on these data.
         rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
@@ -83,7 +83,8 @@ def fit(
     team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
     if meaning != CATEGORICAL:
         raise OptionError(
-            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which is for last layers."
+            f"likelihood {meaning.name!r}: mola.whole.fit supports classification only. Use mola.fit, which covers the last layer "
+            f"only."
         )
     models = as_networks(networks)
     name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
@@ -150,9 +151,9 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
 
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
-    # Return the indices, in increasing order, of the weights with the largest marginal variances 1 / (h + lambda), i.e. with the
-    # smallest h. Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong to
-    # dead units and would otherwise fill the subnetwork.
+    # Return, in increasing order, the indices of the weights with the smallest h, that is, the largest marginal variances
+    # 1 / (h + lambda). Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong to dead
+    # units and would otherwise fill the subnetwork.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[:count].sort().values.cpu()
 

@@ -71,7 +71,7 @@ class WeightLayout:
 
     @property
     def total(self) -> int:
-        """Number of weights in the blocks."""
+        """Number of weights in all blocks."""
         return sum(block.size for block in self.blocks)
 
     @property
@@ -101,7 +101,7 @@ def size_of(inputs: Inputs) -> int:
     sizes = [len(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise DataError(
-            "expected a batch with at least one tensor whose first dimension is the batch dimension, got no such tensor."
+            "expected a batch with at least one tensor whose first dimension is the batch dimension, got none."
         )
     return sizes[0]
 
@@ -111,7 +111,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """Return a slice of a batch of `size` data points."""
+    """Return a slice of a batch that has `size` data points."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 
@@ -119,7 +119,7 @@ def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
 
 
 class _Logits(nn.Module):
-    # Wraps the network in a module that takes a single argument, for torch.func.functional_call.
+    # Wrap the network in a module that takes a single argument, for torch.func.functional_call.
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -252,7 +252,7 @@ def _by_position(module: nn.Module, given: Tensor, gradients: Sequence[Tensor]) 
 
 
 def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> WeightLayout:
-    """Arrange the weights that require gradients in blocks. If `factored`, each linear and convolutional layer is a separate block."""
+    """Divide the trainable weights into blocks. If `factored`, each linear or convolutional layer is a separate block."""
     free = {name: value for name, value in network.named_parameters() if value.requires_grad}
     if not free:
         raise OptionError(
@@ -266,7 +266,7 @@ def find_layout(network: nn.Module, inputs: Inputs, *, factored: bool) -> Weight
 
 
 def _exact_layers(network: nn.Module, free: Mapping[str, Tensor], inputs: Inputs) -> list[Block]:
-    # The product of factors is not exact for layers that are called twice or never, or whose weights are also used outside the layer.
+    # The product of factors is exact only for layers that are called exactly once and whose weights are used nowhere else.
     candidates = []
     for name, module in network.named_modules():
         names = tuple(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))

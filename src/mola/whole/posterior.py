@@ -1,7 +1,7 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
 A `WholeMoLA` is a `MoLA` whose features are Jacobians. Jacobians are too large to store, so the inputs of held-out data are stored
-instead. A search computes the Jacobians of a few data points at a time and evaluates all candidates with them.
+instead. A search computes the Jacobians of a few data points at a time and uses them to evaluate all candidates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CapturedInputs(Captured):
 
 @dataclass(frozen=True)
 class HeldInputs(HeldOut):
-    """Held-out data together with their inputs, which stay in memory while candidates are compared."""
+    """Held-out data whose inputs are kept in memory while candidates are compared."""
 
     batches: Sequence[tuple[Inputs, int]] = ()
     """Inputs and size of each batch."""
@@ -118,7 +118,7 @@ class WholeMoLA(MoLA):
         return max(1, min(one.layout.data_at_once(one.outputs) for one in structures) // len(structures))
 
     def why_no_distances(self) -> str:
-        """Return the reason why this posterior has no distances."""
+        """Explain why this posterior has no distances."""
         return "a posterior over whole networks has no distances from the training data. Use mola.fit, which computes distances."
 
     # --- predict ----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class WholeMoLA(MoLA):
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
-        """Run the networks once on the batches of a loader, and keep the inputs, outputs and labels."""
+        """Run the networks once on each batch of a loader, and keep the inputs, outputs and labels."""
         if isinstance(loader, HeldOut):
             return super().read(loader, where, labelled=labelled)
         check_loader(loader, where)
@@ -201,7 +201,7 @@ class WholeMoLA(MoLA):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save everything except the networks, to be loaded with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
+        """Save everything except the networks, for loading with `mola.whole.load(directory, networks)`. See `MoLA.save`."""
         from mola.whole.files import save_whole
 
         return save_whole(self, directory)

@@ -8,9 +8,8 @@ with inputs a and gradients g at T positions by
 
 This approximation is exact for a single datum with T = 1. The exact matrix of all weights is the special case of a single layer whose
 gradients are the Jacobian rows and whose input is the constant 1. The diagonal is the special case without any layers. A
-`WholeCurvature` is an orthogonal basis of the weight space, with an eigenvalue h for each direction. In terms of the Jacobians'
-coordinates z in this basis, of shape (n, C, D), every formula is a sum over the D directions, whose terms depend on
-:math:`h + \lambda`.
+`WholeCurvature` is an orthogonal basis of the weight space, with an eigenvalue h for each direction. With the Jacobians' coordinates z
+(n, C, D) in this basis, every formula is a sum over the D directions of terms that depend on :math:`h + \lambda`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class JacobianRows(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeStructure(Structure):
-    """An approximation of the Gauss-Newton matrix of the weights in a layout.
+    """An approximation to the Gauss-Newton matrix for the weights in a layout.
 
     Args:
         layout: layout of the weights.
@@ -89,7 +88,7 @@ class WholeStructure(Structure):
     def sums(self, phi: Any, curvature: Any = None) -> dict[str, Tensor]:
         """Return B (O, O) and A (I, I) for each layer, and the sum of squares for each of the S remaining weights.
 
-        The rows must be those along the directions of `curvature_roots`.
+        The rows must be taken along the directions from `curvature_roots`.
         """
         found = {"rest": phi.rest.square().sum((0, 1))}
         for index, (gradients, inputs) in enumerate(phi.layers):
@@ -110,7 +109,7 @@ class WholeStructure(Structure):
         return WholeCurvature(self.outputs, self.layout.size, every, tuple(bases))
 
     def bytes(self, features: int, outputs: int) -> int:
-        """Return the number of bytes that the sums and eigenbases take."""
+        """Return the number of bytes that the sums and eigenbases occupy."""
         squares = sum(one.rows**2 + one.columns**2 for one in self.layout.blocks if one.layer is not None)
         return 8 * 4 * (features + squares + (features**2 if self.name in ("full", "subnetwork") else 0))
 
