@@ -21,8 +21,8 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, and a quarter of
-either is at least two draws."""
+"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, and a quarter of either
+is at least two draws."""
 
 DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
