@@ -152,8 +152,8 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
     # Return, in increasing order, the indices of the weights with the smallest h, that is, the largest marginal variances
-    # 1 / (h + lambda). Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights belong
-    # to dead units and would otherwise fill the subnetwork.
+    # 1 / (h + lambda). Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights
+    # belong to dead units and would otherwise fill the subnetwork.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[:count].sort().values.cpu()
 
