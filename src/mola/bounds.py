@@ -102,10 +102,10 @@ def mixture_bound(posterior: MoLA, rows: Rows, *, lemma: bool) -> Tensor:
 
 
 def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
-    """Return the limit of the probabilities, of shape (n, C), as each input is scaled towards infinity.
+    """Return the limit (n, C) of the probabilities as each input is scaled to infinity.
 
     Args:
-        posterior: posterior of networks whose features scale with their inputs.
+        posterior: a posterior over networks whose features scale with their inputs.
         once: features and outputs captured for the inputs themselves.
         far: features and outputs captured for the inputs multiplied by `SCALE`, to test whether the features scale.
     """

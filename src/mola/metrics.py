@@ -40,7 +40,7 @@ def brier(probs: Tensor, labels: Tensor) -> float:
 
 
 def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Return the number of predictions, the sum of confidences and the number correct for each confidence bin (bins, 3).
+    """Return a tensor (bins, 3) with each bin's number of predictions, sum of confidences and number of correct predictions.
 
     The confidence is the largest probability. The bins have equal width and are closed on the right. Every prediction is counted; the
     last bin includes confidence 1.
@@ -118,7 +118,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     """
     if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
         raise DataError(
-            f"the risk-coverage curve needs one uncertainty per prediction, and no nan; got uncertainties of shape "
+            f"the risk-coverage curve needs one uncertainty per prediction, none of them nan; got uncertainties of shape "
             f"{tuple(uncertainty.shape)} ({int(uncertainty.isnan().sum())} nan) for predictions of shape {tuple(correct.shape)}."
         )
     _, wrong = _tied(uncertainty.double(), 1 - correct.double())
@@ -145,8 +145,8 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
-                f"{name}_scores must contain one number per input, for at least one input, and no nan; got shape "
-                f"{tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
+                f"{name}_scores must be a non-empty vector with one number per input and no nan; got shape {tuple(scores.shape)} "
+                f"with {int(scores.isnan().sum())} nan."
             )
     return inlier_scores.double(), outlier_scores.double()
 
@@ -192,7 +192,7 @@ def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
         labels: labels (n, C), each 0 or 1; NaN or -100 marks a missing label.
 
     Returns:
-        Areas (C,) in float64; NaN for labels that are always 0 or always 1. Their mean is the macro-averaged AUROC.
+        Areas (C,) in float64; NaN for labels that are always 0 or always 1. The mean of the areas is the macro-averaged AUROC.
     """
     return _each_label(probs, labels, lambda no, yes: auroc(no, yes) if len(no) and len(yes) else math.nan)
 

@@ -24,7 +24,7 @@ def max_probability_score(probs: Tensor, likelihood: ClassificationLikelihood) -
 
 
 def max_logit_score(logits: Tensor) -> Tensor:
-    """Return the negative of the largest logit over the last axis (Hendrycks et al., 2022)."""
+    """Return the negative of the largest logit along the last axis (Hendrycks et al., 2022)."""
     return -logits.amax(-1)
 
 
@@ -42,8 +42,8 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def label_energy_score(logits: Tensor) -> Tensor:
     r"""Return the free energy of multi-label logits along the last axis, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021).
 
-    An input for which no label is predicted is taken to be unlike the training data. For a single label, however, a confident no is as
-    typical as a confident yes, so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
+    An input with no predicted label is treated as unlike the training data. For a single label, however, a confident "no" is as
+    typical as a confident "yes", so the energy is computed from the logits :math:`(-f/2, f/2)` of two classes.
     """
     energy = -torch.nn.functional.softplus(logits)
     return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mola.errors import DataError
 
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-"""Function that maps outputs (n, C) and labels to the loss of each datum, of shape (n,)."""
+"""Function that maps outputs (n, C) and labels to the losses (n,) of the data."""
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) -> nn.Sequential:

@@ -123,8 +123,8 @@ class _Perceptrons(BaseEstimator):  # type: ignore[misc]
             return self
         aside = torch.from_numpy(self._set_aside(labels, random))
         with warnings.catch_warnings():
-            # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit, and cross-validation would
-            # repeat the warning for every fold.
+            # The warnings are kept in tuning_.notes. On small tables, the search often ends at a limit of its range, and
+            # cross-validation would repeat the warning for every fold.
             warnings.simplefilter("ignore", MolaWarning)
             start = posterior(~aside)
             tuned = start.tune(batches(aside), rule=rule, progress=False)
@@ -234,7 +234,7 @@ class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
             return self._fit(X, labels, labels.shape[1], BERNOULLI, self.rule)
         self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            raise DataError(f"expected labels of at least 2 classes, got 1 class: {self.classes_.tolist()}.")
+            raise DataError(f"expected labels from at least 2 classes, got 1 class: {self.classes_.tolist()}.")
         return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, self.rule)
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:

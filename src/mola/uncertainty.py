@@ -21,8 +21,8 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, and a quarter of either
-is at least two draws."""
+"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, large enough
+for at least two draws in each quarter."""
 
 DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
@@ -40,7 +40,7 @@ WIDE, FLAT = 9.0, 33.0
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return the entropy over the last axis in nats, with full relative precision even if one class has nearly all the mass."""
+    """Return the entropy along the last axis in nats, with full relative precision even if one class has nearly all the mass."""
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
     rest = torch.where(probs < top, probs, 0).sum(-1)
@@ -57,7 +57,7 @@ def _log1p(values: Tensor) -> Tensor:
 
 
 def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax probabilities over the last axis, and their entropy in nats with full relative precision."""
+    """Return the softmax probabilities along the last axis, and their entropy in nats with full relative precision."""
     below = logits - logits.amax(-1, keepdim=True)
     raised = below.exp()
     total = raised.sum(-1, keepdim=True)
@@ -69,7 +69,7 @@ def softmax_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: ClassificationLikelihood) -> Tensor:
-    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, as (n,) or, for multi-label data, (n, C).
+    """Return the epistemic part of the entropy, `H[sum_k w_k p_k] - sum_k w_k H[p_k]`, of shape (n,), or (n, C) for multi-label data.
 
     Args:
         member_probs: probabilities (K, n, C) of the members.

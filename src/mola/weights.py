@@ -1,4 +1,4 @@
-"""Mixture weights: uniform, proportional to the evidence, stacked on validation data, or given by the user."""
+"""Mixture weights: uniform, proportional to the evidence, from stacking on validation data, or given by the user."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Leave weights that sum to 1 up to rounding unchanged; renormalising would alter them on every save and load.
+    # Do not renormalise weights that sum to 1 up to rounding, because they would change on every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
@@ -51,7 +51,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:
-    """Return weights (K,) in proportion to the components' evidence. A difference of a few nats makes the weights nearly one-hot."""
+    """Return weights (K,) proportional to the components' evidence. A difference of a few nats makes the weights nearly one-hot."""
     return torch.softmax(log_evidence.double(), dim=0)
 
 

@@ -68,7 +68,7 @@ class McDropout(Mixture):
         return self
 
     def with_likelihood(self, likelihood: Likelihood) -> McDropout:
-        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
+        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
         return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
@@ -105,7 +105,7 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _drop(layer: nn.Module, _: Any, passed: Tensor) -> Tensor:
-    # For a given mask, every kind of dropout is an elementwise affine function, which its values at 0 and 1 determine.
+    # For a given mask, every kind of dropout is an elementwise affine function, determined by its values at 0 and 1.
     layer.training, state = True, torch.get_rng_state()
     offset = layer.forward(torch.zeros(1, *passed.shape[1:], dtype=torch.float32, device="cpu"))
     torch.set_rng_state(state)

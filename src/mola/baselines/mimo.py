@@ -6,7 +6,7 @@ ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoL
 
 The first layer of the architecture is widened to accept K inputs. New weights are drawn at random from the old weights of the same
 layer, to preserve the scale of the initialisation. Each head has as many weights as the original head. The first layer has K times as
-many weights as before; they are divided by the square root of K so that the sum over K independent inputs keeps its variance.
+many weights as before. These weights are divided by the square root of K so that the sum over K independent inputs keeps its variance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn
 
 
 class Mimo(Mixture):
-    """The multi-input multi-output (MIMO) form of an architecture, to be trained with `mola.lab.training.train_mimo`.
+    """The multi-input multi-output (MIMO) form of an architecture; train it with `mola.lab.training.train_mimo`.
 
     Save the weights with `mimo.state_dict()` and load them with `Mimo(network, members, example=x).load_state_dict(...)`.
 
@@ -62,7 +62,7 @@ class Mimo(Mixture):
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers, each of which applies the trunk to K copies of the input, followed by its own head."""
+        """K ordinary classifiers, each of which applies the trunk to K copies of the input and then applies its own head."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
 
     def logits(self, inputs: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any]
     Args:
         mimo: the trained network; it is not modified.
         train_loader: training data.
-        val_loader: validation data; if given, the posterior is tuned on these data.
+        val_loader: if given, validation data on which the posterior is tuned.
         **options: options for `mola.fit`.
 
     Returns:
-        The posterior; after `save`, it can be loaded with `mola.load(directory, mimo.networks)`.
+        The posterior; load a saved one with `mola.load(directory, mimo.networks)`.
     """
     fitted = fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
     weights = fitted.weights if fitted.weighting == "given" else fitted.weighting
@@ -124,7 +124,7 @@ class Trunk(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the features (n, P) of one batch (n, channels, ...)."""
         if not isinstance(inputs, Tensor):
-            raise DataError(f"MIMO takes a single tensor (n, channels, ...) as its input, got {type(inputs).__name__}.")
+            raise DataError(f"MIMO takes a single tensor (n, channels, ...) as input, got {type(inputs).__name__}.")
         return self.network(stack_inputs([inputs] * self.members))
 
 

@@ -1,4 +1,4 @@
-"""Noise scaling: choose the noise that best fits the validation targets, for regression predictors without a Laplace approximation.
+"""Noise scaling for regression predictors without a Laplace approximation: choose the noise that best fits the validation targets.
 
 This is the regression counterpart of temperature scaling: it multiplies the noise of each output by a factor and leaves the means
 unchanged.

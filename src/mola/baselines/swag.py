@@ -153,7 +153,7 @@ class Swag(Mixture):
         self.seed: int = check_seed(seed)
 
     def with_likelihood(self, likelihood: Likelihood) -> Swag:
-        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
+        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
         options = {name: getattr(self, name) for name in OPTIONS}
         return Swag(self.network, self.moments, self.statistics, likelihood=likelihood, **options)
 
@@ -184,7 +184,7 @@ class Swag(Mixture):
             return member_output(self.network, inputs, self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
-        """Save the moments, the BatchNorm statistics and the weights that SGD did not change, for `Swag.load(directory, network)`."""
+        """Save what `Swag.load` needs: the moments, the BatchNorm statistics and the weights that SGD did not change."""
         document = {
             "kind": "swag",
             "snapshots": self.moments.count,
@@ -284,11 +284,11 @@ class MultiSwag(Mixture):
         self.swags: tuple[Swag, ...] = tuple(swags)
 
     def with_likelihood(self, likelihood: Gaussian) -> MultiSwag:
-        """Return a copy with the same draws but a different likelihood, for example one with another noise level."""
+        """Return a copy with the same draws but a different likelihood, for example with a different noise level."""
         return MultiSwag([swag.with_likelihood(likelihood) for swag in self.swags])
 
     def save(self, directory: str | Path) -> Path:
-        """Save each SWAG to a subfolder, for `MultiSwag.load(directory, networks)`."""
+        """Save each SWAG to a subfolder, for loading with `MultiSwag.load(directory, networks)`."""
         names = [f"swag-{index}" for index in range(len(self.swags))]
         for name, swag in zip(names, self.swags, strict=True):
             swag.save(Path(directory) / name)

@@ -1,4 +1,4 @@
-r"""The default rule, which lowers the in-distribution log loss and spends part of the gain on caution far from the training data.
+r"""The default rule, which lowers the in-distribution log loss and trades part of the gain for caution far from the training data.
 
 All losses are mean log losses on the validation data, each at the temperature T that minimises it, under a weak prior against T < 1
 (`SHARPENING`).
@@ -47,7 +47,7 @@ POOLINGS = (0.75, 0.5, 0.25, 0.0)
 """Pooling coefficients tried first. The neighbours of the best coefficient are tried next."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Distance exponents tried. With a larger exponent, confidence would drop sharply on inputs that differ only slightly from the
+"""Distance exponents tried. With a larger exponent, confidence would drop sharply for inputs that differ only slightly from the
 validation data, and the validation data could not reveal this."""
 
 COLDEST, HOTTEST = 0.01, 100.0
@@ -76,7 +76,7 @@ CLEAR = 2.0
 
 @dataclass(frozen=True)
 class Calibrated(Rule):
-    """The default rule, which lowers the log loss by pooling and spends part of the gain on caution far from the training data.
+    """The default rule, which lowers the log loss by pooling and trades part of the gain for caution far from the training data.
 
     It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 

@@ -1,6 +1,6 @@
 """Checks that the labels use the same class order as the networks' outputs.
 
-If the orders differ, a network that is 99 % accurate may appear to be 5 % accurate.
+If the orders differ, a network that is 99 % accurate may appear to be only 5 % accurate.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ENOUGH_DATA = 50
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
     """Raise a `DataError` that gives the correct order if the labels are clearly in a different order from the outputs.
 
-    Each label is matched with the class that is predicted for it most often. There are so many possible orders that, with few data,
-    some order always fits well. The order found must therefore fit better than the best of all orders would by chance.
+    Each label is matched with the class most often predicted for it. There are so many possible orders that, with few data, some order
+    always fits well. The order found must therefore fit better than the best of all orders would by chance.
 
     Args:
         targets: labels (n,).

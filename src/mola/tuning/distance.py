@@ -42,7 +42,7 @@ class Distance(Rule):
 
     The paper's rule lowers confidence everywhere until the mean confidence on the validation data meets a threshold. This rule chooses
     the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold.
-    The cost on the validation data is the same, but confidence falls mostly on inputs that are unusually far from the training
+    The cost on the validation data is the same, but confidence falls mostly for inputs that are unusually far from the training
     classes.
 
     Args:
@@ -50,7 +50,7 @@ class Distance(Rule):
             threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number such as
             0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per
             output; the default is 0.01.
-        rule: the rule, given by name or as an object, that first chooses the prior precision and the temperature.
+        rule: name or object of the rule that first chooses the prior precision and the temperature.
     """
 
     price: float | Literal["loss"] | None = None

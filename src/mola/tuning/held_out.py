@@ -31,8 +31,7 @@ COPIES = 0.1
 copies of training data and do not represent new data."""
 
 FAR_OFF = 2.0
-"""Root mean squared error of a regression, in standard deviations of the targets, above which the targets seem to be in the wrong
-units."""
+"""Root mean squared error, in standard deviations of the targets, above which the targets seem to be in the wrong units."""
 
 NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
@@ -100,9 +99,9 @@ class HeldOut:
                 "the networks" if len(guessing) == len(predicted) else ", ".join(f"networks[{one}]" for one in guessing)
             )
             warn(
-                f"only {max(accuracies[one] for one in guessing):.1%} of the labels of the {self.where} agree with {which}, whereas "
+                f"only {max(accuracies[one] for one in guessing):.1%} of the labels in the {self.where} agree with {which}, whereas "
                 f"chance alone would give {chance:.1%}. Check that the networks are trained, that the labels belong to these inputs, "
-                "and that the inputs are preprocessed as in training."
+                f"and that the inputs are preprocessed as in training."
             )
         elif len(found := torch.unique(targets[known])) == 1:
             warn(

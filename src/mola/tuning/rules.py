@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
 TEMPERATURES = (*(0.1 * 9.5 ** (step / 31) for step in range(32)), 1.0)
-"""Temperatures tried first if the networks are underconfident. The search then refines the best one."""
+"""Temperatures tried first if the networks are underconfident. The search then refines the best temperature."""
 
 DOUBTLESS = 2.0
 """Number of standard errors by which accuracy must exceed confidence before logits are sharpened."""
@@ -45,7 +45,7 @@ ALIKE = 1e-3
 other than the log loss, the difference is relative."""
 
 NEAR = 0.005
-"""The summary does not mention a mean confidence that exceeds the target by at most this much."""
+"""If the mean confidence exceeds the target by at most this much, the summary treats the target as met."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 """Multiples of the current noise that are tried first in regression. Multiples on a finer grid are tried next."""
@@ -59,8 +59,8 @@ class Threshold(Rule):
     """The paper's rule, which chooses the smallest prior precision whose mean confidence on the validation data meets a threshold.
 
     Args:
-        confidence: threshold on the mean confidence. By default, it lies `margin` below the networks' mean accuracy on the validation
-            data. The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
+        confidence: threshold on the mean confidence. By default, the threshold is `margin` below the networks' mean accuracy on the
+            validation data. The paper's thresholds are 0.98 for an accuracy of 99.2 % and 0.94 for an accuracy of 94.8 %.
         brier: optional threshold that the Brier score must also meet.
         margin: amount by which the default threshold lies below the accuracy.
         grid: prior precisions to choose from. By default, these are the 100 values of the paper's grid from 1e-4 to 1e3, which is
@@ -120,8 +120,8 @@ class Threshold(Rule):
             summary = warned(
                 f"The threshold rule has no effect: without any covariance, the mean confidence is "
                 f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
-                f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set to "
-                f"{search.value(index):.3g}, which gives nearly the plain ensemble. Use the default rule, 'calibrated'."
+                f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set "
+                f"to {search.value(index):.3g}, which comes close to the plain ensemble. Use the default rule, 'calibrated'."
             )
         else:
             notes = (*notes, *search.note(index))
@@ -256,7 +256,7 @@ class Outliers(Rule):
 
 @dataclass(frozen=True)
 class Evidence(Rule):
-    """The rule that maximises the log marginal likelihood of the training labels, without any validation data.
+    """The rule that maximises the log marginal likelihood of the training labels, without validation data.
 
     Args:
         shared: choose a single prior precision, which maximises the sum of the components' log evidences. Otherwise, a separate prior

@@ -34,7 +34,7 @@ def label_scores(predictive: Predictive, labels: Tensor | None) -> dict[str, Ten
 
 
 def without_labels(likelihood: Likelihood) -> ScoreFunction:
-    """Return a scoring function that needs no labels and gives the confidence and the cross-entropy with the uniform distribution."""
+    """Return a function that scores without labels: it gives the confidence and the cross-entropy with the uniform distribution."""
     assert isinstance(likelihood, ClassificationLikelihood)
 
     def score(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def scores(
     for rows, labels in data.chunks(NUMBERS_AT_ONCE // max(at_once * posterior.link.row_size(outputs), features)):
         found = [score(posterior.predictive(rows, candidates=some), labels) for some in tried.split(at_once)]
         parts.append({name: torch.cat([one[name] for one in found]) for name in found[0]})
-    # A rank without data has no names, so it takes them from another rank.
+    # A rank without data has no names, so it uses the names from another rank.
     names = next(names for names in data.team.collect(list(parts[0]) if parts else None) if names)
     return {
         name: data.gather(torch.cat([part[name] for part in parts], 1).T.contiguous() if parts else None).T
@@ -117,5 +117,5 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
 
 
 def share_error(data: HeldOut) -> float:
-    """Return a lower bound on the standard error of a proportion, which is positive even if all data agree."""
+    """Return a lower bound on the standard error of a proportion; it is positive even if all data agree."""
     return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)

@@ -69,9 +69,9 @@ def fit(
         rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
             diagonal) or "full" (small networks only). The default is "kron", or "full" for a subnetwork.
-        subnetwork: number or fraction of the weights that are treated as uncertain. The weights with the largest marginal variance
-            under the diagonal approximation are chosen (Daxberger et al., 2021) and given a full covariance. All other weights
-            keep their trained values. Weights that affect no training datum, such as those of dead units, are chosen last.
+        subnetwork: number or fraction of the weights to be treated as uncertain. The weights with the largest marginal variance under
+            the diagonal approximation are chosen (Daxberger et al., 2021) and given a full covariance. All other weights keep their
+            trained values. Weights that affect no training datum, such as those of dead units, are chosen last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object from `mola.links`.
         likelihood: only "categorical". Use `mola.fit` for other likelihoods.
         prior_precision: prior precision lambda, as one number or K numbers.

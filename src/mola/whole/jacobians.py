@@ -1,9 +1,9 @@
 r"""Jacobians of the logits with respect to a network's weights, for a few data points at a time.
 
 `torch.func` can differentiate any network, one datum at a time. Consider a linear or convolutional layer that is applied at T
-positions of a datum. Let :math:`a_t` be its inputs, including the constant 1 for the bias, and :math:`g_t` the gradients of a logit
-with respect to its outputs. The derivative of this logit with respect to the layer's weights is then :math:`\sum_t g_t a_t^\top`.
-K-FAC needs only these factors, and rotating them is far cheaper than rotating their product.
+positions of a datum. Let :math:`a_t` be the layer's inputs, including the constant 1 for the bias, and :math:`g_t` the gradients of a
+logit with respect to the layer's outputs. The derivative of this logit with respect to the layer's weights is then :math:`\sum_t g_t
+a_t^\top`. K-FAC needs only these factors, and rotating them is far cheaper than rotating their product.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """Return a slice of a batch that has `size` data points."""
+    """Slice a batch of `size` data points."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 

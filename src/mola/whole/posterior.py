@@ -55,14 +55,14 @@ def structure_of(component: Component) -> WholeStructure:
 def make_component(
     network: nn.Module, structure: WholeStructure, sums: Sums, prior_precision: float, likelihood: Likelihood
 ) -> Component:
-    """Build the component of one network from its curvature sums."""
+    """Build the component for one network from its curvature sums."""
     layer = LastLayer(structure, sums, structure.layout.vector(network).cpu(), structure.solve(sums), None)
     return Component(network, None, layer, prior_precision, likelihood)
 
 
 @dataclass(frozen=True)
 class CapturedInputs(Captured):
-    """The outputs of one pass through a network, together with its inputs."""
+    """The inputs and outputs of one pass through a network."""
 
     inputs: Inputs = None
     component: Component | None = None
