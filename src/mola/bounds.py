@@ -111,7 +111,8 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
     """
     if once[0].layout.sizes:
         raise BoundError(
-            "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), which holds everywhere."
+            "the far-field limit is not defined for dense outputs. Use posterior.confidence_bound(inputs), whose bound holds "
+            "everywhere."
         )
     likelihood: Any = posterior.likelihood
     weights, pooling = posterior.weights, posterior.scaling.pooling
@@ -127,8 +128,8 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         features, scaled = phi[:, :width], far_phi[:, :width] / SCALE
         if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
             raise BoundError(
-                "the features do not scale with the input, so there is no closed-form limit. The limit is known for ReLU networks "
-                "without biases or normalisation layers."
+                "the features do not scale with the input, so there is no closed-form limit. The limit is known only for ReLU "
+                "networks without biases or normalisation layers."
             )
         # The constant 1 for the bias is negligible compared with growing features.
         direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)

@@ -1,4 +1,4 @@
-"""Multilayer perceptrons for tabular data, trained in parallel: one batched matrix product computes a layer of all K networks.
+"""Multilayer perceptrons for tabular data, trained in parallel: one batched matrix product computes one layer of all K networks.
 
 Up to rounding, training in parallel gives the same networks as training them one by one: each network has its own seed for its initial
 weights and for the order of its data.
@@ -60,7 +60,7 @@ def train_mlps(
         outputs: number of outputs.
         loss: loss to minimise.
         hidden: widths of the hidden layers.
-        members: number K of networks.
+        members: number of networks, K.
         seed: random seed for all members; a larger ensemble with the same seed begins with the same members.
         epochs: number of passes over the data, which are reshuffled for every epoch and member.
         batch_size: number of rows per training step.

@@ -39,7 +39,7 @@ class Mimo(Mixture):
 
     Args:
         network: an untrained network, which is copied, not modified.
-        members: number K of inputs and heads.
+        members: number of inputs and heads, K.
         example: a batch of inputs, used to find the first and last layers.
         seed: random seed for the new weights of the first layer and the heads.
     """
@@ -57,7 +57,7 @@ class Mimo(Mixture):
 
     @property
     def members(self) -> int:
-        """Number K of inputs and heads."""
+        """Number of inputs and heads, K."""
         return len(self.heads)
 
     @property

@@ -24,7 +24,7 @@ ENOUGH_DATA = 50
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
-    """Raise a `DataError` that gives the correct order if the labels are clearly in a different order from the outputs.
+    """Raise `DataError`, with the correct order, if the labels are clearly in a different order from the outputs.
 
     Each label is matched with the class most often predicted for it. There are so many possible orders that, with few data, some order
     always fits well. The order found must therefore fit better than the best of all orders would by chance.
@@ -50,7 +50,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         share = sum(int((targets == a).sum()) * int((classes == b).sum()) for a, b in matched.items()) / total**2
         outputs = len(torch.unique(classes))
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
-        # Union bound: multiply Chernoff's bound for one order by the number of orders.
+        # Union bound: multiply the Chernoff bound for one order by the number of orders.
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(

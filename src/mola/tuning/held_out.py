@@ -145,7 +145,7 @@ class HeldOut:
         )
         total = float(counted.sum())
         accuracy = float(right.sum()) / total
-        # Errors are summed over each input first, because the labels of one input are not independent.
+        # Sum the errors within each input first, because the labels of one input are not independent.
         spread = float((right - accuracy * counted).square().sum()) / self.independent
         # The error is at least 1 / (count + 2), because the spread would be 0 if all predictions were correct, however few there are.
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
@@ -223,7 +223,7 @@ def read_held_out(
                     outputs[index].append(rows.outputs[index].cpu().clone())
                 if rows.labels is not None:
                     labels.append(rows.labels.cpu())
-    # A rank without data stores tensors that have no rows but otherwise the same shapes as on the other ranks.
+    # A rank without data stores tensors with no rows but otherwise the same shapes as on other ranks.
     mine = bool(outputs[0])
     if not any(team.collect(mine)):
         raise DataError(f"the {where} is empty on every rank. Pass at least one batch.")

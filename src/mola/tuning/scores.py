@@ -108,7 +108,7 @@ def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) 
     """Return the mean difference between two scores (m,) on the same data, and its standard error over inputs (at least `least`)."""
     gap, group = first - second, data.score_groups()
     mean = gap.mean()
-    # The labels of one input are not independent, so the differences are first summed for each input.
+    # The labels of one input are not independent, so the differences are first summed within each input.
     total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
     if len(total) == 1:
         return float(mean), math.inf  # a standard error needs more than one input

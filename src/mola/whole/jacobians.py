@@ -76,7 +76,7 @@ class WeightLayout:
 
     @property
     def size(self) -> int:
-        """Number of uncertain weights D."""
+        """Number of uncertain weights, D."""
         return self.total if self.chosen is None else len(self.chosen)
 
     def flat(self, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
@@ -270,7 +270,7 @@ def _exact_layers(network: nn.Module, free: Mapping[str, Tensor], inputs: Inputs
     candidates = []
     for name, module in network.named_modules():
         names = tuple(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))
-        # A parameter tied to another parameter is listed only under that parameter's name.
+        # Tied parameters are listed only under the first of their names.
         if _is_plain(module) and all(one in free for one in names):
             columns = sum(free[one].numel() for one in names) // len(free[names[0]])
             candidates.append(Block(names, len(free[names[0]]), columns, name))
