@@ -106,7 +106,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
 
     Args:
         posterior: a posterior over networks whose features scale with their inputs.
-        once: features and outputs captured for the inputs themselves.
+        once: features and outputs captured for the unscaled inputs.
         far: features and outputs captured for the inputs multiplied by `SCALE`, to test whether the features scale.
     """
     if once[0].layout.sizes:

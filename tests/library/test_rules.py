@@ -187,7 +187,7 @@ class TestThreshold:
         members, train, validation = trained
         for margin, named in ((1e-4, True), (0.3, False)):
             notes = mola.fit(members, train).tune(validation, rule=Threshold(margin=margin)).tuning.notes
-            assert any("few validation data" in note for note in notes) == named
+            assert any("validation set is small" in note for note in notes) == named
 
     @quiet
     def test_a_given_confidence_needs_no_labels(self, trained):

@@ -109,7 +109,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "distance at 2 %": lambda _: Distance(price=0.02),
     "calibrated": lambda _: Calibrated(),
 }
-"""Functions, keyed by name, that return a rule; their argument is the target confidence of the paper's rule."""
+"""Functions, keyed by name; each takes the target confidence for the paper's rule and returns a rule."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 

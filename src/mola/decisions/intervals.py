@@ -83,7 +83,7 @@ def prediction_intervals(
         joint: guarantee the coverage for all D targets of a data point at once; only for "normalised", whose scores have no unit.
 
     Returns:
-        A callable that maps predictions to lower and upper ends. `DataError` is raised if there are too few data for the coverage.
+        A callable that maps predictions to lower and upper ends. `DataError` is raised if there are not enough data for this coverage.
     """
     share = check_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")

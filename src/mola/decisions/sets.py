@@ -125,7 +125,7 @@ def prediction_sets(
         generator: random generator for randomised scores; torch's default generator if None.
 
     Returns:
-        A callable that maps predictions to masks (n, C). `DataError` is raised if there are too few data for the coverage.
+        A callable that maps predictions to masks (n, C). `DataError` is raised if there are not enough data for this coverage.
     """
     calibration = Calibration.of(prediction, labels)
     share = check_share(coverage, "coverage", "90 % is 0.9.")

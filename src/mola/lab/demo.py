@@ -40,7 +40,7 @@ NEAR = ("natural patches", "noise")
 
 
 def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
-    """Return one network, the ensemble, the temperature-scaled ensemble, and MoLA tuned by the paper's rule and the default rule."""
+    """Return one network, the ensemble, the temperature-scaled ensemble, and MoLA with the paper's rule and with the default rule."""
     with noting():
         posterior = mola.fit(networks, train, progress=False)
         return {

@@ -1,4 +1,4 @@
-r"""The interface of a likelihood: checks of outputs and labels, the log-likelihood, its curvature, and the predictive distribution.
+r"""The interface of a likelihood: validation of outputs and labels, log-likelihood, curvature, and predictive distribution.
 
 For one datum, the curvature of the negative log-likelihood with respect to the outputs f always has the form
 

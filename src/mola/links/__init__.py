@@ -20,7 +20,7 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 
 
 def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
-    """Return the link by name, or the given link itself. Raise `OptionError` if the link does not apply to the likelihood."""
+    """Return the link with the given name, or the given link itself. Raise `OptionError` if it does not apply to the likelihood."""
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
     # Regression does not use a link, so the default is accepted.
     if likelihood is None or chosen.applies_to(likelihood) or (chosen == Probit() and not likelihood.classification):

@@ -30,7 +30,7 @@ DOCUMENT = "posterior.json"
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`. A file written there atomically replaces `path` on success and is removed on error."""
+    """Yield a temporary path next to `path`. On success, a file written there replaces `path` atomically; on error, it is removed."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial

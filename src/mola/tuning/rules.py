@@ -97,8 +97,8 @@ class Threshold(Rule):
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
-                f"there are few validation data: the networks' mean accuracy of {accuracy:.1%} and the target confidence have a "
-                f"standard error of {points(error, '.2g')}.",
+                "the validation set is small: the networks' mean accuracy, on which the target confidence is based, is "
+                f"{accuracy:.1%} with a standard error of {points(error, '.2g')}.",
             )
         origin = f"the networks' mean accuracy of {accuracy:.2%} minus {points(self.margin)}"
         if target > accuracy - self.margin:

@@ -103,9 +103,9 @@ class Sight:
         shape = self.shape
         if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= MAX_SIDE for side in shape[1:]):
             raise OptionError(
-                f"the explorer needs networks that take pictures (channels, height, width) with 1 or 3 channels and 2 "
-                f"to {MAX_SIDE} pixels per side; these networks take inputs of shape {tuple(shape)}. Use `mola "
-                f"predict` for these networks."
+                f"the explorer needs networks whose inputs are images (channels, height, width) with 1 or 3 channels and 2 "
+                f"to {MAX_SIDE} pixels per side; the inputs of these networks have shape {tuple(shape)}. Use `mola "
+                f"predict` instead."
             )
 
     def read(self, text: str) -> Image.Image:

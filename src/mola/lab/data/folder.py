@@ -235,7 +235,7 @@ def open_imagenet(directory: Path, split: str = "val", *, prepare: Preparation =
 
 
 def imagenet_c_folder(corruption: str, severity: int, directory: Path) -> Path | None:
-    """Return the folder of ImageNet-C's images for a corruption and severity (1 to 5), or None if the data directory has none."""
+    """Return the folder of ImageNet-C images for a corruption and severity (1 to 5), or None if there is no such folder."""
     for root in (directory / place for place in PLACES_C):
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():

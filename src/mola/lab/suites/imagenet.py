@@ -234,7 +234,7 @@ def _ranks(labels: Tensor) -> Tensor:
 
 
 def _places(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
-    # Return the indices of the images in the requested fifths of their classes.
+    # Return the indices of the images in the requested fifths of each class.
     fifths = torch.tensor([(one + turn) % FOLDS for one in wanted])
     return torch.nonzero(torch.isin(ranks % FOLDS, fifths)).flatten()
 
@@ -273,8 +273,8 @@ IMAGENET = Suite(
     ),
     fold_notes=(
         "The training images are not available. Of every five validation images, two are used for fitting, one for tuning and "
-        "two for testing, in five rotations. Every image is tested in two rotations, and all rotations use the same networks and "
-        "outliers.",
+        "two for testing, in five rotations. Every image is used for testing in two rotations, and all rotations use the same networks "
+        "and outliers.",
         "All images of a class have the same type of corruption, so types are compared on different classes.",
     ),
 )
