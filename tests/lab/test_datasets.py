@@ -139,7 +139,7 @@ def test_svhn_arrays(tmp_path, form):
     [
         ({"images": np.zeros((5, 16, 32, 3), np.uint8)}, r"got \(5, 16, 32, 3\)"),
         ({"images": np.zeros((5, 32, 32, 3), np.float32)}, "float32"),
-        ({"images": np.zeros((5, 32, 32, 3), np.uint8), "labels": np.zeros(4)}, r"expected images of shape \(4,"),
+        ({"images": np.zeros((5, 32, 32, 3), np.uint8), "labels": np.zeros(4)}, r"expected uint8 images of shape \(4,"),
         ({"images": np.array([{}], dtype=object)}, "not a complete file"),
         ({"labels": np.zeros(5)}, "KeyError"),
     ],

@@ -129,7 +129,7 @@ def read_arrays(paths: Sequence[Path]) -> Images:
     labels = np.zeros(len(pixels), np.int64) if given is None else given.reshape(-1).astype(np.int64)
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), SIDE, SIDE, 3):
         raise DataError(
-            f"{path}: expected uint8 images of shape ({len(labels)}, {SIDE}, {SIDE}, 3); got {pixels.dtype} and {pixels.shape}."
+            f"{path}: expected uint8 images of shape ({len(labels)}, {SIDE}, {SIDE}, 3); got {pixels.shape} of type {pixels.dtype}."
         )
     labels[labels == 10] = 0
     return Images(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(labels))

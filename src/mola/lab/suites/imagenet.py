@@ -273,7 +273,7 @@ IMAGENET = Suite(
     ),
     fold_notes=(
         "The training images are not available. Of every five validation images, two are used for fitting, one for tuning and "
-        "two for testing, in five rotations. Every image is used for testing in two rotations, and all rotations use the same networks "
+        "two for testing, in five rotations. Every image is used for testing in two rotations, and all use the same networks "
         "and outliers.",
         "All images of a class have the same type of corruption, so types are compared on different classes.",
     ),
