@@ -144,7 +144,7 @@ def draw(seed: int) -> Problem:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.copy_(torch.from_numpy(rng.standard_normal(tuple(parameter.shape)) * strength))
-            network[-1].weight.div_(SCALES[kind])  # keep the logits at an ordinary magnitude
+            network[-1].weight.div_(SCALES[kind])  # keep the logits in a typical range
         networks.append(network.train(bool(rng.random() < 0.5)))
     precision = 10.0 ** rng.uniform(-8, 8, size=count)
     weights: Any = [rng.dirichlet(np.ones(count)), "uniform", "evidence"][int(rng.choice(3, p=[0.4, 0.5, 0.1]))]

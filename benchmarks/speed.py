@@ -5,9 +5,10 @@
 
 `fit` and `tune` (with every rule) are compared with bare forward passes over the same batches, and `posterior(x)` is compared
 with `mola.ensemble`. The two sides of a comparison run alternately in one single-threaded process, and their CPU times are
-measured. `ratio` is the median, over turns, of the tested time divided by the plain time. `added` is 1 + (time outside the
-networks) / (time inside), measured in the tested calls alone; for predictions, this value is divided by the ensemble's. Limits
-apply to `added`, because two bare passes through the same network may differ in time by more than the overhead.
+measured. `ratio` is the median, over repetitions, of the time of the tested call divided by that of the other. `added` is
+1 + (time outside the networks) / (time inside), measured in the tested calls alone; for predictions, this value is divided by
+the ensemble's. Limits apply to `added`, because two bare passes through the same network may differ in time by more than the
+overhead.
 
 With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, its weights and images are
 random, which does not change the amount of arithmetic. With --peer, mola is compared with laplace-torch on the same work, in a

@@ -16,7 +16,7 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
 its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
-logit, the predicted answer has probability :math:`\sigma(|z_i|)`. The bound on this probability is the Lemma's bound for two classes,
+logit, the predicted label has probability :math:`\sigma(|z_i|)`. The bound on this probability is the Lemma's bound for two classes,
 one of which has zero weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /

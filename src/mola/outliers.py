@@ -56,8 +56,8 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     As the prior precision goes to 0, the variance that Algorithm 1 gives each logit becomes a constant times :math:`\phi^\top B^{-1}
     \phi`, and the probit link becomes linear. In this limit, the score ranks inputs in the same order as the mixture's largest
-    probability. The score needs no prior precision, and the norms of the feature vectors cancel. A multi-label logit is compared with
-    a second class whose logit is 0, and the scores are averaged over the labels.
+    probability. The score needs no prior precision, and the norms of the feature vectors cancel. For multi-label outputs,
+    each logit is compared with that of a second class, which is fixed at 0, and the scores are averaged over the labels.
 
     Args:
         means: logits (K, n, C).

@@ -202,7 +202,7 @@ class Spread:
         return self.curvature.variance(self.phi, precisions, centred=centred)[places] / self.divisor**2
 
     def covariance(self, *, centred: bool = False) -> Tensor:
-        """Return the covariance (..., n, C, C) of the logits, at one prior precision."""
+        """Return the covariance (..., n, C, C) of the logits for a single prior precision."""
         return self.curvature.covariance(self.phi, float(self.precision), centred=centred) / self._column**2
 
     @property
@@ -211,11 +211,11 @@ class Spread:
         return self.curvature.noise_size
 
     def perturb(self, noise: Tensor) -> Tensor:
-        """Return deviations (..., n, S, C) of the logits, up to a common shift, at one prior precision."""
+        """Return deviations (..., n, S, C) of the logits, up to a common shift, for a single prior precision."""
         return self.curvature.perturb(self.phi, float(self.precision), noise) / self._column
 
     def by_weights(self, count: int, generator: Generator) -> Tensor:
-        """Return deviations (..., n, count, C) of the logits, computed from draws of the weights at one prior precision."""
+        """Return deviations (..., n, count, C) of the logits, computed from draws of the weights for a single prior precision."""
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:

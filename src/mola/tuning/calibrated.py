@@ -258,8 +258,8 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
     ensemble = "ensemble" if len(data.outputs) > 1 else "network"
     if best is scaled and chosen.exponent == 0:
         return (
-            f"The posterior equals the temperature-scaled {ensemble}, up to a covariance of negligible cost, because nothing else "
-            f"clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
+            f"The posterior equals the temperature-scaled {ensemble}, apart from a covariance that barely changes the log loss, "
+            f"because nothing else clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
             f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (

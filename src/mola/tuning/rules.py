@@ -174,8 +174,8 @@ class Score(Rule):
         value = search.tried[index][score]
         at = f" and temperature {temperature:.3g}" if temperature != 1 else ""
         summary = (
-            f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision "
-            f"{search.value(index):.3g}{at}, the best value found."
+            f"The best {SCORE_NAMES[score]} found on the validation data is {value:.4g}, at prior precision "
+            f"{search.value(index):.3g}{at}."
         )
         chosen = (search.value(index),) * len(posterior.components)
         return Tuning(f"Score({score!r})", chosen, summary, (*notes, *search.note(index)), search.curve(), temperature)

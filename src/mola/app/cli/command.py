@@ -23,7 +23,7 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT", tuple: "TEXT"}
 
 
 def add_command(app: typer.Typer, function: Callable[[Any], None], *, panel: str, stopped: str) -> None:
-    """Register a function that takes a dataclass of options (`mola.app.options`) as a command.
+    """Register as a command a function that takes a dataclass of options (`mola.app.options`).
 
     The function's docstring becomes the help text. `stopped` is the message shown after Ctrl-C; it says what an interrupted run
     leaves behind.
