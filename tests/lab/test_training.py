@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content):
     for file in tmp_path.iterdir():
         whole = file.read_bytes()
         file.write_bytes(whole[:-10] if content is None else content)
-        with pytest.raises(StorageError, match=rf"{file.name} is .*To train from the start, delete this folder"):
+        with pytest.raises(StorageError, match=rf"{file.name} is .*To train from scratch, delete this folder"):
             _trained("adam", Noisy(), folder=tmp_path)
         file.write_bytes(whole)
 

@@ -82,7 +82,7 @@ class Network:
 
 
 def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
-    """Open the networks stored in `paths`; `build` creates their common architecture."""
+    """Open the networks stored in `paths`; `build` returns a network with their common architecture."""
     return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 

@@ -72,7 +72,7 @@ class Context(Material):
         return str(self.activations.device)
 
     def folder(self, kind: str, *identity: object) -> Path:
-        """Return a training run's cache folder, which is named by a checksum of the training setup and `identity`."""
+        """Return a training run's cache folder, whose name is a checksum of the training setup and `identity`."""
         augment = self.suite.recipe.augment
         key = checksum(self.suite.name, self.network, self.sources["train"].checksum, augment, *identity)
         return self.activations.directory / kind / key

@@ -58,8 +58,9 @@ def measure_cost(
     Repetitions of different methods are interleaved, so that the load on the machine affects all methods equally. The results are
     medians of CPU time if PyTorch uses a single thread, and of wall-clock time otherwise. Methods are fitted on the first `images`
     training images and again on half of them, and the time is extrapolated linearly to all images. The time for tuning and for
-    training the original networks is not included. SWAG uses the numbers of snapshots and draws in the budget. Each snapshot, and each
-    draw from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO are omitted.
+    training the original networks is not included. SWAG uses the numbers of snapshots and draws specified in the budget. Each
+    snapshot, and each draw from a network with BatchNorm, requires a pass over all training images. Without a budget, SWAG and MIMO
+    are omitted.
 
     Denormal numbers, which can make a processor many times slower, are flushed to zero during the measurement. Otherwise, methods
     could not be compared: weight decay leaves thousands of denormal weights in some networks, whereas SWAG's draws contain none.
@@ -139,8 +140,9 @@ def _methods(
     ]
     if budget is None:
         return methods
-    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]  # training is slower than prediction
-    # Full-size SWAGs are fitted with a few tiny steps, so that predictions take the usual time and activations stay finite.
+    # Measure SWAG's training on a quarter of the batches, because it is slower than prediction.
+    count, part = budget.swag.snapshots, fitting[: max(2, len(fitting) // 4)]
+    # To measure predictions, fit SWAGs of the usual size with a few tiny steps, so that activations stay finite.
     options: dict[str, Any] = {"epochs": count, "rank": count, "samples": budget.swag.samples, "progress": False}
     swags = [fit_swag(model, fitting[:1], learning_rate=1e-9, **options) for model in models]
     work = _swag_work(models[0], part, budget.swag)

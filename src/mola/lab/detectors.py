@@ -100,7 +100,7 @@ def mahalanobis(features: Parts, labels: Tensor, *, normalised: bool = False) ->
 
 
 def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
-    """Return a detector for features scaled to length 1 that uses the distance to the k-th nearest training point (Sun et al., 2022).
+    """Return a detector that scales features to length 1 and uses the distance to the k-th nearest training point (Sun et al., 2022).
 
     Distances are computed in the precision of the features. In float32, distances to close neighbours are accurate to about 4 digits.
     A feature vector of length 0 stays 0, and its distance to all other points is 1.
@@ -119,7 +119,7 @@ def nearest_neighbours(features: Tensor, k: int = NEIGHBOUR) -> Detector:
 
 
 def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimension: int | None = None) -> Detector:
-    r"""Fit virtual-logit matching (ViM; Wang et al., 2022): compare the distance from the training subspace with the logits.
+    r"""Fit virtual-logit matching (ViM; Wang et al., 2022), which treats the scaled distance from the training subspace as a logit.
 
     .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
         \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}

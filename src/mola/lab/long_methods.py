@@ -173,7 +173,7 @@ class MimoHeads:
 
 @dataclass(frozen=True)
 class WholeNetworks:
-    """A mixture of Laplace approximations over all or some weights of the run's networks, with linearised predictions."""
+    """A mixture of Laplace approximations for all or some of the weights of the run's networks, with linearised predictions."""
 
     name: str
     structure: str | None = None

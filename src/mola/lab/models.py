@@ -6,10 +6,10 @@ r"""The networks from the paper's experiments, by name: LeNet-5, residual networ
 a 3 x 3 convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling, and a linear
 layer from 64 features to the classes.
 
-**Wide residual networks** of depth 6 n + 4 and width w (Zagoruyko and Komodakis, 2016) are also for small images. They consist of a
-3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm, ReLU, global
-average pooling, and a linear layer. The paper uses WRN-16-4 with a dropout probability of 0.3. Convolution weights are drawn from
-:math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias starts at 0, and all other parameters are initialised as in PyTorch.
+**Wide residual networks** of depth 6 n + 4 and width w (Zagoruyko and Komodakis, 2016) are also designed for small images. They
+consist of a 3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm,
+ReLU, global average pooling, and a linear layer. The paper uses WRN-16-4 with a dropout probability of 0.3. Convolution weights are
+drawn from :math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias starts at 0, and all other parameters are initialised as in PyTorch.
 
 The homogeneous variants have neither BatchNorm nor biases, so that f(a x) = a f(x) for a > 0, and the paper's far-field theory is
 exact. With BatchNorm, the theory is not exact, because the running mean also shifts inputs in evaluation mode.

@@ -60,7 +60,7 @@ class Plan:
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """Additional measures, keyed as in the records, that are computed for every method in the main comparison."""
     stream: bool = False
-    """True to accumulate sums over the training data as they are read, instead of storing their activations."""
+    """True to accumulate sums over the training data instead of storing their activations."""
 
     def __post_init__(self) -> None:
         first: dict[str, Network] = {}
@@ -223,7 +223,7 @@ def run_suite(
     fresh: bool = False,
     team: Team | None = None,
 ) -> None:
-    """Run every method without a valid record, or all methods if `fresh`; raise an `OptionError` that lists any failed methods.
+    """Run every method that has no valid record, or all methods if `fresh`; raise an `OptionError` that lists any failed methods.
 
     Each record is computed by a single process of the team, so that results do not depend on the number of processes.
     """
@@ -259,7 +259,7 @@ def run_suite(
     training = cache(partial(plan.read_training, str(activations.device)))
     refused: list[str] = []
     for index, job in enumerate(jobs):
-        # Methods that train networks share these networks within a run, so a single process runs all such methods in a run.
+        # Within a run, methods that train networks share these networks, so they are all assigned to the same process.
         if (job.run if job.group in LONG else index) % team.size != team.rank:
             continue
         share = ACTIVATIONS_SHARE + (1 - ACTIVATIONS_SHARE) * index / len(jobs)
@@ -287,7 +287,9 @@ def run_suite(
     refusals = [one for some in team.collect(refused) for one in some]
     progress("records are ready", 1.0)
     if refusals:
-        raise OptionError("some methods could not be run; the other records are kept.\n  " + "\n  ".join(refusals))
+        raise OptionError(
+            "some methods could not be run; the records of the others are kept.\n  " + "\n  ".join(refusals)
+        )
 
 
 def _identity(plan: Plan, job: _Job) -> tuple[dict[str, Any], list[str], dict[str, str]]:
@@ -377,7 +379,7 @@ def _run(plan: Plan, job: _Job, context: Context) -> Record:
         networks=networks,
         data=data,
         chosen=_finite(fitted.chosen),
-        seconds=dict(seconds),  # copied, so that the time for the measures is excluded
+        seconds=dict(seconds),  # copy before the measures add their own time
         labelled=labelled,
         outliers=outliers,
         examples=examples,

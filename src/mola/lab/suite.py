@@ -192,7 +192,7 @@ class Suite:
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """Function that returns all sets, keyed by name, including "train", "validation" and "test"."""
     make_folds: Callable[[DataOptions], list[dict[str, Source]]] | None = None
-    """Function that returns such a dictionary for each fold of a cross-fit; None if the suite has no cross-fit."""
+    """Function that returns a dictionary of sets for each fold of a cross-fit; None if the suite has no cross-fit."""
     components: int = 5
     class_count: int = 0
     """Number of classes, if `classes` is empty."""

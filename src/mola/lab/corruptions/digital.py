@@ -86,9 +86,9 @@ def _box(before: int, after: int) -> Floats:
 def elastic_transform(pixels: Bytes, streams: Streams, *lengths: float) -> Bytes:
     """Jitter three points around the centre, warp the image accordingly, and then displace each pixel separately.
 
-    All lengths (the size and smoothness of the displacements, and the jitter of the affine map) are proportional to the side. OpenCV,
-    which produced the published images, rounds the positions computed by the affine map to 1/32 of a pixel. This implementation does
-    not round them.
+    All lengths (the size and smoothing scale of the displacements, and the jitter of the affine map) are proportional to the side.
+    OpenCV, which produced the published images, rounds the positions computed by the affine map to 1/32 of a pixel. This
+    implementation does not round them.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in lengths)

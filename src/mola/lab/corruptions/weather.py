@@ -42,7 +42,7 @@ MOVES = (
 
 
 def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
-    """Return the edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` connected to a ridge above `high`.
+    """Return the edges of layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that are connected to one above `high`.
 
     The layers are not smoothed beforehand. The direction of the gradient is rounded to a multiple of 45 degrees. Along this direction,
     the value on a ridge is larger than the preceding value and at least as large as the following value. Along a diagonal, the value
@@ -233,8 +233,8 @@ LEAST_MUD = 0.8
 def spatter(pixels: Bytes, streams: Streams, *parameters: float) -> Bytes:
     """Turn smooth noise above a threshold into liquid: water drops with bright rims, or dark spots of mud.
 
-    The steps are those of the original code, with values rounded to whole levels wherever OpenCV rounds them. There are two
-    differences: liquid values above 1 are clipped rather than wrapped around to 0, and an image without drops is returned unchanged,
+    The steps are those of the original code, with values rounded to whole levels wherever OpenCV rounds them. Unlike in
+    that code, liquid values above 1 are clipped rather than wrapped around to 0, and an image without drops is returned unchanged,
     which avoids a division by 0.
     """
     mean, deviation, blur, threshold, strength, muddy = parameters

@@ -35,7 +35,7 @@ class Split:
     """Alternative lists of names. Each list contains either the names of files, which may be compressed with gzip, or the name of a
     folder of images."""
     read: Reader
-    """Function that reads the images from the files in one list."""
+    """Function that reads images from a list of paths."""
     count: int | None = None
     """Number of published images; None if unknown."""
     downloads: tuple[Download, ...] = ()
@@ -227,8 +227,8 @@ _ALL = (
         1,
         COLOUR,
         {"test": Split(("tinyimagenet", "TinyImageNet"), (("val_32x32.npz",),), read_arrays)},
-        "with a uint8 array `images` of shape (n, 32, 32, 3), made from tiny-imagenet-200/val without CIFAR-10's classes,\n"
-        "  which is available from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+        "with a uint8 array `images` of shape (n, 32, 32, 3), made from http://cs231n.stanford.edu/tiny-imagenet-200.zip:\n"
+        "  the images in tiny-imagenet-200/val, without CIFAR-10's classes",
     ),
 )
 

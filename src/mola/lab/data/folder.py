@@ -70,7 +70,7 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """Return the image with 8 bits per channel; Pillow's own conversion of 16-bit images would turn every value above 255 white."""
+    """Return the image with 8 bits per channel; Pillow's own conversion of 16-bit images would clip values at 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
@@ -173,7 +173,7 @@ def open_folder(
         classes: names of all classes in the order of their numbers; required if some classes have no subfolder.
 
     Raises:
-        DataError: the folder does not exist or contains no images, or a subfolder is not one of the classes.
+        DataError: the folder does not exist, contains no images, or has a subfolder whose name is not in `classes`.
     """
     with importing("reading image files", "pillow", "bench"):
         import PIL.Image  # noqa: F401 - fail before a long computation reaches the first image

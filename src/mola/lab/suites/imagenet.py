@@ -273,8 +273,8 @@ IMAGENET = Suite(
     ),
     fold_notes=(
         "The training images are not available. Of every five validation images, two are used for fitting, one for tuning and "
-        "two for testing, in five rotations. Every image is used for testing in two rotations, and all use the same networks "
-        "and outliers.",
+        "two for testing, in five rotations. Every image is used for testing in two rotations. All rotations use the same "
+        "networks and outliers.",
         "All images of a class have the same type of corruption, so types are compared on different classes.",
     ),
 )

@@ -68,7 +68,7 @@ class TrainingCheckpoint:
         try:
             document, tensors = read_folder(self.folder, KIND, {"epochs": int, "steps": int, "identity": {}})
         except StorageError as error:
-            raise StorageError(f"{error} To train from the start, delete this folder or choose another one.") from error
+            raise StorageError(f"{error} To train from scratch, delete this folder or choose another one.") from error
         own, kept = all_tensors(network), below(tensors, "network.")
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         identity = json.loads(json.dumps(self.identity))
@@ -87,7 +87,7 @@ class TrainingCheckpoint:
                 tensor.copy_(kept[name])
         if schedule is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch would warn that the schedule is stepped before the optimiser
+                warnings.simplefilter("ignore")  # torch's warning that the schedule is stepped before the optimiser
                 for _ in range(document["steps"]):
                     schedule.step()
         state: dict[int, dict[str, Tensor]] = {}

@@ -28,7 +28,7 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) for another likelihood."""
+    """Inputs (n, ...) and labels: class indices (n,), or targets (n, C) for other likelihoods."""
 
     inputs: Tensor
     labels: Tensor
@@ -126,7 +126,7 @@ def train_mlps(
     seed: int,
     loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
-    """Train in parallel `members` perceptrons that differ only in their seeds; `loss` is the name of one of `LOSSES`."""
+    """Train `members` perceptrons in parallel, with different seeds; `loss` is the name of one of `LOSSES`."""
     return perceptrons.train_mlps(
         data.inputs.reshape(len(data), inputs),
         data.labels,

@@ -55,7 +55,7 @@ def fit_swag(
             shuffling and augmentation should draw from torch's random state, as in a `DataLoader`.
         learning_rate: constant learning rate of SGD.
         epochs: number of snapshots.
-        rank: number of the most recent deviations to keep, at most one per epoch; 0 gives the diagonal form.
+        rank: maximum number of deviations to keep (the most recent ones, one per epoch); 0 gives the diagonal form.
         samples: number of draws.
         scale: factor by which the covariance is multiplied; by default, 0.5, or 1 for the diagonal form, as in the SWAG paper.
         momentum: momentum of SGD, without Nesterov's modification.
@@ -83,7 +83,7 @@ def fit_swag(
     factor = (0.5 if rank else 1.0) if scale is None else scale
     if not (is_real(factor) and math.isfinite(factor) and factor >= 0):
         raise OptionError(f"scale must be a finite number of at least 0, got {scale!r}.")
-    # The seed and the epoch's index determine the random state of each epoch, so an interrupted path continues unchanged.
+    # The seed and the epoch's index determine the random state of each epoch, so interruptions do not change the result.
     seeds = derived_seeds(check_seed(seed), EPOCHS, epochs)
     settings = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     identity = {

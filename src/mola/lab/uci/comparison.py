@@ -2,8 +2,8 @@
 
 The settings follow earlier papers (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one
 hidden layer of 50 ReLU units (100 for the protein set) and 40 epochs. Inputs and targets are standardised by the means and standard
-deviations of the training rows. A tenth of the training rows is held out to choose the noise, prior precision and distance exponent of
-every method.
+deviations of the training rows. A tenth of the training rows are held out to choose the noise, prior precision and distance exponent
+of every method.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEMBERS = 5
 RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
 
 HELD_OUT = 10
-"""Reciprocal of the share of training rows held out."""
+"""Reciprocal of the share of training rows that are held out."""
 
 STRUCTURE = "kron-exact"
 """Curvature structure, which is exact for a single output with constant noise."""
