@@ -259,7 +259,8 @@ def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting,
     if best is scaled and chosen.exponent == 0:
         return (
             f"The posterior equals the temperature-scaled {ensemble}, apart from a covariance that barely changes the log loss, "
-            f"because nothing else clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, log loss {chosen.loss:.4g}, "
+            f"because nothing else clearly lowered the validation log loss (temperature {chosen.temperature:.3g}, "
+            f"log loss {chosen.loss:.4g}, "
             f"{_against(plain, chosen, data, f'plain {ensemble}')})."
         )
     compared = (
