@@ -241,7 +241,7 @@ ODD = {
     "is a NoneType": {"input": X, "extra": None},
     "is a tensor without dimensions": (torch.tensor(1.0),),
     "is a list": ([1, 2], torch.tensor([0, 1])),
-    "different lengths": {"input": X, "places": torch.arange(3)},
+    "their lengths differ": {"input": X, "places": torch.arange(3)},
     "3 labels for 2 inputs": (X, torch.zeros(3, dtype=torch.int64)),
 }
 

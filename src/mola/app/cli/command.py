@@ -170,7 +170,7 @@ class Command(TyperCommand):
                 short = "".join(f"{name}, " for name in one.opts if not name.startswith("--"))
                 rows.append((f"{short}{flag}{'' if one.is_flag else f' {one.metavar}'}", text))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for title in sorted(panels, key=lambda title: title == RUN):  # the topic that all commands share comes last
+        for title in sorted(panels, key=lambda title: title == RUN):  # the "Run" options come last
             rows = panels[title]
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows])

@@ -1,4 +1,4 @@
-"""Read pictures from the explorer's page, resize them for the networks, and change them with sliders."""
+"""Read pictures from the explorer's page, resize them for the networks, and apply the changes set by the sliders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ with importing("the explorer", "pillow", "explore"):
     from PIL import Image, ImageFilter, ImageOps
 
 MAX_SIDE = 1024
-"""Maximum side length of a picture, in pixels. Larger pictures are shrunk, because networks with larger inputs
-are too slow to respond to sliders."""
+"""Maximum side length of a picture, in pixels. Larger pictures are shrunk. Networks with larger inputs are refused, because they would
+respond too slowly to the sliders."""
 
 PREFIX = "data:image/png;base64,"
 MAX_CHARACTERS = 8 * MAX_SIDE**2
@@ -122,7 +122,7 @@ class Sight:
         return self.fit(image)
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize and crop a picture like the training data; if its size is still wrong, scale and centre-crop it instead."""
+        """Resize and crop a picture in the same way as the training data; if its size is still wrong, scale and centre-crop it."""
         mode, (height, width) = "L" if self.shape[0] == 1 else "RGB", self.shape[1:]
         prepared = to_image(Preparation(self.intake.resize, self.intake.crop, mode)(image.convert("RGB")))
         if prepared.size == (width, height):

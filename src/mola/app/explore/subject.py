@@ -108,7 +108,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
 
 
 def open_subject(options: ExploreOptions, progress: Progress = lambda doing, done: None) -> Subject:
-    """Open the posterior's folder that the options specify."""
+    """Open the posterior folder specified by the options."""
     progress("loading networks", 0.0)
     folder = Path(str(options.posterior))
     fitted = open_posterior(folder, options.device, trust=options.trust, network=options.network)

@@ -104,8 +104,8 @@ def _member(path: Path, archive: Mapping[str, Any], what: str) -> NDArray[Any]:
 
 
 def _as_labels(path: Path, values: NDArray[Any], count: int, likelihood: Likelihood) -> Tensor:
-    # Convert labels to types that torch supports. Dense labels keep their small types to save memory. The library checks their
-    # values.
+    # Convert labels to types that torch supports. To save memory, dense labels use at most 32 bits where possible. The library checks
+    # their values.
     if values.dtype.kind not in "biuf" or values.ndim == 0 or len(values) != count:
         raise DataError(
             f"{path}: expected {count} rows of numbers, one for each input; got labels of shape {values.shape} and type "

@@ -26,7 +26,7 @@ SPARK_TYPES = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """A posterior as a function that maps batches to columns. Any engine can apply the function to its partitions.
+    """A posterior as a function that maps batches to columns. Engines such as Spark can apply it to their partitions.
 
     A batch is a pandas DataFrame or a mapping from names to NumPy arrays. The result has the same type as the batch and the same
     columns as the output of `mola predict`. Inputs are passed to the networks unchanged. Each process loads the posterior when it

@@ -33,8 +33,8 @@ class BenchOptions(Computing, Device):
     components: int | None = option(None, "Number of networks in each mixture", minimum=1, shown="the paper's")
     groups: str = option(
         "main",
-        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. Not part of "
-        "all: tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO), whole (all layers)",
+        "Comparisons, separated by commas: main, variants, structures, components, rules, weights, cost, or all. Not included "
+        "in all: tempered (temperature scaling first), many-classes (1000 classes), beyond (SWAG and MIMO), whole (all layers)",
         metavar="NAMES",
     )
     results: Path = option(
@@ -96,7 +96,9 @@ class BenchOptions(Computing, Device):
         (), "Data sets, separated by commas", panel=UCI, metavar="NAMES", parse=parse_names, shown="all"
     )
     splits: int | None = option(None, "Use at most N published splits of each set", panel=UCI, minimum=1)
-    gaps: bool = option(False, "Also run gap splits, which test on the middle third of each feature", panel=UCI)
+    gaps: bool = option(
+        False, "Also run gap splits, each of which tests on the middle third of one feature's values", panel=UCI
+    )
 
 
 def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
@@ -126,7 +128,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             raise OptionError(
                 "--train needs a folder of networks, but --networks lists trained networks. Omit --train."
             )
-        # Networks listed by name resize and normalise images themselves.
+        # Networks given by name, such as timm:NAME=FILE, resize and normalise images themselves.
         data = replace(data, normalisation=data.normalisation or "none")
         networks = open_named(given, suite.outputs)
         name = ", ".join(network.label for network in networks)
@@ -166,7 +168,7 @@ def run_bench(options: BenchOptions, progress: Progress, team: Team) -> Path:
             team=team,
         )
     except OptionError as error:
-        refused = error  # raised after the cost is measured
+        refused = error  # raise this error only after measuring the cost
     if "cost" in groups and team.first:
         document = measure_cost(
             plan.networks[:components],

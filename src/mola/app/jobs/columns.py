@@ -1,7 +1,7 @@
 """Convert predictions to tables with one row for each input, or to arrays named after the fields of a prediction.
 
 Tables have the columns of `Prediction.to_frame`, with the names of classes and outputs instead of their indices. For dense
-outputs, tables contain means over positions. Arrays have the same layout as in the library.
+outputs, tables contain means over positions. Arrays have the same layout as the prediction's fields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decisions for a posterior's folder: thresholds computed from the saved scores of the validation data.
+"""Thresholds for decisions, computed from the validation scores saved in a posterior's folder.
 
 Along with the posterior's tensors, `mola fit` saves a few numbers for each validation example. Any false-alarm rate, error rate
 or coverage can therefore be chosen later without more data. The alarm is applied first: inputs that raise the alarm are not
@@ -204,7 +204,8 @@ def gated_threshold(
     # Inputs that raise the alarm are never answered, so they count neither as answers nor as errors.
     quiet = known.confidence if alarm is None else torch.where(score > alarm, -math.inf, known.confidence)
     answer = abstain_threshold(known, None, error_rate, certainty, score=quiet)
-    # Minus infinity means that all other inputs are answered. It is replaced by 0, which JSON can represent. Confidences are above 0.
+    # Minus infinity means that every input that does not raise the alarm is answered. It is replaced by 0, which JSON can represent.
+    # Confidences are above 0.
     return AnswerThreshold(0.0, **vars(answer)) if answer < 0 else answer
 
 

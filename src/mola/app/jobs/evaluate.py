@@ -57,10 +57,11 @@ from mola.tuning.class_order import check_class_order
 from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
-"""Guaranteed error rates and coverage for the decisions in the report."""
+"""Error rates and coverage that the decisions in the report guarantee."""
 
 POSITIONS = 256
-"""Number of positions drawn per input for dense outputs. Neighbouring positions are correlated, so more of them would add little."""
+"""Number of positions drawn per input for dense outputs. Neighbouring positions are correlated, so more of them would add
+little information."""
 
 SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
 SCALED = {True: "-T", False: "-N"}
@@ -135,7 +136,7 @@ class _Methods:
         return found
 
     def columns(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the columns of every method's tally for a batch, and the batch size; `start` inputs precede the batch."""
+        """Return the columns that a batch adds to each method's tally, and the batch size; `start` inputs precede the batch."""
         (whole,) = self.posterior.predict_batches([batch])
         (single,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         count, head = len(whole), self.posterior.components[0].head
@@ -297,21 +298,21 @@ def _tuned(
             first = None
             if held_out is not None and fitted.job.rule != "evidence":
                 first = replace(held_out, phi=held_out.phi[:1], outputs=held_out.outputs[:1])
-            with noting():  # the report shows the notes from tuning instead
+            with noting():  # drop the warnings, because the report shows the notes from tuning
                 single = single.tune(first, rule=rule, progress=False, team=team)
     alone, remarks = _alone(posterior, held_out, team)
     methods = _Methods(posterior, single, alone, *_guarantees(fitted))
     what = "logits are divided by a power" if discrete else "standard deviations grow with a power"
     for name, one in {LAPLACE: single, methods.own: posterior}.items():
         if one.distance_exponent > 0:
-            notes.append(f"{name}: {what} of the distance, with exponent {one.distance_exponent:.4g}.")
+            notes.append(f"{name}: {what} of the distance (exponent {one.distance_exponent:.4g}).")
         if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
     return methods, notes + remarks
 
 
 def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[str, Any], list[str]]:
-    # Return the contents of `_Methods.alone`, for methods with and without scaling, and notes.
+    # Return the value of `_Methods.alone` and notes for the report.
     count, likelihood = len(posterior.components), posterior.likelihood
     members = {SINGLE: 1, ENSEMBLE: count} if count > 1 else {SINGLE: 1}
     if held_out is None:
@@ -334,7 +335,7 @@ def _alone(posterior: MoLA, held_out: HeldOut | None, team: Team) -> tuple[dict[
         alone |= {name: None, f"{name}{SCALED[True]}": scaled}
         notes += [f"{name}{SCALED[True]}: {note}" for note in caught]
     if count > 1:
-        with noting():  # the ensemble produces the same notes
+        with noting():  # drop these notes, because the ensemble gives the same ones
             alone[LOGITS] = fit_temperature(torch.tensordot(posterior.weights.to(logits), logits, 1), labels)
     return alone, notes
 

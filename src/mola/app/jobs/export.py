@@ -25,7 +25,7 @@ class ExportOptions(Opening, Deciding, Reporting):
     posterior: Path = option(help="Folder written by `mola fit`", argument=True, metavar="POSTERIOR")
     onnx: Path | None = option(None, "ONNX file to write; it runs without PyTorch", metavar="FILE")
     torch: Path | None = option(None, "torch.export file to write (.pt2)", metavar="FILE")
-    pixels: bool = option(False, "Accept pixels as bytes, and normalise them like the training data")
+    pixels: bool = option(False, "Accept pixels as bytes, and normalise them in the same way as the training data")
     float16: bool = option(False, "Store the networks in half precision")
     outputs: tuple[str, ...] | None = option(
         None,
@@ -35,7 +35,7 @@ class ExportOptions(Opening, Deciding, Reporting):
         parse=parse_names,
         shown="all",
     )
-    check: bool = option(True, "Write the file without comparing it with PyTorch")
+    check: bool = option(True, "Do not check the file's outputs against PyTorch's")
 
 
 def run_export(fitted: PosteriorFolder, options: ExportOptions) -> list[Written]:

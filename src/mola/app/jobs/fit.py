@@ -217,7 +217,7 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     if rule is not None:
         data.progress("tuning", 0.7)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning
+            warnings.simplefilter("ignore", MolaWarning)  # the command prints the notes from tuning instead of warnings
             held = held_out if rule.needs_data else None
             posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and held_out is not None:
@@ -273,7 +273,7 @@ def _bundled(files: Sequence[Path], target: Path) -> list[Path]:
 
 
 def _remove_others(folder: Path, kept: Sequence[Path]) -> None:
-    # Remove the weights of an older bundle, whose posterior was replaced.
+    # Remove the bundled weights of the posterior that has been replaced.
     names = {path.name for path in kept}
     for path in folder.iterdir():
         if re.fullmatch(r"\d+-[0-9a-f]{16}", path.stem) and path.name not in names:
@@ -303,8 +303,8 @@ def _result(posterior: MoLA, data: Material, measured: dict[str, Any] | None) ->
 class Material:
     """The data sets for a job, opened and checked against the networks, and their shared preparation.
 
-    `classes` are the class names in the order of the networks' outputs, `inputs` describes an input, and `first` is a small batch of
-    training inputs.
+    `classes` are the class names in the order of the networks' outputs, `inputs` contains the form, shapes and types of the inputs,
+    and `first` is a small batch of training inputs.
     """
 
     def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team) -> None:

@@ -2,7 +2,7 @@
 
 The posterior's document also contains the job: its options and, under `result`, the results of the fit, such as the classes, the
 shape of the inputs and the alarm threshold. The posterior and its job are replaced together, so that a posterior is never used
-with another posterior's preparation. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
+with inputs prepared for another posterior. The `job.toml` file next to the document is for human readers and for `mola fit --config`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class PosteriorFolder:
         by_user: bool = False,
         absent: str | None = None,
     ) -> Set:
-        """Open data by name and prepare them like the training data. Unless `by_user` is true, check code named in the folder."""
+        """Open data by name and prepare them in the same way as the training data.
+
+        Unless `by_user` is true, check code named in the folder.
+        """
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
             raise OptionError(f"{self.folder} refers to the data {name}, which do not exist: {absent}")
@@ -113,7 +116,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         shapes, types = zip(*((one["shape"], one["dtype"]) for one in result["inputs"]), strict=True)
         if max(map(math.prod, shapes)) > LARGEST_INPUT or len(result["classes"]) not in (0, result["outputs"]):
             raise StorageError(
-                f"found {len(result['classes'])} names for {result['outputs']} outputs, and inputs of shapes {shapes}."
+                f"found {len(result['classes'])} output names, {result['outputs']} outputs and inputs of shapes {shapes}."
             )
         if not all(isinstance(getattr(torch, one, None), torch.dtype) for one in types):
             raise StorageError(f"found inputs of type {', '.join(types)}.")

@@ -179,8 +179,8 @@ class Job:
     threshold: float | None = option(None, "Minimum mean confidence, for --rule threshold", panel=METHOD)
     price: float | Literal["loss"] | None = option(
         None,
-        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; loss means "
-        "up to the log loss of --rule threshold",
+        "Increase in log loss accepted in return for lower confidence far from the data: 0.02 means 2 %; with "
+        "loss, the log loss may rise to that of --rule threshold",
         panel=METHOD,
         metavar="X",
         parse=parse_price,

@@ -28,7 +28,7 @@ GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 """Pillow's modes for images without colour."""
 
 LOOKED_AT = 25
-"""Number of evenly spaced images from which the mode and shape of all images are determined."""
+"""Number of images, spread evenly over the set, that determine the mode and shape of all images."""
 
 MOST_CLASSES = 2**31
 """Upper limit for class indices if the number of classes is unknown."""
@@ -48,7 +48,7 @@ class Pictures(Set):
     """Reasons why images are unusable, if known before their files are opened; None for all other images."""
 
     def batches(self, first: int = 0, step: int = 1) -> Iterator[Rows]:
-        """Yield the batches with indices `first`, `first + step`, ...; decode the next batch while the current one is used."""
+        """Yield the batches with indices `first`, `first + step`, ...; decode the next batch while the current one is in use."""
         size = self.intake.batch_size
         places = range(len(self.paths))
         starts = places[first * size :: step * size]
@@ -126,7 +126,7 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not found:
         raise DataError(
-            f"{root} has no subfolders, so its images have no labels. Put the images of each class in their own subfolder."
+            f"{root} has no subfolders, so its images have no labels. Put the images of each class in a separate subfolder."
         )
     order = tuple(classes) if classes is not None else tuple(found)
     unknown = [name for name in found if name not in order]

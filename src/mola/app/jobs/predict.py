@@ -91,7 +91,7 @@ def run_predict(
         batches = read_shared(source, together, lambda share: progress("predicting", share))
         own = _portions(posterior, batches, columns, arrays=output.suffix == ARRAYS)
         for portion in _in_order(own, together):
-            assert writer is not None  # only rank 0 receives portions
+            assert writer is not None  # `_in_order` yields portions only on rank 0
             if options.strict:
                 portion.rows.check_strict()
             account.add(source.name, portion.rows)

@@ -1,4 +1,4 @@
-"""Predictions of regression networks without Laplace approximations, and the metrics stored in a folder's document."""
+"""Predictions of regression networks without Laplace approximations, and the metrics stored with a posterior."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def noise_factors(posterior: MoLA, held_out: HeldOut, count: int) -> Tensor:
 
 
 def summary(tally: Tally) -> dict[str, float]:
-    """Return the metrics that are stored in a folder's document."""
+    """Return the metrics that are stored with a posterior."""
     found = {name: one.value for name, one in measured(tally).items()}
     if "rmse" not in found:
         return found

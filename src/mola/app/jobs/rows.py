@@ -128,7 +128,7 @@ class Loader:
                 raise DataError(f"{self.source.name} has no labels. Pass data with labels.")
             used += rows.errors.count(None)
             yield as_loaded(rows)
-        if self.team.size == 1:  # with several processes, a process may have no usable input
+        if self.team.size == 1:  # with several processes, a process may have no usable inputs
             self.account.require_some(used, self.source.name)
 
 

@@ -86,11 +86,13 @@ def _size(inputs: Any, where: str) -> int:
         if not isinstance(value, Tensor) or not value.ndim:
             kind = "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise DataError(
-                f"{where}: the input{keystr(place)} is {kind}; expected only tensors with a row for each input."
+                f"{where}: the input{keystr(place)} is {kind}; expected a tensor with a row for each input."
             )
         sizes.add(len(value))
     if len(sizes) != 1:
-        raise DataError(f"{where}: expected tensors with a row for each input, got different lengths {sorted(sizes)}.")
+        raise DataError(
+            f"{where}: expected tensors with a row for each input, but their lengths differ: {sorted(sizes)}."
+        )
     return sizes.pop()
 
 
@@ -118,7 +120,7 @@ def open_set(
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
     if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
-            f"{name} has one class for each image, but --likelihood {likelihood.name} needs a number for each output. "
+            f"{name} contains a class label for each image, but --likelihood {likelihood.name} needs a number for each output. "
             f"Pass an .npz file with x and y, a .csv file with a column for each output, or package.module:function."
         )
     if built_in:
