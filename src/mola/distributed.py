@@ -108,7 +108,7 @@ class Team:
         return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """Gather the rows (n, ...) of all ranks in main memory, in rank order.
+        """Return, on every rank, the rows (n, ...) of all ranks in rank order, as a tensor on the CPU.
 
         The number of rows may differ between ranks. A rank without rows passes None.
         """

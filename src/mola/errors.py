@@ -1,6 +1,6 @@
 """Errors raised by this library. Each message states what was expected, what was given, and what to do.
 
-Every error that this library raises deliberately derives from `MolaError`; `except mola.errors.MolaError` catches these errors and no
+Every error that this library deliberately raises derives from `MolaError`; `except mola.errors.MolaError` catches these errors and no
 others. Each error also derives from the matching built-in exception (`ValueError`, `MemoryError`, ...).
 """
 

@@ -55,7 +55,7 @@ class Evaluation:
 
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
-    """Number of inputs evaluated for each row."""
+    """Number of inputs evaluated for each row of the table."""
     bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     """For labelled classification data, a (15, 3) tensor: the number of predictions, the summed confidence and the number of correct
     predictions in each of 15 confidence bins."""
@@ -158,7 +158,7 @@ def evaluate(
             except DataError as error:
                 message = str(error).removeprefix(
                     "predictors[0]: "
-                )  # a `_Callable` has one predictor, so its index is omitted
+                )  # remove the index, because a `_Callable` has only one predictor
                 raise DataError(f"predictor {predictor!r} on the {data} loader: {message}") from error
             inliers = found if inliers is None else inliers
             measured = _metrics(scored) if data in labelled else _against(inliers, found)

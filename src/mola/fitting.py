@@ -150,7 +150,7 @@ def fit(
         distances: whether to compute the sums needed for distances from the training classes. For each network, these sums are
             matrices of shapes C x P and P x P.
         positions: how to treat dense outputs of shape (n, C, H, W) or (n, T, C). "all" treats each position as a datum, and "average"
-            treats each input as a single datum. With a number, that many positions are drawn from each input.
+            treats each input as a single datum. If `positions` is a number, that many are drawn from each input.
         ignore_index: label that marks positions to ignore.
         team: processes that share the fit; see `mola.distributed.join`. Each process reads its own shard, and every process returns
             the posterior for the combined data.
@@ -250,7 +250,7 @@ def fit(
             required=team.size == 1,
         ):
             if len(batch):
-                # A variable would keep the sums of the last batch, which are as large as the totals, while the curvature is computed.
+                # Do not store the batch's sums in a variable: they are as large as the totals and would stay in memory after the loop.
                 done.sums = [
                     chosen_structure.accumulate(*pair) for pair in zip(done.sums, batch_sums(batch), strict=True)
                 ]
@@ -351,7 +351,7 @@ def ensemble(
     Args:
         networks: a trained network, or a list of K trained networks.
         weights: "uniform", or K numbers that sum to 1.
-        likelihood: likelihood of the outputs, as for `fit`.
+        likelihood: likelihood of the labels given the outputs, as for `fit`.
         logits: function that extracts the logits from a network's output, as for `fit`.
     """
     likelihood = as_likelihood(likelihood)

@@ -61,7 +61,7 @@ def save(
     Args:
         posterior: the posterior from `mola.fit`.
         folder: the folder to write; it is created if it does not exist. Its name becomes the model's name.
-        classes: names of the outputs; by default, those in the transformers configuration, if any, or numbers.
+        classes: names of the outputs; by default, those in the transformers configuration, or numbers if there are none.
         evaluation: results for this posterior alone, from `mola.evaluate(posterior, ...)`; the card lists the data sets and metrics.
         license: identifier of the licence, such as "mit".
         tags: additional tags for the hub.
@@ -287,7 +287,7 @@ def _transformers_class(entry: dict[str, Any], place: Path) -> Any:
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise StorageError(
-            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. As build, pass a function that "
-            f"builds the network."
+            f"{place} contains a {kind[-1]}, which this version of transformers does not provide. Pass a function that "
+            f"builds this network: mola.hub.load(folder, build)."
         )
     return found

@@ -97,7 +97,7 @@ def risk_area(uncertainty: Tensor, correct: Tensor, groups: Tensor | None = None
         return values.flip(0).cumsum(0).flip(0)
 
     curves = torch.stack([risk, from_here(1 / accepted), from_here(risk / accepted)])
-    # Data with equal uncertainty share the mean of their contributions.
+    # Average each curve over data with equal uncertainty.
     order = torch.arange(len(counts)).repeat_interleave(counts)
     own, share, weighted = (curves.new_zeros(3, len(counts)).index_add_(1, order, curves) / counts)[:, place]
     return Measurement(float(risk.mean()), (own + (1 - correct) * share - weighted,), (groups,))
@@ -115,9 +115,9 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
 
 
 def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
-    """Return the share of outliers that pass the threshold passed by 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
+    """Return the share of outliers accepted at the threshold that accepts 95 % of the inliers; see `mola.metrics.fpr_at_tpr`.
 
-    Inliers contribute to the error because they determine the threshold.
+    Inliers contribute to the standard error because they determine the threshold.
     """
     inliers, outliers = metrics.check_scores(inlier_scores, outlier_scores)
     low, high = (metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1))
@@ -131,7 +131,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
     """Return the mean AUROC over labels, or None if no label has both positive and negative examples.
 
     Args:
-        yes: float64 probabilities of yes, of shape (n,), one for each label of each input.
+        yes: float64 probabilities that the answer is yes, of shape (n,), one for each label of each input.
         truth: true answers, of shape (n,): 1 for yes and 0 for no.
         labels: label index of each row, of shape (n,).
         groups: input index of each row, of shape (n,).

@@ -16,8 +16,8 @@ MIN_COUNT, MIN_SHARE = 5, 0.001
 smaller bins is mostly noise. The calibration error includes all bins."""
 
 Curve = tuple[ArrayLike, Mapping[str, Any]]
-"""A (bins, 3) tensor with the number of predictions, summed confidence and number of correct predictions in each bin, and matplotlib
-options for the line."""
+"""The data of a curve, and matplotlib options for its line. The data are a (bins, 3) tensor: the number of predictions, the summed
+confidence and the number of correct predictions in each bin."""
 
 
 def draw_reliability(panel: Axes, curves: Mapping[str, Curve], ink: str = "0.3", min_count: int = MIN_COUNT) -> None:

@@ -112,7 +112,7 @@ def rows_of(
         where: name of the batch, used in error messages.
         ignore_index: label that marks positions to ignore.
         positions: number of positions to draw from each input, or "all" for every position.
-        first: number of inputs before this batch; with it, the draw depends only on each input's index in the data.
+        first: number of inputs before this batch. Each input's index in the data is the seed for drawing its positions.
     """
     regression = isinstance(prediction, RegressionPrediction)
     outputs = prediction.component_mean[0] if regression else prediction.probs

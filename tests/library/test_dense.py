@@ -140,7 +140,7 @@ def test_ignored_positions_change_nothing(kind, ignore_index):
         plain.tune([(rows[used], y.flatten()[used])], rule="nll"),
     )
     assert math.isclose(tuned.prior_precision[0], expected.prior_precision[0], rel_tol=1e-6)
-    with pytest.raises(DataError, match="has a row in use"):
+    with pytest.raises(DataError, match="no row of the training loader has a known label"):
         fit(network, [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
 
 

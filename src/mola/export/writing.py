@@ -342,7 +342,7 @@ def _as_onnx(program: torch.export.ExportedProgram, graph: PosteriorGraph, prope
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # remove source lines and paths of the exporting machine
+        node.metadata_props.clear()  # remove the source lines and file paths that the exporter stores
         node.doc_string = None
     size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
     if size > LARGEST:
@@ -386,7 +386,7 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run) -> dict[str, floa
 
 
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
-    # Return rows of the example with noise of the same scale added; for bytes, return random bytes.
+    # Return rows of the example plus noise with the example's standard deviation; for bytes, return random bytes.
     generator = torch.Generator("cpu").manual_seed(seed)
     picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
     if picked.is_floating_point():

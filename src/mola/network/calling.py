@@ -83,7 +83,7 @@ def one_batch(inputs: Inputs) -> Inputs:
     """Return `inputs` unchanged; raise `DataError` for a list, which counts as an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
-            "expected one batch, got a list, which counts as an iterable of batches. Pass the list to predict. One batch is a "
+            "expected one batch, got a list, which counts as an iterable of batches. For several batches, use predict. One batch is a "
             "tensor, a tuple of positional arguments or a mapping of keyword arguments. Instead of [x, y], pass x."
         )
     return inputs
@@ -92,8 +92,8 @@ def one_batch(inputs: Inputs) -> Inputs:
 def check_loader(loader: Any, where: str) -> None:
     """Raise `DataError` if the object cannot be a loader; no batch is read. `where` identifies the object in messages."""
     tensors = isinstance(loader, (tuple, list)) and bool(loader) and all(isinstance(one, Tensor) for one in loader)
-    # A list of tensors is accepted only if they all have the same dtype and number of dimensions, because those of a batch [x, y]
-    # usually differ.
+    # A list of tensors is accepted only if all have the same dtype and number of dimensions; in a batch [x, y], these usually
+    # differ.
     batch = tensors and (isinstance(loader, tuple) or len({(one.dim(), one.dtype) for one in loader}) > 1)
     if batch or isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise DataError(
@@ -148,7 +148,7 @@ class LogitsOf(nn.Module):
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, because its layers accept hooks; return any other network unchanged."""
+    """Return the network without any `torch.compile` wrapper, so that hooks on its layers run."""
     while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
@@ -168,7 +168,7 @@ def check_network(network: nn.Module) -> None:
         if is_lazy(parameter):
             raise DataError(
                 f"{type(unwrapped(network)).__name__} has lazy parameters that have no shape yet, such as {name!r}, so "
-                f"the network was never trained. Run it on one batch and load its trained weights first."
+                f"the network has never been run. Run it on one batch and load its trained weights first."
             )
         if parameter.device.type == "meta":
             raise DataError(

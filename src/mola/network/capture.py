@@ -93,7 +93,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         network: a trained network.
         head: head from `find_head`, or None to capture only the outputs. In that case, check the outputs with `check_logits`.
         inputs: one batch of inputs.
-        likelihood: likelihood of the outputs.
+        likelihood: likelihood of the labels given the outputs.
     """
     if head is None:
         outputs, axis = _outputs_alone(network, inputs, likelihood)
@@ -297,7 +297,7 @@ def stream(
             del inputs, given, seen, labels, in_use, batch  # free the memory before the next batch is loaded
     if required and not any_rows:
         raise DataError(
-            f"no batch of the {where} has a row in use. Check that the labels do not mark every position as ignored."
+            f"no row of the {where} has a known label. Check that the labels do not mark every position as ignored."
         )
 
 

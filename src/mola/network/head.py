@@ -8,7 +8,7 @@ positions. For example, the last layer of a language model computes scores of sh
 at the last token of each text. Similarly, segmentation networks resize the output of a 1x1 convolution to the size of the image.
 During the forward pass, the head's input is appended to its output as additional columns or channels, so that the input at the
 returned positions can be read. Any averaging of positions then applies to input and output alike. Averages whose weights sum to 1
-commute with the layer, so the logits at the resized features are exact, as are their variances.
+commute with the layer, so the logits computed from the resized features are exact, as are their variances.
 
 A network may also return its last layer's output at every position: at every pixel for a 1x1 convolution, or at every token for a
 linear layer. In that case, each position is a datum (see `dense.py`).
@@ -43,7 +43,7 @@ class Head:
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: whether the layer runs at every position before the network selects, averages or resizes positions.
+        every_position: whether the layer runs at every position before the network selects, averages or interpolates positions.
         dense_axes: number of position axes in the outputs: 0 for outputs of shape (n, C), 1 for a sequence and 2 for an image.
         ignore_index: label that marks positions to ignore in dense training and validation data.
     """
@@ -96,7 +96,7 @@ class Head:
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are the same view of one storage. Addresses are not compared, because traced tensors have none."""
+    """Return whether two tensors are identical views of one storage. Addresses are not compared, because traced tensors have none."""
     return first is second or (
         first.shape == second.shape
         and first.dtype == second.dtype
@@ -141,7 +141,7 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
         joined = call(network, inputs)
     if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
-            f"the network may only select, average or resize positions in the output of its head {head.name!r}, "
+            f"the network may only select, average or interpolate positions in the output of its head {head.name!r}, "
             f"but it makes other changes: expected {head.outputs + head.inputs} columns, got an output of shape {tuple(joined.shape)}."
         )
     outputs, features = torch.split(joined, [head.outputs, head.inputs], dim=head.axis)
@@ -167,8 +167,8 @@ def _named_layers(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def _watch(network: nn.Module, inputs: Inputs, keep: Collection[str] = ()) -> tuple[Tensor, list[_Call]]:
-    # Run one forward pass; return its output and all calls to linear and convolutional layers. Among dense layers, only those in
-    # `keep` and the last one keep their tensors.
+    # Run one forward pass; return its output and all calls to linear and convolutional layers. For dense layers, store
+    # tensors only for those in `keep` and for the last one.
     calls: list[_Call] = []
     layers = {name: module for name, module in _named_layers(network).items() if isinstance(module, Layer)}
     names = {id(module): name for name, module in reversed(layers.items())}  # a shared module keeps its first name
@@ -203,7 +203,7 @@ def find_head(
         network: a trained network.
         inputs: one batch of inputs.
         name: dotted name of the layer that must be the head; by default, the head is found automatically.
-        likelihood: likelihood against which the outputs are checked.
+        likelihood: likelihood of the labels given the outputs, used to check the outputs.
     """
     check_network(network)
     network = unwrapped(network)
@@ -220,7 +220,7 @@ def find_head(
         )
     elif _returned(calls, outputs) is None:
         # Another layer, such as one for an auxiliary loss, may run after the head. Keep the tensors of all layers whose outputs have
-        # this shape.
+        # the shape of the network's output.
         outputs, calls = _watch(network, inputs, {one.name for one in calls if one.shape == outputs.shape})
     found = _returned(calls, outputs)
     if found is not None:
@@ -268,7 +268,7 @@ def _is_linear(layer: Layer, features: Tensor, output: Tensor) -> bool:
 
 
 def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> Head | None:
-    # Return the last layer after which the network only selects, averages or resizes positions.
+    # Return the last layer after which the network only selects, averages or interpolates positions.
     dense_axes, tried = outputs.dim() - 2, set()
     for one in reversed(calls):
         head = Head(one.name, one.layer, every_position=True, dense_axes=dense_axes)

@@ -198,8 +198,8 @@ def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> A
 
 
 def check_networks(networks: Sequence[nn.Module], checksums: Sequence[str]) -> None:
-    """Raise `StorageError` unless the networks' checksums match the saved checksums in order."""
-    remedy = f"Pass the same {counted(len(checksums), 'network')} in the saved order and precision."
+    """Raise `StorageError` unless the networks' checksums match the saved checksums, in the same order."""
+    remedy = f"Pass the same {counted(len(checksums), 'network')}, with the order and precision unchanged."
     if len(networks) != len(checksums):
         raise StorageError(
             f"the posterior was saved with {counted(len(checksums), 'network')}, got {counted(len(networks), 'network')}. {remedy}"

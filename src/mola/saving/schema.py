@@ -79,7 +79,7 @@ def check_seal(document: Mapping[str, Any], name: object) -> None:
 
 
 def check(value: Any, schema: Any, path: str) -> None:
-    """Raise `StorageError` if a value does not match its schema; the message states its path, the expected kind and the value."""
+    """Raise `StorageError` if a value does not match its schema; the message states the path, the expected kind and the value."""
     if isinstance(schema, Optional):
         if value is not None:
             check(value, schema.kind, path)

@@ -146,7 +146,7 @@ def _is_safetensors(path: Path) -> bool:
         raise StorageError(f"{path} is truncated: it contains only {len(start)} bytes. Copy or download it again.")
     if start[8:9] == b"{":  # the first eight bytes hold the length of the header, which is JSON
         return True
-    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or the pickles that PyTorch wrote before 1.6
+    if not start.startswith((b"PK", b"\x80")):  # a zip archive, or a pickle written by a PyTorch version before 1.6
         raise StorageError(
             f"{path} is neither a safetensors file nor a torch.save file. Pass a file of either kind that contains a state_dict()."
         )
