@@ -92,7 +92,7 @@ def _show(options: FitOptions, summary: dict[str, Any]) -> None:
     measured = found["validation"]
     if measured:
         columns = REGRESSION if options.likelihood == "gaussian" else DISCRETE
-        # The networks alone use the same mixture weights but no covariances.
+        # The first row uses the same mixture weights as the posterior, but no covariances.
         rows = {"network" if networks == 1 else "ensemble": measured["networks"], "posterior": measured["posterior"]}
         values = {name: [factor * one[key] for key, _, factor, _ in columns] for name, one in rows.items()}
         caption = f"{counted(measured['count'], part)}, also used for tuning. For other data, use `mola evaluate`."

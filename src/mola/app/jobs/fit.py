@@ -226,10 +226,10 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 
 
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Return metrics for the networks alone and for the posterior, and the values that decisions need for each example.
+    # Return metrics for the networks without the posterior and with it, and the values that decisions need for each example.
     plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
     count, discrete = len(posterior.components), isinstance(likelihood, ClassificationLikelihood)
-    # For regression, the networks alone use the noise that minimises the loss on these data.
+    # For regression without the posterior, the noise is chosen to minimise the loss on these data.
     factors = None if discrete else noise_factors(posterior, held_out, count)
     # The positions of an input are not independent, so no guarantee would hold.
     guarantees = not posterior.is_dense and (likelihood.mutually_exclusive or not discrete)
@@ -237,7 +237,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], dict[s
     for part, labels in held_out.chunks(ROWS):
         assert labels is not None
         prediction = posterior.predict_from_features(part.phi, part.outputs)
-        # The networks alone use the same mixture weights, so that only the Laplace approximations differ.
+        # The mixture weights are the same with and without the posterior, so that only the Laplace approximations make a difference.
         if isinstance(likelihood, ClassificationLikelihood):
             alone = mixed(posterior.weights, [likelihood.probabilities(one) for one in part.outputs])
             plain.add(Answer(alone, likelihood=likelihood).columns(labels))

@@ -215,7 +215,7 @@ def _class_labels(
                 f"the classes is unknown. Use class indices from 0, or pass all names with `mola fit --classes`."
             )
     number = {name: index for index, name in enumerate(order or ())}
-    # If names are numbers, "1" cannot be both a name and an index.
+    # Labels may be indices only if no class name is a number; otherwise, "1" would be ambiguous.
     by_index = not any(_is_whole(name) for name in number)
     most = len(order) if order is not None else outputs or MOST_CLASSES
     labels, problems = torch.full((len(given),), BAD_ROW, dtype=torch.int64), {}

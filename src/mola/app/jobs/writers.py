@@ -168,7 +168,7 @@ class ArrayWriter(Writer):
         self.forms: dict[str, tuple[Any, tuple[int, ...]]] = {}
 
     def write(self, portion: Portion, first: Portion) -> None:
-        """Append the values from a batch to the file for each field."""
+        """Append the values from a batch to each field's file."""
         self.texts["name"] += portion.rows.names
         self.texts["error"] += [error or "" for error in portion.rows.errors]
         usable = np.array([error is None for error in portion.rows.errors])
