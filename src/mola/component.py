@@ -1,4 +1,4 @@
-"""One component of a mixture: a network and the Laplace approximation of its last layer at one prior precision.
+"""One component of a mixture: a network, a prior precision, and the Laplace approximation of the network's last layer.
 
 Without a Laplace approximation, a component is a member of a plain ensemble.
 """
@@ -19,7 +19,7 @@ from mola.network import Head
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The Laplace approximation of a last layer without the prior, computed in one pass over the training data."""
+    """The Laplace approximation of a last layer before the prior is added, computed in one pass over the training data."""
 
     structure: Structure
     sums: Sums
@@ -43,7 +43,7 @@ class LastLayer:
 
 
 class Component(nn.Module):
-    """One network with a Laplace approximation of its last layer at one prior precision.
+    """A network with a prior precision and a Laplace approximation of its last layer.
 
     Args:
         network: the trained network, which is shared and never modified.

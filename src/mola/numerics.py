@@ -19,8 +19,8 @@ Generator = torch.Generator | np.random.Generator | None
 """A source of random numbers; if None, PyTorch's default generator is used."""
 
 SOBOL_DIMENSIONS = 4096
-"""Largest number of dimensions drawn from a Sobol sequence. Beyond this number, the gain is negligible and the table is slow to
-build."""
+"""Largest number of dimensions drawn from a Sobol sequence. Beyond this number, the gain in accuracy is negligible and the
+sequence is slow to set up."""
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -29,7 +29,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64. The tensor is moved first, because a device without float64 cannot convert it."""
+    """Convert a tensor to float64, moving it to the CPU first if its device does not support float64."""
     return tensor.to(float64_device(tensor.device)).double()
 
 

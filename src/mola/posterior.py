@@ -65,7 +65,7 @@ class MoLA(Mixture):
 
     Args:
         components: networks with their Laplace approximations.
-        link: the link, which maps logits to probabilities.
+        link: map from logits to probabilities, given as a name or a `Link`.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         tuning: result of the rule that chose the prior precision, or None if no rule was used.
         scaling: temperature, pooling coefficient and distance exponent.
@@ -363,7 +363,7 @@ class MoLA(Mixture):
 
     @property
     def ood_score_name(self) -> str:
-        """Name of the best available outlier score, which predictions use."""
+        """Name of the outlier score used in predictions: the best one available."""
         if self.components[0].layer is None:
             return MAX_PROBABILITY if self.likelihood.classification else VARIANCE
         if not self.likelihood.classification:
@@ -401,7 +401,7 @@ class MoLA(Mixture):
             log_distance, log_norm = self.log_distances(rows)
             return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
         reference = self.scaling.reference.score_at(self.weights) if self.scaling.reference else None
-        assert reference is not None  # because the name is COMBINED
+        assert reference is not None  # the name is COMBINED only if there is a reference
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
     # --- new posteriors from this one -------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ class MoLA(Mixture):
 
         Args:
             exponent: distance exponent gamma; at 0, distance has no effect.
-            onset: distance, relative to the median of the validation data, beyond which logits shrink; by default, unchanged.
+            onset: distance, relative to its median on the validation data, beyond which logits shrink; by default, unchanged.
         """
         onset = self.scaling.onset if onset is None else onset
         return self.with_parts(scaling=replace(self.scaling, exponent=exponent, onset=onset))
@@ -516,7 +516,7 @@ class MoLA(Mixture):
             team: processes that tune together. Each process reads its own shard.
 
         Returns:
-            A new posterior, whose `tuning` describes the choice.
+            A new posterior, whose `tuning` attribute records the chosen settings.
         """
         for component in self.components:
             component.require_layer("tuning")

@@ -134,7 +134,7 @@ class _Fields:
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
-                raise IndexError(f"index {index} is out of range for a prediction of {len(self)} inputs.")
+                raise IndexError(f"index {index} is out of range for {len(self)} inputs.")
             index = slice(index % len(self), index % len(self) + 1)
         chosen = torch.arange(len(self), device="cpu")[index]
         return self._map(lambda values, axis: values.index_select(axis, chosen.to(values.device)))
@@ -235,10 +235,10 @@ class Prediction(_Fields):
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training classes, relative to the median of the validation data.
+        """Distance (n,) of the features from the training classes, relative to its median on the validation data.
 
-        The distance is the geometric mean over the networks. Before tuning, it is relative to the root mean square distance of the
-        training data. The value is None if the posterior has no distances.
+        With several networks, this is the weighted geometric mean of their distances. Before tuning, it is relative to the root mean
+        square distance of the training data. The value is None if the posterior has no distances.
         """
         return self._read("distance")
 
@@ -375,7 +375,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def distance(self) -> Tensor | None:
-        """Distance (n,) of the features from the training data, relative to the median of the validation data; None if unknown."""
+        """Distance (n,) of the features from the training data, relative to its median on the validation data; None if unknown."""
         return self._read("distance")
 
     # Moments are computed in float64, because squares may overflow in float32 even if the values themselves do not.
@@ -405,7 +405,7 @@ class RegressionPrediction(_Fields):
 
     @property
     def within(self) -> Tensor:
-        """Variance (n, D) within the networks, excluding noise, due to uncertain weights and distance from the training data."""
+        """Mean variance (n, D) of the networks due to uncertain weights and distance from the training data, excluding noise."""
         return self._returned(self._within())
 
     @property

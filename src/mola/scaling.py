@@ -57,7 +57,7 @@ class Reference:
     scales: tuple[FeatureScale, ...]
     """Each network's median distance and the 99 % quantile of its feature norms."""
     score: tuple[tuple[float, float], ...] | None = None
-    """Mean and standard deviation of each term of the outlier score, or None without validation data."""
+    """Mean and standard deviation of each term of the outlier score on the validation data, or None if they were not computed."""
     energies: tuple[float, ...] | None = None
     """Mean energy of each network, which determines the mean of the energy term for any weights."""
 
@@ -162,10 +162,10 @@ class LogitScaling:
         norms: bool,
         candidates: Candidates | None = None,
     ) -> Tensor:
-        """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) if distance is not used.
+        """Return `s_k = T rho^gamma nu_k^2`, of shape (..., K, n, 1), or (..., K, 1, 1) if distances are not used.
 
         Args:
-            logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distance is not used.
+            logs: log distances (K, n) and log norms (K, n) of the networks' features; None if distances are not used.
             weights: mixture weights (K,).
             norms: whether to use feature norms, as classification does. Regression does not need them, because its variance grows
                 with the features.

@@ -7,8 +7,8 @@ prior. Everything that depends on the prior precision :math:`\lambda` follows fr
 In all tensor shapes, n is the number of data points, P is the number of features (including the constant 1), and C is the number of
 outputs. For each datum, the curvature of the negative log-likelihood with respect to the outputs is :math:`\Lambda = \mathrm{diag}(d)
 + L(u u^\top)` (`mola.likelihoods.base`). Without the separate part d, as for a softmax, adding the same number to all outputs has no
-effect; this direction is called *hidden*. The hidden direction is handled exactly; no code relies on a computed eigenvalue being
-zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
+effect; the direction of this shift is called *hidden*. The hidden direction is handled exactly; no code relies on a computed
+eigenvalue being zero. *Centred* variances and covariances exclude the hidden direction: they describe the logits minus their mean.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Structure(ABC):
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
         """Return the float64 sums over one batch, given its output curvature and its features (n, P), including the constant 1.
 
-        The names of the sums are arbitrary, with one exception: the tensor "separate" holds the sums over the outputs' separate
-        curvature (`OutputCurvature`), with the outputs as the first axis. This tensor is present only if the likelihood has separate
-        curvature. If it is absent, adding the same number to all outputs has no effect, as for a softmax (`hides_shift`). For
+        The names of the sums are arbitrary, with one exception: the tensor "separate" holds the sums that contain the outputs'
+        separate curvature (`OutputCurvature`), with the outputs as the first axis. This tensor is present only if the likelihood has
+        separate curvature. If it is absent, adding the same number to all outputs has no effect, as for a softmax (`hides_shift`). For
         regression, this tensor is divided by the noise variance.
         """
 
@@ -219,7 +219,7 @@ class Spread:
         return self.curvature.perturb_by_weights(self.phi, float(self.precision), count, generator) / self._column
 
     def divided(self, divisor: Tensor) -> Spread:
-        """Return the spread after dividing each datum's logits by its entry of `divisor` (..., n, 1)."""
+        """Return the spread after dividing each datum's logits by its entry in `divisor` (..., n, 1)."""
         return replace(self, divisor=divisor * self.divisor)
 
 

@@ -18,7 +18,7 @@ from mola.laplace.sums import Sums
 RIDGE = 1e-4
 """Ridge added to the within-class covariance, relative to the Frobenius norm of that covariance. For networks trained on MNIST and
 CIFAR-10, every ridge from 1e-10 to 1e-3 gives the same ranking of inputs. A smaller ridge is insufficient with few data points or
-few features, as for two moons or two images per class."""
+few features, for example on the two-moons data or with two images per class."""
 
 ROUNDING = 16 * torch.finfo(torch.float64).eps
 """Rounding error of a sum of N unit vectors, divided by `sqrt(N)`."""
@@ -60,7 +60,7 @@ class ClassDistance:
     """Class means and the inverse of the within-class covariance, in float64."""
 
     root: Tensor
-    """Matrix R (P, P) such that `R R'` inverts the within-class covariance with the ridge added; 0 if `known` is False."""
+    """Matrix R (P, P) such that `R R'` is the inverse of the within-class covariance plus the ridge; 0 if `known` is False."""
     means: Tensor
     """Means of the classes that have data, multiplied by R."""
     squares: Tensor
@@ -72,7 +72,7 @@ class ClassDistance:
     training_norm: float
     """Estimated 99 % quantile of the norms of the training features."""
     num_predicted: int
-    """Number of unlabelled training examples, whose classes were predicted."""
+    """Number of training examples assigned to their predicted class because they had no label."""
 
     @staticmethod
     def solve(sums: Sums) -> ClassDistance | None:

@@ -69,7 +69,7 @@ class Kron(Structure):
         return sums
 
     def accumulate(self, total: Sums, batch: Sums) -> Sums:
-        """Add the sums of a batch, or move the running average towards them. The stored average is multiplied by N."""
+        """Add the sums of a batch, or update the running average, which is stored multiplied by N."""
         beta = self.running_average
         if beta is None:
             return super().accumulate(total, batch)

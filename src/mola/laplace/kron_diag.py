@@ -2,7 +2,7 @@ r"""Algorithm 1 for a very large number of classes: only the diagonal of the cla
 
 A softmax's class factor :math:`A = \frac1N \sum_n \mathrm{diag}(p_n) - p_n p_n^\top` is the Laplacian of a graph whose nodes are the
 classes and whose edges measure how often two classes are confused. The diagonal of A, :math:`d_c = \frac1N \sum_n p_{nc} (1 -
-p_{nc})`, contains the degrees of the nodes: C numbers that can be summed over the data. Among all graphs with these degrees, we
+p_{nc})`, contains the degrees of the nodes: C numbers, each an average over the data. Among all graphs with these degrees, we
 choose the one in which no two classes are confused more than their degrees imply. The edges of this graph are :math:`T q_i q_j`,
 with :math:`q \ge 0` and :math:`\sum_c q_c = 1`; the degrees determine q and T:
 
@@ -30,7 +30,7 @@ All terms are positive, and the only subtraction removes the mean of :math:`\gam
 :math:`\gamma_c` are close to :math:`1 / \sqrt\lambda`. The mean of :math:`1 - \sqrt\lambda \gamma` is then subtracted instead, so that
 no digits are lost.
 
-If the outputs have separate curvature s, s is added to the diagonal and no direction is hidden. In this case, :math:`U =
+If the outputs have separate curvature s, it is added to the diagonal, and no direction is hidden. In this case, :math:`U =
 \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with :math:`\gamma_c = 1 / (\sqrt N (s_c + T
 q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 """
@@ -63,7 +63,7 @@ HALVINGS = 80
 
 @dataclass(frozen=True)
 class KronDiag(Structure):
-    """Algorithm 1 with only the diagonal of the class factor. With O(C + P^2) memory, it suits large vocabularies."""
+    """Algorithm 1 with only the diagonal of the class factor. It needs O(C + P^2) memory, so it suits large vocabularies."""
 
     name = "kron-diag"
 
@@ -72,7 +72,7 @@ class KronDiag(Structure):
         sums = {"gram": phi.T @ phi}
         if curvature.coupling is not None:
             # This difference of two sums loses no more digits than u_c (sum(u) - u_c) and is faster to compute. It also avoids
-            # a table (n, C) of squares, which would triple the time with 32,000 classes.
+            # an (n, C) table of squares, which would triple the time with 32,000 classes.
             coupling = curvature.coupling
             sums["degrees"] = coupling.sum(1) @ coupling - torch.einsum("nc,nc->c", coupling, coupling)
         if curvature.separate is not None:
@@ -123,7 +123,7 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        # If only smaller roots are used, their sum increases with `part`. If the larger root is used, the sum is 1 at part = 0,
+        # If only the smaller roots are used, their sum increases with `part`. If the larger root is used, the sum is 1 at part = 0,
         # increases at first, and then decreases.
         if (float(roots(middle, other=other).sum()) < 1) != other:
             low = middle
@@ -200,7 +200,7 @@ class KronDiagCurvature(FactoredCurvature):
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Draw independent normals for each class and normals shared by all classes, then multiply both by a root of V."""
+        """Draw independent normals for each class and normals shared by all classes, then multiply both by a square root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T
         drawn = self.own(precision)[0].sqrt()[:, None] * noise[:, :-2]

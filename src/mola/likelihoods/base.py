@@ -40,7 +40,7 @@ class OutputCurvature:
     """The curvature `diag(separate) + L(coupling coupling')` with respect to the C outputs, for each of n data points."""
 
     separate: Tensor | None = None
-    """Separate curvature (n, C) of each output, or None if the outputs are only coupled."""
+    """Separate curvature (n, C) of each output, or None if the outputs have only coupled curvature."""
     coupling: Tensor | None = None
     """Coupling (n, C) of the outputs, or None if the outputs do not interact."""
 
@@ -77,7 +77,7 @@ class Predictive(Protocol):
     """The predictive distribution for n data points. In a search, the leading dimensions index the candidates."""
 
     def point(self) -> Tensor:
-        """Return what calling the posterior returns: probabilities (..., n, C) or means (..., n, D)."""
+        """Return the result of calling the posterior: probabilities (..., n, C) or means (..., n, D)."""
 
     def scores(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores (..., m), keyed by name, for each datum or, with multi-label data, for each known label."""
@@ -205,7 +205,7 @@ class Likelihood(ABC):
         return weights
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return sums over labels, keyed by name, that give the log-likelihood after the fit. By default, none are needed."""
+        """Return sums over labels, keyed by name, from which the log-likelihood is computed after the fit; none by default."""
         return {}
 
     def fitted(self, sums: Sums) -> Self:

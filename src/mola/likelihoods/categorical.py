@@ -92,7 +92,7 @@ class Categorical(ClassificationLikelihood):
             )
             raise DataError(
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
-                f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label of ignored positions: "
+                f"{high}. {start} padding, or remap the classes. For dense outputs, pass the label that marks ignored positions: "
                 f"ignore_index={high if high >= classes else low}."
             )
         return labels

@@ -116,7 +116,7 @@ class Gaussian(RegressionLikelihood):
         one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments that differ from their defaults as a JSON-serialisable dictionary."""
+        """Return a JSON-serialisable dictionary of the constructor arguments that differ from their defaults."""
         plain = Gaussian()
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         changed = {name: value for name, value in given.items() if value != getattr(plain, name)}

@@ -16,7 +16,7 @@ from mola.links.base import Link, centred
 
 @dataclass(frozen=True)
 class Bridge(Link):
-    r"""The Laplace bridge: the mean of the Dirichlet distribution whose mode and curvature in the softmax basis match the Gaussian.
+    r"""The Laplace bridge: the mean of the Dirichlet distribution with the Gaussian's mode and curvature in the softmax basis.
 
     .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
@@ -25,8 +25,8 @@ class Bridge(Link):
     on the ratios of the variances.
 
     Args:
-        normalised: whether to first scale the mean and the variance to a common spread, as laplace-torch's `bridge_norm` does. The
-            scaling undoes any division of the logits, so neither the temperature nor the distance affects the probabilities.
+        normalised: whether to first scale the logits so that their mean variance is sqrt(C / 2), as laplace-torch's `bridge_norm`
+            does. The scaling undoes any division of the logits, so neither the temperature nor the distance affects the probabilities.
     """
 
     normalised: bool = False

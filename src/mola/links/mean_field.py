@@ -29,14 +29,14 @@ class MeanField(Link):
     variance_only = False
 
     def row_size(self, outputs: int) -> int:
-        """Return the size of 16 matrices (C, C), which keeps chunks of data small enough for the cache and doubles the speed."""
+        """Return 16 C^2, so that chunks of data are small enough for the cache, which doubles the speed."""
         return 16 * outputs**2
 
     def __call__(
         self, mean: Tensor, spread: Spread | None, likelihood: ClassificationLikelihood, seed: int | None = None
     ) -> Tensor:
         """Return probabilities (n, C)."""
-        # A binary logit z is compared only with the constant 0, so the link reduces to the probit.
+        # A binary logit z is compared only with the constant 0, so this link reduces to `Probit`.
         if spread is None or not likelihood.mutually_exclusive:
             return Probit()(mean, spread, likelihood, seed)
         if mean.shape[-1] > MOST_CLASSES:
