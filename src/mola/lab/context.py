@@ -32,7 +32,7 @@ class StoredPrediction:
     probs: Tensor
     """Mean probabilities (n, C)."""
     own_entropy: Tensor
-    """Entropy of the individual predictions, averaged over the predictors, of shape (n,)."""
+    """Mean entropy (n,) of the predictions of the individual predictors."""
 
     def answer(self, predictors: int) -> Answer:
         """Return the probabilities and OOD scores; the mutual information is included if there are at least two predictors."""

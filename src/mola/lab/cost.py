@@ -53,7 +53,7 @@ def measure_cost(
     images: int = 2000,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Measure the time and memory of all methods on real networks, including forward passes; return the document for `cost.json`.
+    """Measure the time and memory used by all methods on real networks, including forward passes; return the document for `cost.json`.
 
     Repetitions of different methods are interleaved, so that the load on the machine affects all methods equally. The results are
     medians of CPU time if PyTorch uses a single thread, and of wall-clock time otherwise. Methods are fitted on the first `images`

@@ -140,8 +140,7 @@ def virtual_logit(features: Parts, weight: Tensor, bias: Tensor | None, dimensio
     spread, directions = torch.linalg.eigh(moment)
     if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
         raise DataError(
-            f"the training features span at most {kept} of their {width} dimensions, so distances from this subspace cannot be "
-            f"compared with logits."
+            f"the training features span at most {kept} of their {width} dimensions, so their distances from this subspace are all 0."
         )
 
     def parts(features: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from mola.tally import Tally
 from mola.uncertainty import entropy
 
 Answers = Callable[[str, bool], Iterable[tuple[Answer, Tensor]]]
-"""Function of a set's name and a flag (whether to compute OOD scores) that yields a method's predictions and the labels in batches."""
+"""Function that takes a set's name and whether to compute OOD scores, and yields a method's predictions and the labels in batches."""
 
 
 Measure = Callable[[Answers], dict[str, float]]

@@ -130,8 +130,8 @@ class Plan:
 
 
 def _check_results_dir(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any]:
-    # Return the suite's document from the results folder, or an empty one. If the folder contains another experiment, delete that
-    # experiment if `fresh`, and raise an error otherwise.
+    # Return the suite's document from the results folder, or an empty one. If `fresh`, delete any other experiment in the folder;
+    # otherwise, raise an error if there is one.
     document = store.read_document(plan.suite.name, SUITE) or {}
     if not document:
         return {}

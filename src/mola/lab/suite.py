@@ -131,7 +131,7 @@ class DataOptions:
 
     directory: Path | None = None
     train: int | None = None
-    """Maximum number of training images, chosen at even intervals; all images if None."""
+    """Maximum number of training images, which are evenly spaced in the set; all images if None."""
     outliers: int | None = None
     """Maximum number of images in each outlier set; all images if None."""
     test: int | None = None

@@ -142,7 +142,7 @@ def fit_multi_swag(
 
 
 def swag_loss(network: nn.Module, likelihood: Likelihood = CATEGORICAL) -> Callable[[Batch, str], tuple[Tensor, float]]:
-    """Return a function that maps a batch to its mean loss and to `LARGEST_LOSS` times the loss of a constant prediction."""
+    """Return a function that maps a batch to its mean loss and to the largest acceptable loss (see `LARGEST_LOSS`)."""
 
     def loss_of(batch: Batch, place: str) -> tuple[Tensor, float]:
         if batch.labels is None:
