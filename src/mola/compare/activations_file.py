@@ -66,7 +66,7 @@ class TensorFile:
         return name in self.parts[0].keys()  # noqa: SIM118  (not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the total shape, across all files, of a tensor with one row per data point."""
+        """Return the shape of a tensor with one row per data point, counting the rows of all files."""
         count = sum(part.get_slice(name).get_shape()[0] for part in self.parts)
         return count, *self.parts[0].get_slice(name).get_shape()[1:]
 

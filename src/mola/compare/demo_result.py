@@ -18,8 +18,8 @@ DEFAULT = "MoLA (calibrated)"
 """Name of MoLA when tuned by the library's default rule."""
 
 METHODS = ("MAP", "DE", "DE-T", "MoLA", DEFAULT)
-"""Names of the methods: a single network, an ensemble without and with a temperature, and MoLA tuned by the paper's rule and by the
-default rule."""
+"""Names of the methods: a single network, an ensemble, the same ensemble with a temperature, and MoLA tuned by the paper's rule and by
+the default rule."""
 
 Array = NDArray[np.float64]
 
@@ -54,18 +54,18 @@ class DistanceResult:
     bounds: dict[str, dict[str, float]]
     """Mean of the theorem's bound, by type of input and method, for methods without a distance exponent."""
     precisions: Array
-    """Prior precisions at which the three curves below, all for MoLA, are computed."""
+    """Prior precisions for which the three MoLA curves below are computed."""
     test_confidence: Array
-    """Mean confidence on the test digits, at each prior precision."""
+    """Mean confidence on the test digits for each prior precision."""
     limit: Array
-    """Mean of the exact far-field limit in the directions of noise inputs, at each prior precision."""
+    """Mean of the exact far-field limit in the directions of noise inputs, for each prior precision."""
     bound: Array
-    """Mean of the theorem's bound in the directions of noise inputs, at each prior precision."""
+    """Mean of the theorem's bound in the directions of noise inputs, for each prior precision."""
 
 
 @dataclass(frozen=True)
 class MoonsResult:
-    """Maps of the confidence in the plane around the two moons."""
+    """Confidence maps of the plane around the two moons."""
 
     points: Array
     """Training inputs, shape (n, 2)."""

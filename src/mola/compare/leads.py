@@ -62,7 +62,7 @@ def lead(found: Mapping[Name, Measurement], better: Better) -> Lead:
     clear = tuple(
         name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
     )
-    # If the lead is clear, the rival is the second-best entry; otherwise, the best entry that is not clearly behind.
+    # If the lead is clear, the rival is the second-best entry; otherwise, it is the best entry that is not clearly behind.
     near = {name: one for name, one in others.items() if best in clear or one[0] <= CLEAR}
     rival = min(near, key=lambda name: near[name][1], default=None)
     _, ahead, error = (0.0, None, None) if rival is None else others[rival]

@@ -37,7 +37,7 @@ class Material:
     """Data and settings for one run."""
 
     read: Callable[[str], Stored]
-    """Function that returns the stored features and logits for the set with a given name."""
+    """Function that returns the stored features and logits of a set, given its name."""
     threshold: float | None
     """Target confidence of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
@@ -51,7 +51,7 @@ class Fitted:
     """A fitted and tuned method."""
 
     batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
-    """Function that returns the batches, with labels, of the set with a given name."""
+    """Function that returns the labelled batches of a set, given its name."""
     answer: Callable[[Any, bool], Answer]
     """Function that returns predictions for a batch, with or without outlier scores."""
     chosen: dict[str, Any]

@@ -109,7 +109,7 @@ class OutlierResult:
     errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Standard errors of the "auroc" and "fpr95" of each outlier score, computed over the test data and the outliers."""
     std: float | None = None
-    """Predicted standard deviation of a regression model, averaged over inputs and outputs."""
+    """Standard deviation predicted by a regression model, averaged over inputs and outputs."""
     std_error: float | None = None
     """Standard error of `std`, computed over the outliers."""
 
@@ -152,8 +152,8 @@ class Record:
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """Additional measures that the suite defines, keyed by name. Files omit this entry if it is empty."""
     overlap: float = 0.0
-    """Ratio of test examples to examples used for fitting and tuning in a cross-fit, whose runs share data; 0 if every run has its own
-    networks. Files omit this entry because it follows from the settings in the suite's document."""
+    """In a cross-fit, whose runs share data, the ratio of test examples to examples used for fitting and tuning; 0 if every run has
+    its own networks. Files omit this entry because it follows from the settings in the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values for a suite's file, without the entries that only single-run comparisons have."""
@@ -298,7 +298,7 @@ class Comparison:
     classes: tuple[str, ...] = ()
     """Names of the classes (or, for regression, of the outputs), in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """For single-run comparisons, the best method by each metric on each set. On labelled sets, the metrics are "accuracy", "nll",
+    """For single-run comparisons, the best method for each set and metric. On labelled sets, the metrics are "accuracy", "nll",
     "brier" and "ece", with entries named `(method,)`. On outlier sets, "confidence" and "max probability" (the AUROC of this score)
     have entries named `(method,)`, whereas "auroc" and "fpr95" have entries named `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)

@@ -35,7 +35,7 @@ MOST_OUTPUTS = 16
 """Maximum number of outputs for which separate results are stored."""
 
 EXAMPLES = 300
-"""Maximum number of targets shown in a figure, taken at equal spacing from the data set."""
+"""Maximum number of targets shown in a figure; the targets are evenly spaced in the data set."""
 
 SPREAD_BINS = 10
 """Number of equal-sized groups into which inputs are split by their predicted standard deviation."""

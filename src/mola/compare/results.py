@@ -60,7 +60,7 @@ BETTER: dict[str, Better] = {
 
 
 def measured(tally: Tally) -> dict[str, Measurement]:
-    """Return the metrics on labelled data that have standard errors."""
+    """Return the metrics on labelled data for which standard errors are computed."""
     if "square[all]" in tally.columns:
         return regression_metrics(tally)
     found, area = tally.classified(), None
@@ -166,7 +166,7 @@ def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
     for place, name in enumerate(types[: tally.count]):
         part = Tally(tally.columns, [torch.cat(tally.parts)[place :: len(types)]])
         numbers = {metric: one.value for metric, one in part.classified().items()}
-        # Six digits exceed the precision of metrics on a few hundred examples and keep files small.
+        # Six digits suffice for metrics on a few hundred examples and keep files small.
         found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in ("accuracy", "nll", "ece")}
     return found
 
@@ -198,7 +198,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True) -> Out
 
 
 def risk_curve(tally: Tally) -> list[list[float]]:
-    """Return at most `CURVE_POINTS` pairs of coverage and error rate, starting with only the most confident predictions."""
+    """Return at most `CURVE_POINTS` pairs of coverage and error rate, in order of increasing coverage."""
     coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
     places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
     return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
@@ -224,7 +224,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best method on labelled data by each metric in `BETTER` that all methods have."""
+    """Return the best method on labelled data for each metric in `BETTER` that all methods have."""
     found = {method: measured(tally) for method, tally in tallies.items()}
     return {
         name: lead({(method,): one[name] for method, one in found.items()}, end)
@@ -252,7 +252,7 @@ def _separation(inside: Tally, outside: Tally) -> dict[str, dict[str, Measuremen
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Return the best methods on outliers by all scores and, for classifiers, also by confidence; see `Comparison.leads`."""
+    """Return the best methods on outliers by AUROC and FPR95 and, for classifiers, also by confidence; see `Comparison.leads`."""
     separated: dict[Name, dict[str, Measurement]] = {
         (method, score): found
         for method, tally in outside.items()

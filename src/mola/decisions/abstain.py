@@ -13,8 +13,8 @@ Binomial(m, R). So :math:`p = P(\text{Bin}(m, \varepsilon) \le \text{errors})` i
 :math:`R(\tau) > \varepsilon`, for every m. This also holds if :math:`\tau` is the (m + 1)-th largest of the n scores: given
 :math:`\tau`, the m larger scores are independent draws from the distribution above :math:`\tau`.
 
-*Many thresholds.* The thresholds are tested in an order fixed in advance: all real numbers, from high to low. In this order, a
-significance level is passed on as long as tests succeed, and is lost when a test fails. The level is spent in J equal parts of size
+*Many thresholds.* The thresholds are tested in an order fixed in advance: all real numbers, from high to low. A successful test
+passes its significance level on to the next threshold; a failed test loses it. The level is spent in J equal parts of size
 :math:`\delta / J`, at n/2, n/4, n/8, ... answers; J is the largest number for which :math:`n / 2^J` answers without an error would
 pass the test. This is the fallback procedure (Wiens, 2003) or, if J = 1, fixed-sequence testing. A mistake among the most certain
 answers costs only part of the level. If no test fails, the last tests use the full :math:`\delta`. Testing more thresholds
@@ -29,8 +29,8 @@ probabilities of the two cases add up to at most :math:`\delta`. The assumption 
 more often than less certain ones. Each further crossing of :math:`\varepsilon` by R then adds at most :math:`\delta` to the
 probability of failure.
 
-The guarantee bounds the long-run error rate of answers for the given calibration data. Conformal coverage, in contrast, is an average
-over draws of the calibration data. The guarantee does not extend to shifted data.
+The guarantee bounds the long-run error rate of answers above the particular :math:`\hat\tau` that was chosen. Conformal coverage, in
+contrast, is an average over draws of the calibration data. The guarantee does not extend to shifted data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from mola.options import counted
 from mola.prediction import Prediction
 
 NEGLIGIBLE = 1e-17
-"""Relative size of a term below which the rest of a decreasing series is dropped."""
+"""A decreasing series is truncated after the first term smaller than this fraction of the sum."""
 
 
 class AnswerThreshold(float):
@@ -115,22 +115,22 @@ def abstain_threshold(
 ) -> AnswerThreshold:
     """Find the lowest confidence above which the error rate of answers is provably at most the given rate (selective prediction).
 
-    The bound is exact for any sample size and any predictor. `mola.decisions.abstain` describes the procedure and its one assumption.
+    The guarantee holds for any sample size and any predictor. `mola.decisions.abstain` describes the procedure and its one assumption.
     The networks must not have been trained on the data. Tuning the prior precision on the same data violates this condition slightly;
     docs/decisions.md quantifies the effect.
 
     Args:
         prediction: predictions for labelled data that resemble future data, as a `mola.Prediction`, probabilities (n, C), or a
-            `mola.decisions.Calibration`, which includes its labels.
+            `mola.decisions.Calibration`, which includes the labels.
         labels: class indices (n,), or None if `prediction` is a `Calibration`.
         error_rate: largest acceptable error rate of the answers, such as 0.01 for one wrong answer in a hundred.
         certainty: probability, over draws of the labelled data, that the bound holds.
         score: your own scores (n,), higher for more certain predictions; use minus infinity for inputs that are never answered, such
-            as inputs that raise an alarm. By default, the confidence is the score.
+            as inputs that raise an alarm. By default, the score is the confidence.
 
     Returns:
-        The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold has the guarantee, a
-        `DataError` explains why.
+        The threshold as a number. Answer if the confidence (or your own score) is above it. If no threshold satisfies the
+        bound with this certainty, a `DataError` explains why.
     """
     calibration = Calibration.of(prediction, labels)
     rate = check_share(error_rate, "error_rate", "1 % is 0.01.")

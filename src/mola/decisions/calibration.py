@@ -1,4 +1,4 @@
-"""Calibration data for decisions: a few numbers per labelled example, whatever the number of classes.
+"""Calibration data for decisions: a few numbers per labelled example, regardless of the number of classes.
 
 A `Calibration` is created from a prediction and its labels, or read from a file. Thresholds for any error rate or coverage can be
 computed from a `Calibration` without running a network again. Calibration data must be exchangeable with future data, and the
@@ -126,5 +126,5 @@ class Calibration:
         ranks, labels = made.true_rank, made.label
         valid = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
         if not bool(valid) or not all(bool(columns[name].isfinite().all()) for name in names):
-            raise DataError(f"expected finite values, with labels and ranks that fit {classes} classes.")
+            raise DataError(f"expected finite values, and labels and ranks that are valid for {classes} classes.")
         return made

@@ -1,8 +1,9 @@
 r"""Prediction intervals with guaranteed coverage for regression, either for each of the D outputs or for all outputs at once.
 
-Both methods are split conformal (`mola.decisions.ranks`). Let q be the conformal quantile of the scores of n labelled examples. The
-interval for a new input contains all targets with a score of at most q. For exchangeable data, the interval contains the target with
-at least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter intervals.
+Both methods use split conformal prediction (`mola.decisions.ranks`). Let q be the conformal quantile of the scores of n labelled
+examples. The interval for a new input contains all targets with a score of at most q. For exchangeable data, the interval contains
+the target with at least the given probability, even if the predicted distribution is wrong. A better distribution gives shorter
+intervals.
 
 - "quantile": the score of a target y is :math:`\max(l(x) - y,\; y - u(x))`, and the interval is :math:`[l(x) - q,\; u(x) + q]`.
 - "normalised": the score is :math:`|y - m(x)| / \sigma(x)`, and the interval is :math:`m(x) \pm q\, \sigma(x)`.
@@ -37,7 +38,7 @@ class PredictionIntervals:
     coverage: float
     """Probability that an interval contains the target."""
     method: str
-    """Conformal method, "quantile" or "normalised"."""
+    """Conformal method ("quantile" or "normalised")."""
     threshold: Tensor
     """Conformal quantile q of each output, shape (D,), in float64. Joint intervals have the same q for all outputs."""
     count: int
@@ -79,7 +80,7 @@ def prediction_intervals(
         prediction: predictions for labelled data, with `mean` and `variance` (n, D) and `interval(level)`.
         targets: targets (n, D), or (n,) if D is 1.
         coverage: probability that an interval contains the target, such as 0.9.
-        method: conformal method, "quantile" or "normalised".
+        method: conformal method ("quantile" or "normalised").
         joint: guarantee the coverage for all D targets of a data point at once; only for "normalised", whose scores have no unit.
 
     Returns:

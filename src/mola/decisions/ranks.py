@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 
 
 def check_share(value: Any, name: str, example: str) -> float:
-    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` that ends with `example`."""
+    """Return the value as a float strictly between 0 and 1, or raise an `OptionError` whose message ends with `example`."""
     try:
         share = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):

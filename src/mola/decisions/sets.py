@@ -49,7 +49,7 @@ class PredictionSets:
     coverage: float
     """Probability that a set contains the true class."""
     method: str
-    """Conformal method, "lac", "aps" or "raps"."""
+    """Conformal method ("lac", "aps" or "raps")."""
     threshold: Tensor
     """Largest score that a class in a set may have, in float64. Its shape is (), or (C,) if each class has its own threshold."""
     classes: int
@@ -113,10 +113,10 @@ def prediction_sets(
 
     Args:
         prediction: predictions for labelled data, as a `mola.Prediction`, probabilities (n, C), or a `mola.decisions.Calibration`,
-            which includes its labels.
+            which includes the labels.
         labels: class indices (n,), or None if `prediction` is a `Calibration`.
         coverage: probability that a set contains the true class, such as 0.9.
-        method: conformal method, "lac", "aps" or "raps".
+        method: conformal method ("lac", "aps" or "raps").
         by: "class" to guarantee the coverage for each class; by default, the coverage holds only on average over the classes.
         randomised: let "aps" and "raps" drop the last class at random, so that the coverage is not higher than requested.
         penalty: penalty lambda of "raps", added for each rank beyond `free`.

@@ -68,7 +68,7 @@ Estimates = Mapping[float, Mapping[str, Estimate | None]]
 
 
 def _estimates(title: str, found: Estimates, labels: Sequence[str], settings: Mapping[str, Any]) -> Panel:
-    # Lines are means over runs; bands extend one standard error to each side.
+    # Lines show means over runs; bands extend one standard error to each side.
     lines = []
     for label, stroke in strokes(labels).items():
         known = {x: one for x, values in found.items() if (one := values.get(label)) is not None}

@@ -18,7 +18,7 @@ RELIABILITY = (
     "Accuracy against confidence, in bins of equal width. Overconfident predictions lie below the dashed line.",
 )
 SHARES = "Share of inputs by confidence, on a square-root scale. A good method is less confident on outliers than on test data."
-BANDS = "Lines are means over runs, and bands show one standard error."
+BANDS = "Lines show means over runs; bands show one standard error."
 
 ABLATED = ("log_likelihood", "ece", "confidence")
 """Metrics plotted against the level of shift in ablations and in the demo."""
@@ -31,10 +31,12 @@ def demo_figures(result: DemoResult) -> dict[str, Planned]:
     panels = {"test digits": (0.0, names), "rotated by 15°": (15.0, names), "rotated by 30°": (30.0, names)}
     turning = partial(curves.draw_against_level, comparison, comparison.runs, ABLATED, "rotation (degrees)")
     inputs = "The first inputs of each kind. Patches and noise have the same size and value range as the digits."
-    rotation = "Beyond 45°, every method is overconfident, but some lose more log-likelihood than others."
+    rotation = (
+        "Beyond 45°, every method is overconfident, but the log-likelihood falls further for some than for others."
+    )
     distance = (
         "Inputs are multiplied by δ. A single network becomes certain, whereas MoLA approaches the dotted limits, which lie below "
-        "the theorem's bound. The last panel shows the limit and the bound at other prior precisions."
+        "the theorem's bound. The last panel shows the limit and the bound for other prior precisions."
     )
     plane = "Confidence around the two moons, in a window six times as wide as the data."
     return {

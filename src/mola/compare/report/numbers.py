@@ -32,7 +32,7 @@ class On:
     score: str = ""
     """Outlier score from which a metric such as "auroc" or "fpr95" is computed."""
     kind: str = ""
-    """Type of shift, such as "fog"; empty for all types."""
+    """Type of shift, such as "fog"; empty if the metric covers all types."""
 
 
 def _numbers_of(record: Record) -> Iterator[tuple[On, float | None, float | None]]:
@@ -111,12 +111,15 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
     return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
 
 
-LEADS = "Bold numbers lead every other method by more than chance would explain (paired t-test over runs, 95 %)."
+LEADS = (
+    "A number is bold if it is better than those of all other methods by more than chance would explain "
+    "(paired t-test over runs, 95 %)."
+)
 """Caption that explains bold numbers in the tables of suites."""
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Return a sentence that gives the number of runs, such as "2 to 4 runs" or, for a cross-fit, "5 rotations"."""
+    """Return a sentence such as "Mean ± standard error over 2 to 4 runs." for the caption of a table."""
     counts = [len(records) for records in methods.values()]
     if max(counts) == 1:
         return "With one run, the spread is unknown, so no number is bold."

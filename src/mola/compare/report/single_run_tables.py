@@ -28,7 +28,10 @@ SCORE_NAMES = {
 FEW = 10
 """Number of classes in tables that show only the worst classes."""
 
-BOLD = f"Ties aside, bold numbers lead every other method{{}} by more than {CLEAR:g} standard errors of the paired difference"
+BOLD = (
+    "Ties aside, a number is bold if it is better than that of every other method{} by more than "
+    f"{CLEAR:g} standard errors of the paired difference"
+)
 
 
 def set_words(one: SetInfo) -> str:
@@ -60,7 +63,7 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
 
 
 def detail_table(comparison: Comparison, most: int | None = None) -> Table | None:
-    """Return a table with one row per output (for regression) or per class; `most` limits it to that many of the worst classes."""
+    """Return a table with one row per output (for regression) or per class; `most` keeps only that many classes, worst first."""
     return _output_table(comparison) if comparison.regression else _class_table(comparison, most)
 
 
@@ -78,7 +81,7 @@ def _outlier_tables(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]
     if comparison.regression:
         first = Column("mean std.", digits=digits_of(comparison, "std"), on=On(one.name, "std"))
     caption = f"{set_words(one)}, with standard errors. An AUROC of 50 corresponds to random guessing. {BOLD.format(' and score')}."
-    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data; standard errors as above."
+    below = "FPR95 is the share of outliers accepted at the threshold that accepts 95 % of the test data, with its standard error."
     areas = _by_score(numbers, Column("", "AUROC %", "high", 1, On(one.name, "auroc"), 100))
     rates = _by_score(numbers, Column("", "FPR95 %", "low", 1, On(one.name, "fpr95"), 100))
     return (
@@ -169,8 +172,8 @@ MOST_DIGITS = 8
 
 
 def _digits(pairs: Iterable[tuple[float, float | None]]) -> int:
-    # Return the number of decimals that shows two digits of the smallest error, but at most five digits of the largest value. The
-    # error of a constant quantity is almost zero and would otherwise require too many decimals.
+    # Return the number of decimals needed to show two digits of the smallest error without showing more than five digits of the
+    # largest value. The error of a constant quantity is almost zero and would otherwise require too many decimals.
     values, errors = zip(*pairs, strict=True)
     largest = max(map(abs, values))
     if largest == 0:

@@ -160,7 +160,7 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
         f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus its minimum, "
         f"reached by rejecting all errors first, so it measures only the ranking of the predictions."
-        f"{' The column for shifted data is a mean over all levels.' if len(levels) > 1 else ''}"
+        f"{' The column for shifted data shows the mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
 
@@ -298,8 +298,8 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
         f"and logits. The set-up differs from that of OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and "
         f"DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images are {counts}; "
-        f"Textures and Places365 are not included. TinyImageNet classes that, by our own list, also occur in CIFAR-10 are "
-        f"excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
+        f"Textures and Places365 are not included. TinyImageNet classes that, according to our own list, also occur in CIFAR-10 "
+        f"are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
@@ -364,11 +364,13 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         Column("AUROC", "outliers", "high", 2, On(outliers, "auroc", BY_CONFIDENCE), 100),
     ]
     along = (
-        f" Columns for shifted data are means over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
+        f" Columns for shifted data show means over all levels of {suite.shift_title}."
+        if suite.of_role("shift")
+        else ""
     )
     every = len(sets) == len(suite.of_role("outlier"))
     caption = (
-        f"{runs_words(methods)}{along} Columns for outliers are means over "
+        f"{runs_words(methods)}{along} Columns for outliers show means over "
         f"{'all outlier sets' if every else 'the sets ' + ', '.join(one.title for one in sets)}. AUROC is computed "
         f"from the confidence."
     )
@@ -429,9 +431,9 @@ def _cost(suite: SuiteResults) -> Table | None:
             row += [ours[method], *(_ratio(costs.get(method), costs.get(base)) for costs in (ours, paper))]
     settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
     caption = (
-        f"Measured in one run{f' ({settings})' if settings else ''}. \N{MULTIPLICATION SIGN} is the ratio to MAP, or to LLLA for "
-        f"fitting, because MAP is not fitted. The 'paper' columns give the same ratios from the paper's table "
-        f"({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
+        f"Measured in one run{f' ({settings})' if settings else ''}. Columns marked \N{MULTIPLICATION SIGN} show the ratio to "
+        f"MAP, or to LLLA for fitting, because MAP requires no fitting. The 'paper' columns give the same ratios from the paper's "
+        f"table ({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
 

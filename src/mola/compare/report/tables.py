@@ -151,7 +151,7 @@ def records_table(
 
 
 def _clear(on: On, leads: Mapping[str, Mapping[str, Lead]]) -> set[str]:
-    # Return the methods that have a clear lead (by the given outlier score, if the metric depends on a score).
+    # Return the methods that have a clear lead; if the metric depends on an outlier score, only leads with that score count.
     lead = leads.get(str(on.sets), {}).get(on.metric)
     return {name for name, *score in lead.clear if score in ([], [on.score])} if lead else set()
 
