@@ -15,13 +15,13 @@ Logits divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
 Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, where each mean is first divided by
-its own s. The bound on a pooled logit therefore has the contracted weights in the numerator and the same denominator. For a binary
-logit, the predicted label has probability :math:`\sigma(|z_i|)`. The bound on this probability is the Lemma's bound for two classes,
-one of which has zero weights and no variance.
+its own s. For pooled logits, the numerators of the components' bounds are therefore pooled in the same way, and the denominators are
+unchanged. For a binary logit, the predicted label has probability :math:`\sigma(|z_i|)`. The bound on this probability is the Lemma's
+bound for two classes, one of which has zero weights and no variance.
 
 For a bias-free ReLU network, the features scale with the input, and the limit has a closed form: :math:`z_i \to \mu_i^\top \phi /
-\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features, so far from
-the data both the bound and the limit are 1/C. A temperature alone does not change the limit.
+\sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent, s grows at least like the square of the features; far from
+the data, both the bound and the limit are therefore 1/C. A temperature alone does not change the limit.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def component_bounds(posterior: MoLA, rows: Rows) -> Tensor:
             return torch.ones_like(torch.stack(list(rows.outputs)))
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
-        # The numerator of the bound is |mu| |phi| / s, and its denominator is the square root divided by s. Without scaling, |phi| is
-        # left out of both, and their ratio is the bound that holds for every input.
+        # The numerator of the bound is |mu| |phi| / s, and its denominator is sqrt(s^2 + pi/8 lambda_min |phi|^2) / s.
+        # Without scaling, |phi| is left out of both, and their ratio is the bound that holds for every input.
         sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
         spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
         denominators.append((spread if free else 1 + spread).sqrt())

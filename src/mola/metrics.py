@@ -69,7 +69,7 @@ def calibration_gap(binned: Tensor) -> float:
 
 
 def calibration_gaps(binned: Tensor) -> Tensor:
-    """Return the calibration gaps (...) of batched sums (..., bins, 3)."""
+    """Return the calibration gaps (...), given batched sums (..., bins, 3)."""
     return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
@@ -110,7 +110,7 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
     Predictions with equal uncertainty are accepted in random order, and the curve is the mean over all such orders.
 
     Args:
-        uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are rejected first.
+        uncertainty: uncertainties (n,), such as `1 - probs.amax(1)` or an outlier score; the most uncertain inputs are rejected first.
         correct: whether each prediction is correct (1) or wrong (0), of shape (n,).
 
     Returns:
@@ -145,8 +145,8 @@ def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor,
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             raise DataError(
-                f"{name}_scores must be a non-empty vector with one number per input and no nan; got shape {tuple(scores.shape)} "
-                f"with {int(scores.isnan().sum())} nan."
+                f"{name}_scores must be a non-empty vector with one number per input and no NaN; got shape {tuple(scores.shape)} "
+                f"(NaN values: {int(scores.isnan().sum())})."
             )
     return inlier_scores.double(), outlier_scores.double()
 

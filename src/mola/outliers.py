@@ -61,7 +61,7 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: C
 
     Args:
         means: logits (K, n, C).
-        norms: norms (K, n) of the feature vectors, relative to the training features.
+        norms: Mahalanobis norms (K, n) of the feature vectors with respect to the training features.
         weights: mixture weights (K,).
         likelihood: likelihood of the mixture.
     """

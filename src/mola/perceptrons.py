@@ -69,7 +69,7 @@ def train_mlps(
         optimiser: function that creates an optimiser from parameters, `lr` and `weight_decay`.
 
     Returns:
-        The trained networks, in eval mode and in the precision of the inputs.
+        The trained networks, in eval mode and with the data type of the inputs.
     """
     if not len(inputs):
         raise DataError("expected at least one row of training data, got none.")

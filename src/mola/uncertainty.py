@@ -21,8 +21,8 @@ from mola.likelihoods.base import ClassificationLikelihood, mixed
 from mola.numerics import sobol_normals
 
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two, large enough
-for at least two draws in each quarter."""
+"""Largest and smallest numbers of draws used to estimate the epistemic share. Both are powers of two and at
+least 8, because each quarter of the draws is averaged separately."""
 
 DRAWN_LOGITS = 2**13
 """Largest number of drawn logits (draws times classes). With many classes, fewer draws are needed, and fewer are affordable."""
@@ -91,8 +91,8 @@ def epistemic_share(
     """Return the share (n,) of a mixture's entropy that is mutual information between the label and the weights.
 
     For multi-label data, the shape is (n, C). For mutually exclusive classes, the mutual information within a component has no closed
-    form, so it is estimated from Sobol draws. Relative to the entropy of the draws, the estimate lies between 0 and 1 for every link;
-    it is exact if the components have no covariance.
+    form, so it is estimated from Sobol draws. The share is computed from the entropy of the draws, so it lies between 0 and 1 for
+    every link; it is exact if the components have no covariance.
 
     Args:
         likelihood: likelihood of the mixture.
@@ -126,7 +126,7 @@ def _share(total: Tensor, within: Tensor) -> Tensor:
 def _entropy_limit(quarters: Tensor) -> Tensor:
     # From the means (n, 4, C) over the four quarters of the draws, estimate the entropy of the mean over infinitely many draws. The
     # entropy of a mean of S draws is too small by an amount that falls as S grows. The entropy is therefore computed for the quarters,
-    # the halves and all draws, and the gains of the two doublings are extrapolated as a geometric series.
+    # the halves and all draws, and the gains from the two doublings are extrapolated as a geometric series.
     halves = (quarters[:, 0::2] + quarters[:, 1::2]) / 2
     whole = entropy(halves.mean(1))
     half, quarter = entropy(halves).mean(1), entropy(quarters).mean(1)

@@ -35,7 +35,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()}, whose sum is {float(values.sum()):.6g}. Divide them by their sum."
         )
-    # Do not renormalise weights that sum to 1 up to rounding, because they would change on every save and load.
+    # Do not renormalise weights that sum to 1 up to rounding; otherwise, they would change on every save and load.
     return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
@@ -56,12 +56,12 @@ def evidence_weights(log_evidence: Tensor) -> Tensor:
 
 
 def stacking_weights(likelihoods: Tensor) -> Tensor:
-    r"""Return the weights that maximise the mixture's log-likelihood on held-out data, a concave problem on the simplex.
+    r"""Return the weights that maximise the mixture's log-likelihood on held-out data.
 
     .. math:: \max_\pi \tfrac1n \sum_n \log \sum_k \pi_k\, p_k(y_n) \quad \text{with } \pi \ge 0,\; 1^\top \pi = 1
 
-    Newton's method maximises the objective plus a log barrier whose weight mu shrinks. The duality gap, K mu, bounds the gain that is
-    still possible.
+    The objective is concave. Newton's method maximises it together with a log barrier whose weight mu shrinks. The duality gap, K mu,
+    bounds the gain that is still possible.
 
     Args:
         likelihoods: probability or density (n, K) of each label under each component.
@@ -70,7 +70,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
         Weights (K,) in float64, whose mean log-likelihood is within 1e-10 nats of the optimum.
     """
     count, tiny = likelihoods.shape[1], torch.finfo(torch.float64).tiny
-    # Likelihoods relative to the best component have the same optimum and do not underflow.
+    # Divide by the best component's likelihood to avoid underflow; this does not move the optimum.
     best = likelihoods.double().amax(1, keepdim=True).clamp_min(tiny)
     ratios = (likelihoods.double() / best).clamp_min(tiny)
     weights, barrier = uniform_weights(count), 1.0

@@ -103,7 +103,7 @@ def test_fpr_with_outliers_as_positives_is_openoods(scores, tpr):
 def test_scores_that_cannot_be_compared_are_refused():
     good = torch.arange(3.0)
     for function in (metrics.auroc, metrics.aupr_in, metrics.aupr_out, metrics.fpr_at_tpr, metrics.fpr_at_tpr_out):
-        with pytest.raises(DataError, match=r"outlier_scores must be.*1 nan"):
+        with pytest.raises(DataError, match=r"outlier_scores must be.*NaN values: 1"):
             function(good, torch.tensor([1.0, math.nan]))
         with pytest.raises(DataError, match=r"inlier_scores must be.*shape \(0,\)"):
             function(good[:0], good)

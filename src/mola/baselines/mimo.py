@@ -57,7 +57,7 @@ class Mimo(Mixture):
 
     @property
     def members(self) -> int:
-        """Number of inputs and heads, K."""
+        """Number K of inputs, which is also the number of heads."""
         return len(self.heads)
 
     @property
@@ -152,7 +152,7 @@ def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tuple[nn.Module, list[nn.Linear]]:
-    # Turn the network into the trunk in place, and return it together with K new heads.
+    # Modify the network so that it becomes the trunk, and return it together with K new heads.
     with evaluating(network):
         head = find_head(network, example)
         if not isinstance(head.layer, nn.Linear) or head.dense_axes:

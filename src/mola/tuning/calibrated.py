@@ -81,8 +81,8 @@ class Calibrated(Rule):
     It chooses the prior precision, temperature, pooling coefficient and distance exponent in one pass over the validation data.
 
     Args:
-        price: caution may raise the validation log loss by this share, or by half of the gain from pooling and covariance if that is
-            more.
+        price: largest relative increase in validation log loss that the distance exponent may cause. If half of the gain from pooling
+            and covariance is larger, that is the limit instead.
     """
 
     price: float = 0.01
@@ -93,7 +93,7 @@ class Calibrated(Rule):
         if not (is_real(self.price) and 0 <= self.price <= 1):
             raise OptionError(
                 f"price must be a number between 0 and 1, got {self.price!r}. With a price of 0.01, the validation log loss may rise "
-                f"by 1 %."
+                f"by up to 1 %."
             )
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:

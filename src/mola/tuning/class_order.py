@@ -24,7 +24,7 @@ ENOUGH_DATA = 50
 
 
 def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) -> None:
-    """Raise `DataError`, with the correct order, if the labels are clearly in a different order from the outputs.
+    """Raise a `DataError` that states the correct order if the labels are clearly in a different order from the outputs.
 
     Each label is matched with the class most often predicted for it. There are so many possible orders that, with few data, some order
     always fits well. The order found must therefore fit better than the best of all orders would by chance.
@@ -77,7 +77,7 @@ def check_label_order(labels: Tensor, probs: Tensor, where: str) -> None:
     if labels.shape[1] < 2 or int(known.sum(0).min()) < ENOUGH_DATA:
         return
     count, filled, mask = known.double().sum(0)[:, None], labels.nan_to_num(), known.double()
-    # Correlate each column of labels with each column of probabilities, over the data that have the label.
+    # Correlate each column of labels with each column of probabilities, over the data for which the label is known.
     label_mean, prob_mean = filled.sum(0)[:, None] / count, (mask.T @ probs) / count
     joint = (filled.T @ probs) / count - label_mean * prob_mean
     variance = ((mask.T @ probs.square()) / count - prob_mean.square()).clamp_min(0) * label_mean * (1 - label_mean)

@@ -50,7 +50,7 @@ class Distance(Rule):
             threshold. With "loss", the search stops earlier if the log loss reaches that of the paper's rule. With a number such as
             0.02, the log loss may rise by at most that fraction, here 2 %. For regression, the price is given in nats of log loss per
             output; the default is 0.01.
-        rule: name or object of the rule that first chooses the prior precision and the temperature.
+        rule: rule that first chooses the prior precision and the temperature, given by name or as an object.
     """
 
     price: float | Literal["loss"] | None = None
@@ -61,7 +61,7 @@ class Distance(Rule):
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             raise OptionError(
                 f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. With a price of 0.02, the validation "
-                f"log loss may rise by 2 %."
+                f"log loss may rise by up to 2 %."
             )
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
@@ -99,7 +99,7 @@ class Distance(Rule):
                 )
             price = REGRESSION_PRICE if self.price is None else float(self.price)
             most = plain["nll"] + price * posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
-            limit, notes = f"at most {price:.4g} nats more log loss per output", ()
+            limit, notes = f"log loss per output at most {price:.4g} nats higher", ()
             chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
             summary = _regression_summary(tried, chosen)
         if chosen == 0:
@@ -129,7 +129,7 @@ class Distance(Rule):
             return lambda row: row["confidence"] >= target, words, notes
         paper = Threshold()(posterior, data)
         loss = float(mean_scores(posterior, data, precision=paper.prior_precision[:1])["nll"][0])
-        words = f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}"
+        words = f"log loss at most that of the paper's rule, and mean confidence at least {target:.2%}"
         return lambda row: row["confidence"] >= target and row["nll"] <= loss, words, notes
 
 

@@ -1,4 +1,4 @@
-"""Held-out features and outputs: they are read once, checked, and scored for every candidate in a search."""
+"""Held-out features and outputs, which are read once, checked, and used to score every candidate in a search."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """The paper's rule, which chooses the smallest prior precision whose mean confidence on the validation data meets a threshold.
+    """The paper's rule: the smallest prior precision at which the mean confidence on the validation data meets a threshold.
 
     Args:
         confidence: threshold on the mean confidence. By default, the threshold is `margin` below the networks' mean accuracy on the
@@ -88,7 +88,7 @@ class Threshold(Rule):
         return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """Return the target mean confidence, its explanation and any notes."""
+        """Return the target mean confidence, a text that states and explains it, and any notes."""
         if self.confidence is not None:
             return self.confidence, f"{self.confidence:.2%} as given", ()
         accuracy, error = data.accuracy()
@@ -102,7 +102,7 @@ class Threshold(Rule):
             )
         origin = f"the networks' mean accuracy of {accuracy:.2%} minus {points(self.margin)}"
         if target > accuracy - self.margin:
-            origin = f"the level of chance, because {origin} would be even lower"
+            origin = f"the chance level, because {origin} would be even lower"
         return target, f"{target:.2%}, {origin}", notes
 
     def __call__(self, posterior: MoLA, data: HeldOut) -> Tuning:
@@ -121,12 +121,17 @@ class Threshold(Rule):
                 f"The threshold rule has no effect: without any covariance, the mean confidence is "
                 f"{search.tried[index]['confidence']:.2%}, already below the target of {target:.2%}, and covariance only lowers it. "
                 f"The networks disagree, or they are underconfident, as after label smoothing or mixup. The prior precision is set "
-                f"to {search.value(index):.3g}, which comes close to the plain ensemble. Use the default rule, 'calibrated'."
+                f"to {search.value(index):.3g}, at which predictions are close to those of the plain ensemble. Use the default "
+                f"rule, 'calibrated'."
             )
         else:
             notes = (*notes, *search.note(index))
             lowest = min(row["confidence"] for row in search.tried.values())
-            above = "; no prior precision tried lowers the confidence to the target" if lowest > target + NEAR else ""
+            above = (
+                "; none of the prior precisions tried lowers the confidence to the target"
+                if lowest > target + NEAR
+                else ""
+            )
             summary = (
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
                 f"{search.value(index):.3g} (target: {origin}){above}."

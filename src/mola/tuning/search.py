@@ -113,7 +113,7 @@ class PrecisionSearch:
         return first()
 
     def _grow(self, score: str, down: bool, is_open: Callable[[int], bool]) -> None:
-        # Extend the grid beyond one end while it may grow there and the score still changes.
+        # Extend the grid beyond one end, within its limits, as long as `is_open` allows it and the score still changes.
         end, sign = (min, -1) if down else (max, 1)
         while LOWEST < end(self.tried) < HIGHEST and is_open(end(self.tried)):
             before, last = self.tried[end(self.tried)][score], end(self.tried)

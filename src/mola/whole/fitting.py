@@ -65,13 +65,14 @@ def fit(
         networks: one trained classifier, or K of them. Their architectures may differ, but they must have the same number of classes.
         train_loader: any iterable of batches. A batch is `(x, y)`, `x` alone, or a mapping that holds the labels under the key
             "labels". Iterators are rejected for a subnetwork, which needs two passes.
-        val_loader: validation data. If given, the posterior is tuned on these data.
+        val_loader: if given, validation data on which the posterior is tuned.
         rule: tuning rule, as in `mola.fit`.
         structure: "kron" (K-FAC for every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
             diagonal) or "full" (small networks only). The default is "kron", or "full" for a subnetwork.
         subnetwork: number or fraction of the weights to be treated as uncertain. The weights with the largest marginal variance under
             the diagonal approximation are chosen (Daxberger et al., 2021) and given a full covariance. All other weights keep their
-            trained values. Weights that affect no training datum, such as those of dead units, are chosen last.
+            trained values. Weights that do not affect any prediction on the training data, such as those of dead units, are chosen
+            last.
         link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object from `mola.links`.
         likelihood: only "categorical". Use `mola.fit` for other likelihoods.
         prior_precision: prior precision lambda, as one number or K numbers.
@@ -152,8 +153,8 @@ def _subnetwork_size(weights: int, subnetwork: float) -> int:
 
 def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
     # Return, in increasing order, the indices of the weights with the smallest h, that is, the largest marginal variances
-    # 1 / (h + lambda). Weights with h = 0 come last, because they affect no training datum. A third of a trained LeNet's weights
-    # belong to dead units and would otherwise fill the subnetwork.
+    # 1 / (h + lambda). Weights with h = 0 come last, because they do not affect any prediction on the training data. A third of a
+    # trained LeNet's weights belong to dead units and would otherwise fill the subnetwork.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[:count].sort().values.cpu()
 

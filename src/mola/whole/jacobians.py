@@ -111,7 +111,7 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 def some_of(inputs: Inputs, part: slice, size: int) -> Inputs:
-    """Slice a batch of `size` data points."""
+    """Return the slice `part` of a batch that contains `size` data points."""
     return tree_map(lambda value: value[part] if _is_batched(value, size) else value, inputs)
 
 

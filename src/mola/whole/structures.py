@@ -46,7 +46,7 @@ class WholeStructure(Structure):
     """An approximation to the Gauss-Newton matrix for the weights in a layout.
 
     Args:
-        layout: layout of the weights.
+        layout: the weights that the matrix covers, and their order.
         outputs: number of classes.
         name: "kron" (K-FAC for the layout's layers, the diagonal for all other parameters), "diag" (the exact diagonal), "full" (the
             exact matrix) or "subnetwork" (the exact matrix of some weights).
