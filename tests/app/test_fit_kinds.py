@@ -108,7 +108,7 @@ def test_label_maps_are_averaged_and_exported(kind, tmp_path):
 WRONG_USE = {
     "a link for classes": ("labels", ["--link", "bridge"], "bernoulli"),
     "a misspelt likelihood": ("labels", ["--likelihood", "bernouli"], "Did you mean 'bernoulli'"),
-    "one class for each image": ("labels", ["--train", "digits:train"], "one class for each image"),
+    "one class for each image": ("labels", ["--train", "digits:train"], "a class label for each image"),
     "a rule for classes": ("regression", ["--rule", "threshold"], "gaussian"),
     "no noise": ("regression", ["--noise", "0"], "noise must be"),
     "noise of classes": ("classes", ["--noise", "1"], "gaussian"),
