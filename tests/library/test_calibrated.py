@@ -106,6 +106,7 @@ def test_a_covariance_that_does_not_gain_only_lowers_confidence(problem):
     assert bool((tuned.predict(test[0]).epistemic > 0).all())
 
 
+@pytest.mark.filterwarnings("ignore:.*end of its range")
 @pytest.mark.parametrize("factor", [30.0, 0.02])
 def test_logits_of_any_scale_are_brought_back(problem, factor):
     networks, _, validation, test = problem

@@ -1,4 +1,4 @@
-"""Labels in another class order are refused with that order; labels that fit no better than chance are warned of."""
+"""Labels in another class order are refused with that order; labels at chance and inputs preprocessed differently are warned of."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from mola.tuning.class_order import CHANCE, check_class_order, check_label_order
 CLASSES = 3
 ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*outside the grid", "ignore:.*no effect")
+pytestmark = pytest.mark.filterwarnings("ignore:.*outside the grid", "ignore:.*no effect", "ignore:.*end of its range")
 
 
 def draw(count, seed):
@@ -61,7 +61,7 @@ def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
 def test_one_network_of_another_order_among_several_is_named(posterior):
     inputs, labels = draw(200, 1)
     turned = trained(3, inputs, (labels + 1) % CLASSES)
-    with pytest.raises(DataError, match=r"networks\[1\]"):
+    with pytest.raises(DataError, match=r"Other networks agree with the labels, so leave out networks\[1\]"):
         mola.fit([posterior.networks[0], turned], [(inputs, labels)], [draw(150, 2)], progress=False)
 
 
@@ -118,3 +118,13 @@ def test_a_network_at_chance_and_labels_of_one_class_are_warned_of(posterior):
         mola.fit([posterior.networks[0], untrained], [draw(200, 1)], [(inputs, labels)], progress=False)
     with pytest.warns(MolaWarning, match="every label in the validation loader is 2"):
         posterior.tune([(inputs[labels == 2], labels[labels == 2])], rule="nll", progress=False)
+
+
+def test_inputs_preprocessed_differently_are_warned_of(posterior):
+    inputs, labels = draw(150, 2)
+    with pytest.warns(MolaWarning, match="times as large as those of the training data. Check .* preprocessed"):
+        posterior.tune([(16 * inputs, labels)], rule="nll", progress=False)
+    with pytest.warns(MolaWarning, match="temperature is 100, at the end of its range"):
+        mola.fit(
+            posterior.networks, [(1000 * draw(200, 1)[0], draw(200, 1)[1])], [(1000 * inputs, labels)], progress=False
+        )

@@ -263,10 +263,11 @@ def _hint(network: nn.Module, inputs: Inputs) -> str:
     if any(isinstance(one, np.ndarray) for one in leaves):
         return " Convert arrays to tensors with torch.from_numpy(inputs)."
     if any(hasattr(one, "to_numpy") for one in leaves):
-        return " Convert data frames to tensors with torch.tensor(inputs.to_numpy())."
-    double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in leaves)
-    if double and any(one.dtype == torch.float32 for one in network.parameters()):
-        return " The weights are float32, but the inputs are float64. Pass inputs.float()."
+        return " Convert data frames to tensors with torch.tensor(inputs.to_numpy(), dtype=torch.float32)."
+    given = [one.dtype for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    weights = [one.dtype for one in network.parameters() if one.is_floating_point()]
+    if given and weights and not set(given) & set(weights):
+        return f" The weights are {weights[0]}, but the inputs are {given[0]}. Use inputs.to({weights[0]}) or network.to({given[0]})."
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return (
             " The elements of a tuple are passed as separate arguments, as in network(x, ids). If the last element holds the "

@@ -345,10 +345,11 @@ def _explain(network: nn.Module, outputs: Tensor, calls: Sequence[_Call]) -> str
     if near and near[-1].tensors is not None:
         name = near[-1].name
         axis = 1 if isinstance(near[-1].layer, Convolution) else -1
+        such = repr(name) if near[-1].shape[axis] == outputs.shape[axis] else f"a linear layer, such as {name!r},"
         return (
             f"the network's output is not the output of its last linear layer. Layer {name!r} returns an output of "
             f"shape {tuple(near[-1].shape)}, and the network {_change(near[-1].tensors[1], outputs, axis)}."
-            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {name!r} unchanged."
+            f"{_hidden_layers(network)} Pass a network whose forward returns the output of {such} unchanged."
         )
     last = f" The output of its last layer, {calls[-1].name!r}, has shape {tuple(calls[-1].shape)}." if calls else ""
     if len(shape) <= 2:

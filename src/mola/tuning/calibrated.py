@@ -32,6 +32,7 @@ from mola.options import is_real
 from mola.scaling import NO_COVARIANCE
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import paired, scores
+from mola.tuning.search import warned
 from mola.tuning.tuning import Rule, Tuning
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Calibrated(Rule):
             f"Calibrated(price={self.price:g})",
             (chosen.precision,) * len(posterior.components),
             _summary(chosen, cautious, best, scaled, plain, search.data),
+            _notes(chosen.temperature),
             curve={
                 "prior_precision": tuple(one.precision for one in search.tried),
                 "temperature": tuple(one.temperature for one in search.tried),
@@ -252,6 +254,17 @@ def distance_onset(posterior: MoLA, data: HeldOut) -> float:
     ]
     found = float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET))
     return math.exp(max(0.0, found))  # the log quantile is negative if the features of most inputs are all 0
+
+
+def _notes(temperature: float) -> tuple[str, ...]:
+    if 1.001 * COLDEST < temperature < 0.999 * HOTTEST:
+        return ()
+    return (
+        warned(
+            f"the temperature is {temperature:.3g}, at the end of its range: the networks' outputs are out of proportion to their "
+            f"accuracy. Check that the inputs are preprocessed as in training."
+        ),
+    )
 
 
 def _summary(chosen: Setting, cautious: Setting, best: Setting, scaled: Setting, plain: Setting, data: HeldOut) -> str:

@@ -34,6 +34,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         predicted: the classes (n,) predicted by each network.
         where: name of the loader, for messages.
     """
+    agreement = [float((targets == classes).double().mean()) for classes in predicted]
     for index, classes in enumerate(predicted):
         total = len(targets)
         pairs, counts = torch.unique(torch.stack([targets, classes], 1), dim=0, return_counts=True)
@@ -42,7 +43,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         for (label, output), count in zip(pairs.tolist(), counts.tolist(), strict=True):
             if count > most.get(label, 0):
                 matched[label], most[label] = output, count
-        right, moved = float((targets == classes).double().mean()), sum(most.values()) / total
+        right, moved = agreement[index], sum(most.values()) / total
         if len(matched) < 2 or len(set(matched.values())) < len(matched) or moved <= right + CLEAR:
             continue
         if total < 2 * len(matched):  # a label that occurs once fits any order
@@ -53,10 +54,15 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         # Union bound: multiply the Chernoff bound for one order by the number of orders.
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
+            advice = "Label each input with the index of its class among the outputs."
+            if max(agreement) > moved - CLEAR:  # another network agrees with the labels
+                advice = (
+                    f"Other networks agree with the labels, so leave out networks[{index}], or reorder its outputs."
+                )
             raise DataError(
                 f"the {where}: the classes seem to be in a different order from the outputs of networks[{index}]. {right:.1%} of the "
-                f"labels agree with this network, but {moved:.1%} would agree in this order: {order}"
-                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of its class among the outputs."
+                f"labels agree with this network, but {moved:.1%} would agree in this order (label -> output): "
+                f"{order}{', ...' if len(matched) > 20 else ''}. {advice}"
             )
 
 

@@ -33,6 +33,10 @@ copies of training data and do not represent new data."""
 FAR_OFF = 2.0
 """Root mean squared error, in standard deviations of the targets, above which the targets seem to be in the wrong units."""
 
+UNLIKE = 4.0
+"""Ratio of the feature norms of the validation data to those of the training data above which, or below whose inverse, the inputs
+seem to be preprocessed differently."""
+
 NO_SPREAD = 1e-6
 """Relative spread below which outlier scores are treated as identical."""
 
@@ -151,15 +155,26 @@ class HeldOut:
         return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
 
     def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
-        """Return, for each network, the median distance and the 99 % quantile of the feature norms."""
-        scales = []
+        """Return, for each network, the median distance and the 99 % quantile of the feature norms.
+
+        Warn if the norms differ greatly from those of the training data, as when one of the two sets is not normalised.
+        """
+        scales, ratios = [], []
         for distance, phi in zip(distances, self.phi, strict=True):
             assert distance is not None
             parts = [distance.logs(some) for some in torch.split(phi, 4096)]
             rows = torch.stack([torch.cat([part[field] for part in parts]) for field in (0, 1)], 1) if parts else None
             logs = self.gather(rows).numpy()
             median = max(math.exp(np.quantile(logs[:, 0], 0.5)), COPIES * distance.training_distance)
-            scales.append(FeatureScale(median, math.exp(np.quantile(logs[:, 1], LONG))))
+            norm = math.exp(np.quantile(logs[:, 1], LONG))
+            scales.append(FeatureScale(median, norm))
+            ratios.append(norm / distance.training_norm if distance.training_norm > 0 else 1.0)
+        widest = max(ratios, key=lambda ratio: max(ratio, 1 / max(ratio, 1e-300)))
+        if not 1 / UNLIKE < widest < UNLIKE:
+            warn(
+                f"the features of the {self.where} are {widest:.3g} times as large as those of the training data. Check that both "
+                f"are preprocessed in the same way."
+            )
         return Reference(tuple(scales))
 
     def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
