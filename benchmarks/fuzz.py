@@ -7,8 +7,8 @@ which uses NumPy in float64 and shares no code with the library.
 
 A call that fails has one of these outcomes:
   wrong     A result differs from the closed form by more than rounding can explain. To measure the effect of rounding, the
-            closed form is recomputed with all numbers perturbed by a few rounding errors. The result may be off by at most a
-            small multiple of the change.
+            closed form is recomputed with all numbers perturbed by about the size of their rounding errors. The result may
+            be off by at most a small multiple of the change.
   foreign   The call raised an error that is not a MolaError, or a warning that is not a MolaWarning.
   refused   The call raised a MolaError.
   changed   The call changed a network, the data or the posterior.
@@ -48,7 +48,7 @@ STRUCTURES, LINKS = ("kron", "kron-exact", "kron-diag", "diag", "full"), tuple(d
 UNDECIDED = 0.02
 """Relative rounding error above which a comparison is inconclusive."""
 PAIRS, SLACK = 4, 30
-"""Number of pairs of perturbed closed forms (one up, one down), and the largest allowed ratio of an error to their largest change."""
+"""Number of pairs of perturbations (one up, one down), and the largest allowed ratio of an error to the change that they cause."""
 
 
 class WrongError(Exception):
@@ -134,7 +134,7 @@ def draw(seed: int) -> Problem:
     elif kind == "duplicated":
         x[:, width // 2 :] = x[:, : width - width // 2]
     inputs, labels = torch.from_numpy(x).to(dtype), torch.from_numpy(rng.integers(0, classes, size=size + fresh))
-    bias = bool(rng.random() < 0.7) and kind != "huge"  # beside features of 1e22, the constant 1 is lost to rounding
+    bias = bool(rng.random() < 0.7) and kind != "huge"  # the constant 1 is negligible next to features of about 1e22
     deep, networks = kind == "plain" and dtype is not torch.bfloat16 and bool(rng.random() < 0.6), []
     for _ in range(count):
         inner = int(rng.integers(1, 21)) if deep else width
@@ -229,7 +229,7 @@ def call_predict(problem: Problem) -> bool:
 
 def call_evidence(problem: Problem) -> bool:
     found, exact = problem.fit().log_evidence(), problem.reference()
-    # The evidence is a sum of hundreds of logarithms, which may cancel each other.
+    # The evidence is a sum of hundreds of logarithms, which may cancel each other out.
     return compare(problem, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 

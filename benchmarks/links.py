@@ -7,7 +7,7 @@ Without --data and --networks, last-layer weights are drawn from the posterior o
 closed-form quantity in a prediction is then estimated from the draws. For regression, the quantities are the mean, the parts of
 the variance, the distribution function, quantiles, the log density and the CRPS. For binary labels, they are the probability
 (by quadrature and with the links) and the parts of the entropy. Exact quantities must be within 5 standard errors of the Monte
-Carlo estimates. Links are approximations, so their errors are only reported. Writes closed_forms.json.
+Carlo estimates. Links are approximations, so their errors are reported but not tested. Writes closed_forms.json.
 
 With --data (the data sets) and --networks (ResNet-20s), the benchmark measures the error of each link relative to a Monte Carlo
 estimate from 100,000 samples, on the logits of 1000 CIFAR-10 test images and 1000 SVHN images. It also measures how well each
@@ -54,7 +54,7 @@ Found = tuple[str, Tensor, Tensor, Tensor, bool]
 class Average:
     """Mean over draws, with its standard error.
 
-    A first estimate of the mean is subtracted from the draws to avoid losing digits if the mean is large.
+    A first estimate of the mean is subtracted from the draws to avoid a loss of precision if the mean is large.
     """
 
     count: int = 0
@@ -133,7 +133,7 @@ def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[
             "between": (centre - prediction.mean).square(),
             "aleatoric": shaken.square(),
             "cdf": (draws <= y).double(),
-            # Integrate out the noise: the density of the targets given the weights is known.
+            # Given the weights, the density is known exactly, so the noise is integrated out instead of being drawn.
             "density": torch.distributions.Normal(outputs, noise).log_prob(y).sum(2).exp(),
             "distance": (draws - y).abs(),
             "spread": (draws[:half] - draws[half : 2 * half]).abs(),

@@ -7,7 +7,7 @@ it. The peak comes from Linux's peak-memory counter, which is reset before each 
 grow with the data. Tuning stores O(n (P + C)) numbers, and predictions are made in chunks.
 
 To measure scale-out, the same networks are fitted to the same images, alternately by two single-threaded processes and by one.
-The CPU time of the single process divided by that of the busier of the two is the speed-up if each process has its own core.
+If each process has its own core, the speed-up is the CPU time of the single process divided by that of the busier of the two.
 Wall time also depends on the load of the machine. The scale-out record also contains the constants used in docs/scale.md.
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/memory.json and scale_out.json.
@@ -48,7 +48,7 @@ CASES: tuple[tuple[str, str, int, int, int, bool], ...] = (
     ("predict", "kron", 512, 100, 2048, False),
     ("predict", "kron", 512, 100, 16_384, False),
 )
-"""Work, structure, P, C, N, and whether the limit applies (a peak of at most 3 times the size of the result, for every N)."""
+"""Task, structure, P, C, N, and whether the limit applies (a peak of at most 3 times the size of the result)."""
 BAR = 3.0
 QUICK = (0, 5, 7)
 
@@ -103,7 +103,7 @@ def measure(work: str, structure: str, features: int, classes: int, count: int) 
 
 
 def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
-    """Return the number of bytes to store: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
+    """Return the number of bytes required: sums (fit), features and outputs (tune), or probabilities and variances (predict)."""
     if work == "fit":
         return as_structure(structure).bytes(features + 1, classes)
     return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
@@ -120,7 +120,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
-    """Alternate between a fit by both processes and a fit by rank 0 alone, during which the other process waits."""
+    """Alternate between fits by both processes and fits by rank 0 alone, during which the other process waits."""
     from mola.lab.models import lenet
 
     torch.manual_seed(0)

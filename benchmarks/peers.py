@@ -2,18 +2,19 @@
 
     python benchmarks/peers.py [laplace | conformal] [--venv DIR]
 
-laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_environment.py). In both, mola runs in the same process.
+laplace-torch runs in one environment, and MAPIE and TorchCP in another (peer_environment.py). In both, mola runs in the same
+process as the libraries that it is compared with.
 
 For `full` and `diag`, laplace-torch defines the same posterior as mola. For a head without a bias, laplace-torch's `kron`
-equals mola's `kron-exact`; laplace-torch puts a bias in a separate block. The Laplace bridge agrees for all structures except
-`diag`, for which conditioning the logits on a sum of 0 (laplace-torch) differs from projecting them (mola). The comparison uses
-laplace-torch's BackPACK backend. The default backend, curvlinops, is reported separately, because it computes the `full`
-Hessian in float32 even for float64 networks.
+equals mola's `kron-exact`; laplace-torch puts a bias in a separate block. The Laplace bridges of the two libraries agree for
+all structures except `diag`, for which conditioning the logits on a sum of 0 (laplace-torch) differs from projecting them
+(mola). The comparison uses laplace-torch's BackPACK backend. The default backend, curvlinops, is reported separately, because
+it computes the `full` Hessian in float32 even for float64 networks.
 
 Prediction sets from MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and
 class-conditional lac) must contain the same classes as mola's. Up to one set in a hundred may differ, because MAPIE adds
-classes whose scores exceed the threshold only by rounding. The other forms of aps, which MAPIE defines differently, are
-reported but not tested.
+classes whose scores exceed the threshold by no more than a rounding error. The other forms of aps, which MAPIE defines
+differently, are reported but not tested.
 
 The exit status is 1 if a difference exceeds its tolerance. Writes compare_laplace_torch.json,
 compare_laplace_torch_regression.json and conformal_against_mapie.json to benchmarks/results. With `--frozen`, the script
@@ -157,8 +158,8 @@ def evidence_slopes(posterior: mola.MoLA, peer: Any, regression: bool) -> Iterat
     """Measure the slopes of laplace-torch's evidence at the optimum that mola's evidence rule finds.
 
     Yields a name, the optimal prior precision, and the slope with respect to the log prior precision or the log noise. The
-    slopes are fourth-order finite differences, since automatic differentiation does not reach the noise through laplace-torch's
-    `kron` determinant.
+    slopes are fourth-order finite differences, because laplace-torch's `kron` determinant cannot be differentiated automatically
+    with respect to the noise.
     """
     if regression:
         free = [one.with_likelihood(replace(one.likelihood, estimated=True)) for one in posterior.components]
@@ -363,7 +364,7 @@ class Ends:
         self.mean, self.variance = self.columns[:, 2:], torch.ones(len(columns), 1)
 
     def interval(self, _level: float) -> tuple[Tensor, Tensor]:
-        """Return the low and high quantiles, whatever the level."""
+        """Return the low and high quantiles; ignore the level."""
         return self.columns[:, :1], self.columns[:, 1:2]
 
 

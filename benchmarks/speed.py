@@ -6,12 +6,12 @@
 `fit` and `tune` (with every rule) are compared with bare forward passes over the same batches, and `posterior(x)` is compared
 with `mola.ensemble`. The two sides of a comparison run alternately in one single-threaded process, and their CPU times are
 measured. `ratio` is the median, over repetitions, of the time of the tested call divided by that of the other. `added` is
-1 + (time outside the networks) / (time inside), measured in the tested calls alone; for predictions, this value is divided by
-the ensemble's. Limits apply to `added`, because two bare passes through the same network may differ in time by more than the
+1 + (time outside the networks) / (time inside) in the tested call; for predictions, this value is divided by the ensemble's.
+Limits apply to `added` rather than `ratio`, because the times of two passes through the same network may differ by more than the
 overhead.
 
 With --data and --networks (folders), ResNet-20 uses trained weights and CIFAR-10 images. Otherwise, its weights and images are
-random, which does not change the amount of arithmetic. With --peer, mola is compared with laplace-torch on the same work, in a
+random, which does not change the amount of arithmetic. With --peer, mola is compared with laplace-torch on the same tasks, in a
 separate environment (peer_environment.py).
 
 The exit status is 1 if a limit is exceeded. Writes benchmarks/results/speed.json (--peer: speed_against_laplace_torch.json).
@@ -92,7 +92,7 @@ def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Modu
 def compare(
     tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool
 ) -> dict[str, Any]:
-    """Return the ratio and the added time of the tested work; if `relative`, divide the added time by that of the plain work."""
+    """Return `ratio`, `added` and the times; if `relative`, divide `added` by its value for `plain`."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
     ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
     added = {name: statistics.median(total / own for total, own in found) for name, found in times.items()}
@@ -217,7 +217,7 @@ def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loade
     for structure in setting.structures[:1] if quick else setting.structures:
         fit = partial(mola.fit, network, training, structure=structure, progress=False, **setting.options)
         add("fit", structure, fit, lambda: bare(networks, training), repeats)
-        if structure == "full":  # the exact C P x C P Hessian is reported without a limit
+        if structure == "full":  # no limit applies to the exact C P x C P Hessian
             rows[-1] |= {"bar": None, "missed": False}
     posterior = mola.fit(network, training, structure=setting.structures[0], progress=False, **setting.options)
     ensemble = mola.ensemble(network)
@@ -435,7 +435,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="use an eighth of the data and one turn; write no file and apply no limits"
+        "--quick",
+        action="store_true",
+        help="use an eighth of the data and fewer repetitions; write no file and apply no limits",
     )
     parser.add_argument("--data", type=Path, help="folder of the data sets, for ResNet-20")
     parser.add_argument("--networks", type=Path, help="folder with the weights of a ResNet-20 (00.safetensors)")

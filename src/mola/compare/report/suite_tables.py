@@ -39,7 +39,7 @@ GROUP_TITLES = {
     "rules": "Rules for the prior precision",
     "weights": "Weights of the mixture",
     "tempered": "Temperature before Laplace",
-    "many-classes": "Many classes: structure and link",
+    "many-classes": "Structure and link with many classes",
 }
 
 
@@ -87,7 +87,9 @@ def _paper_words(suite: SuiteResults, given: Mapping[str, Any]) -> str:
         return ""
     there, here = paper_numbers.NETWORKS[suite.name], suite.network
     same = there.lower().replace("-", "") == here.lower().replace("-", "")
-    network = f"also for {there}" if same else f"for {there} instead of {here}"
+    network = (
+        f"which were also obtained with {there}" if same else f"which were obtained with {there} (other rows: {here})"
+    )
     return f" Rows that begin with 'paper' contain the paper's numbers, {network}."
 
 
@@ -122,7 +124,7 @@ def _differences(suite: SuiteResults, numbers: Numbers) -> Table | None:
         "Differences in percentage points, with standard errors. Positive differences mean that our numbers are higher."
     )
     columns = [replace(one, better=None) for one in columns]
-    return make_table(f"{suite.title}: ours minus the paper's", caption, columns, values)
+    return make_table(f"{suite.title}: our numbers minus the paper's", caption, columns, values)
 
 
 # --- in distribution and under shift ---------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ def _risk(suite: SuiteResults, numbers: Numbers) -> Table | None:
     columns.append(Column("shifted", "excess %", "low", 2, numbers.shifted(EXCESS), 100))
     caption = (
         f"{runs_words(suite.runs)} AURC is the error rate of the most confident predictions, averaged over all coverages (Geifman et "
-        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus its minimum, "
-        f"reached by rejecting all errors first, so it measures only the ranking of the predictions."
+        f"al., 2019). Rejecting at random gives an AURC equal to the overall error rate. Excess AURC is the AURC minus the "
+        f"lowest AURC possible with the same number of errors, so it measures only the ranking of the predictions."
         f"{' The column for shifted data shows the mean over all levels.' if len(levels) > 1 else ''}"
     )
     return records_table(f"{suite.title}: risk and coverage", caption, numbers, columns)
@@ -256,11 +258,11 @@ def _score_digest(suite: SuiteResults, numbers: Numbers) -> Table | None:
     for method, records in suite.runs.items():
         for name in dict.fromkeys(str(one.chosen["ood_score"]) for one in records if "ood_score" in one.chosen):
             own.setdefault(name, []).append(method)
-    listed = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in own.items())
+    listed = "; ".join(f"{name} for the following methods: {', '.join(methods)}" for name, methods in own.items())
     caption = (
         f"AUROC in %, averaged over the outlier sets ({', '.join(one.title for one in sets)}). {runs_words(suite.runs)} Bold "
         f"marks a score that is clearly best for a method. Higher scores indicate outliers."
-        f"{f' The ood score is defined as {listed}.' if listed else ''}"
+        f"{f' The ood score is {listed}.' if listed else ''}"
     )
     columns = [Column(method, better="high") for method in suite.runs]
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
@@ -296,10 +298,11 @@ def _openood(suite: SuiteResults, numbers: Numbers) -> Table:
         f"In %. {runs_words(suite.runs)} Numbers are means over sets, as in OpenOOD (Zhang et al., 2023). FPR95 is the share of test "
         f"data rejected at the threshold that rejects 95 % of the outliers. AUPR treats test data (in) or outliers (out) as the "
         f"positive class and is computed as the average precision. The rows for MAP and DE include the scores computed from features "
-        f"and logits. The set-up differs from that of OpenOOD in several ways. The networks are {suite.network}, not ResNet-18, and "
-        f"DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images are {counts}; "
-        f"Textures and Places365 are not included. TinyImageNet classes that, according to our own list, also occur in CIFAR-10 "
-        f"are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside published ones."
+        f"and logits. The set-up differs from that of OpenOOD in several ways. The architecture is {suite.network}, not ResNet-18, "
+        f"and DE and MoLA use {suite.components} networks. The test set has {suite.test.count:,} images. The outlier images "
+        f"({counts}) include none from Textures or Places365. TinyImageNet classes that also occur in CIFAR-10 (according to our "
+        f"own list) are excluded. No score was tuned on outliers. These numbers should therefore not be ranked alongside "
+        f"published ones."
     )
     title = f"{suite.title}: near and far outliers, as in OpenOOD"
     return _every_score(title, caption, suite, numbers, columns)
@@ -371,7 +374,7 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
     every = len(sets) == len(suite.of_role("outlier"))
     caption = (
         f"{runs_words(methods)}{along} Columns for outliers show means over "
-        f"{'all outlier sets' if every else 'the sets ' + ', '.join(one.title for one in sets)}. AUROC is computed "
+        f"{'all outlier sets' if every else 'the following sets: ' + ', '.join(one.title for one in sets)}. AUROC is computed "
         f"from the confidence."
     )
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, numbers, columns)
@@ -429,11 +432,11 @@ def _cost(suite: SuiteResults) -> Table | None:
         paper = {method: costs[index] for method, costs in paper_numbers.COST.items()}
         for method, row in values.items():
             row += [ours[method], *(_ratio(costs.get(method), costs.get(base)) for costs in (ours, paper))]
-    settings = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost["settings"].items())
+    settings = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in suite.cost["settings"].items())
     caption = (
-        f"Measured in one run{f' ({settings})' if settings else ''}. Columns marked \N{MULTIPLICATION SIGN} show the ratio to "
-        f"MAP, or to LLLA for fitting, because MAP requires no fitting. The 'paper' columns give the same ratios from the paper's "
-        f"table ({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
+        f"Measured in one run{f' (settings: {settings})' if settings else ''}. Columns marked \N{MULTIPLICATION SIGN} show the "
+        f"ratio to MAP, or to LLLA for fitting, because MAP requires no fitting. The 'paper' columns give the same ratios from the "
+        f"paper's table ({paper_numbers.COST_SETTING}). Memory is the amount needed for prediction."
     )
     return make_table(f"{suite.title}: cost", caption, columns, values) if here else None
 
